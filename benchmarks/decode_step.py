@@ -30,20 +30,10 @@ from shapes import SHAPES
 from torch import Tensor
 
 from fl_dispatch import following
-from fl_dispatch.backends.triton.impl import (
-    activation,
-    ahead,
-    attention,
-    cache,
-    fused,
-    joined,
-    linear,
-    normalization,
-    quantize,
-    rotary,
-    rotary_cache,
-    scaled,
-)
+from fl_dispatch.backends.triton.impl.attention import cache, paged
+from fl_dispatch.backends.triton.impl.fusion import fused_linear, quantized_rows, rotary_cache
+from fl_dispatch.backends.triton.impl.products import linear, prefetch, scaled_linear
+from fl_dispatch.backends.triton.impl.rows import activation, normalization, quantization, rotary
 from fl_dispatch.cli.output import print_table
 from fl_dispatch.evidence.intervals import interval
 from fl_dispatch.evidence.rates import Yardstick
@@ -138,19 +128,19 @@ class Step:
 
     def _weight(self, columns: int, inner: int) -> tuple[Tensor, ...]:
         weight = self._random(columns, inner)
-        return quantize.quantize(weight, FP8) if self.quantized else (weight,)
+        return quantization.quantize(weight, FP8) if self.quantized else (weight,)
 
     def bytes_of_weights(self) -> int:
         tensors = [tensor for layer in self.layers for weight in layer.values() for tensor in weight]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, self.head))
 
     def _product(self, x: tuple[Tensor, ...], weight: tuple[Tensor, ...]) -> Tensor:
-        return scaled.scaled_linear(*x, *weight) if self.quantized else linear.linear(*x, *weight)
+        return scaled_linear.scaled_linear(*x, *weight) if self.quantized else linear.linear(*x, *weight)
 
     def _normalized(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The sum, and the argument of the product that follows."""
         if self.quantized:
-            made = joined.rms_norm_quantize(x, FP8, residual, weight, EPSILON)
+            made = quantized_rows.rms_norm_quantize(x, FP8, residual, weight, EPSILON)
         else:
             found = normalization.rms_norm(x, residual, weight, EPSILON)
             made = (found[1], found[0]) if isinstance(found, tuple) else (found,)
@@ -162,13 +152,13 @@ class Step:
         """A norm and a product, whose result may be gated; and the sum of the row and the residual."""
         scale = weight[1] if self.quantized else None
         gate_too = gated and "gate" in self.fused
-        norm_too = fused.FORMS[weight[0].element_size(), True] is not None and residual is not None
+        norm_too = fused_linear.FORMS[weight[0].element_size(), True] is not None and residual is not None
         if "norm" in self.fused and norm_too:
-            y, residual = fused.fused_linear(x, weight[0], scale, None, None, norm, residual, EPSILON, gate_too)
+            y, residual = fused_linear.fused_linear(x, weight[0], scale, None, None, norm, residual, EPSILON, gate_too)
         elif ("row" in self.fused and self.quantized) or gate_too:
             found = normalization.rms_norm(x, residual, norm, EPSILON)
             x, residual = found if isinstance(found, tuple) else (found, x)
-            y, _ = fused.fused_linear(x, weight[0], scale, None, None, None, None, EPSILON, gate_too)
+            y, _ = fused_linear.fused_linear(x, weight[0], scale, None, None, None, None, EPSILON, gate_too)
         else:
             residual, argument = self._normalized(x, residual, norm)
             y = self._product(argument, weight)
@@ -176,8 +166,8 @@ class Step:
 
     def _of_row(self, x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
         if self.quantized and "row" in self.fused:
-            return fused.fused_linear(x, *weight)[0]
-        return self._product(quantize.quantize(x, FP8) if self.quantized else (x,), weight)
+            return fused_linear.fused_linear(x, *weight)[0]
+        return self._product(quantization.quantize(x, FP8) if self.quantized else (x,), weight)
 
     def __call__(self) -> Tensor:
         """The logits of the next token."""
@@ -195,7 +185,7 @@ class Step:
                 query, rotated = rotary.rotary_embedding(query, key, *tables)
                 assert rotated is not None
                 cache.kv_cache_write(rotated, value, keys, values, self.slot)
-            seen = attention.paged_attention(
+            seen = paged.paged_attention(
                 query, keys, values, self.table, self.starts, self.lengths, 1, self.context + 1, self.dim**-0.5
             ).view(1, -1)
             x = self._of_row(seen, weights["o"])
@@ -203,7 +193,7 @@ class Step:
             if "gate" in self.fused:
                 x = self._of_row(up, weights["down"])
             elif self.quantized and "row" not in self.fused:
-                x = self._product(joined.silu_and_mul_quantize(up, FP8), weights["down"])
+                x = self._product(quantized_rows.silu_and_mul_quantize(up, FP8), weights["down"])
             else:
                 x = self._of_row(activation.silu_and_mul(up), weights["down"])
         found = normalization.rms_norm(x, residual, self.norms[-1][0], EPSILON)
@@ -214,7 +204,7 @@ def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
     """Names of ways to launch a step, and what is patched for each."""
     found: dict[str, Patches] = {AS_IT_IS: (), AT_ONCE: ((Step, "at_once", True),)}
     whole: Patches = ((Step, "fused", FUSED),)
-    silent: Patches = ((ahead, "BYTES", 0),)
+    silent: Patches = ((prefetch, "BYTES", 0),)
     if quantized:
         found[NOTHING] = silent
         found["rows as they are"] = ((Step, "fused", frozenset({"row"})),)
@@ -231,13 +221,13 @@ def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
     found["fused, rotation and write at once"] = (*other, (Step, "at_once", True))
     for normalized, forms in (FUSED_FORMS[quantized] if constants else {}).items():
         for numbers in forms:
-            key, form = (1 if quantized else 2, normalized), fused.Form(*numbers)
+            key, form = (1 if quantized else 2, normalized), fused_linear.Form(*numbers)
             parts = FUSED if normalized else FUSED - {"norm"}
-            patches = (Step, "fused", parts), (fused, "FORMS", {**fused.FORMS, key: form})
+            patches = (Step, "fused", parts), (fused_linear, "FORMS", {**fused_linear.FORMS, key: form})
             found[f"{'norms' if normalized else 'no norms'}: {numbers}"] = (*other, *patches)
-    products = scaled if quantized else linear
+    products = scaled_linear if quantized else linear
     others = [(products, values) for values in CONSTANTS[quantized] if amounts]
-    others += [(ahead, values) for values in AHEAD if quantized and amounts]
+    others += [(prefetch, values) for values in AHEAD if quantized and amounts]
     for target, values in others:
         label = ", ".join(f"{name} {value}" for name, value in values.items())
         found[label] = tuple((target, name, value) for name, value in values.items())

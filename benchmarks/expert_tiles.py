@@ -24,8 +24,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fl_dispatch.backends.triton.impl import quantized_moe
-from fl_dispatch.backends.triton.impl.moe import Plan, Plans, Tile
+from fl_dispatch.backends.triton.impl.experts import quantized_moe
+from fl_dispatch.backends.triton.impl.experts.fused_moe import Plan, Plans, Tile
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.ops.quantization import FP8
 

@@ -23,33 +23,19 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from fl_dispatch.backends.triton.impl import (
-    attention,
-    hopper,
-    launch,
-    mla,
-    mla_prefill,
-    moe,
-    quantize,
-    scaled,
-    weight_only,
-)
+from fl_dispatch.backends.triton.impl import hopper, launch
+from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_prefill, paged
+from fl_dispatch.backends.triton.impl.experts import fused_moe
+from fl_dispatch.backends.triton.impl.products import scaled_linear, weight_only_linear
+from fl_dispatch.backends.triton.impl.rows import quantization
 
 with contextlib.suppress(ImportError):  # older trees have no cases for it
-    from fl_dispatch.backends.triton.impl import (
-        activation,
-        cache,
-        convolution,
-        delta_rule,
-        gated_norm,
-        joined,
-        lora,
-        normalization,
-        quantized_moe,
-        rotary,
-        rotary_cache,
-        state_space,
-    )
+    from fl_dispatch.backends.triton.impl.attention import cache
+    from fl_dispatch.backends.triton.impl.experts import quantized_moe
+    from fl_dispatch.backends.triton.impl.fusion import quantized_rows, rotary_cache
+    from fl_dispatch.backends.triton.impl.products import lora
+    from fl_dispatch.backends.triton.impl.rows import activation, gated_norm, normalization, rotary
+    from fl_dispatch.backends.triton.impl.states import convolution, delta_rule, state_space
 
 TARGET = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)
@@ -98,7 +84,7 @@ def _paged(
     dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> None:
-    attention.paged_attention(
+    paged.paged_attention(
         _empty(new * requests, heads, dim, dtype=dtype),
         _empty(blocks, block_size, kv_heads, dim, dtype=dtype),
         _empty(blocks, block_size, kv_heads, dim_v or dim, dtype=dtype),
@@ -125,7 +111,7 @@ def _latent(
     tokens = new * requests
     if parted:
         options["query_rope"] = _empty(tokens, heads, 192, dtype=dtype)[..., 128:]
-    mla.mla_decode(
+    latent_decode.mla_decode(
         _empty(tokens, heads, 512 if parted else 576, dtype=dtype),
         _empty(1024, 64, 576, dtype=stored or dtype),
         _integers(requests, 64),
@@ -141,12 +127,12 @@ def _latent(
 
 def _latent_prefill(dim: int, dim_v: int, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
     query, key, value = (_empty(2048, 16, size, dtype=dtype) for size in (dim, dim, dim_v))
-    mla_prefill.mla_prefill(query, key, value, _integers(5), _integers(5), 512, 512, 0.1, **options)
+    latent_prefill.mla_prefill(query, key, value, _integers(5), _integers(5), 512, 512, 0.1, **options)
 
 
 def _experts(tokens: int, *, dtype: torch.dtype = torch.bfloat16, gated: bool = True, **options: Any) -> None:
     experts, hidden, inner, topk = 64, 2048, 1024, 8
-    moe.fused_moe(
+    fused_moe.fused_moe(
         _empty(tokens, hidden, dtype=dtype),
         _empty(experts, 2 * inner if gated else inner, hidden, dtype=dtype),
         _empty(experts, hidden, inner, dtype=dtype),
@@ -200,12 +186,12 @@ def _packed_experts(tokens: int, bits: int, group: int = 128, *, dtype: torch.dt
 
 
 def _quantized(rows: int, kind: str, group: int = 0) -> None:
-    quantize.quantize(_empty(rows, 4096), kind, group)
+    quantization.quantize(_empty(rows, 4096), kind, group)
 
 
 def _joined_norm(rows: int, add: bool, group: int = 0, scale: Tensor | None = None) -> None:
     residual = _empty(rows, 4096) if add else None
-    joined.rms_norm_quantize(_empty(rows, 4096), FP8_NAME, residual, _empty(4096), 1e-6, group, scale)
+    quantized_rows.rms_norm_quantize(_empty(rows, 4096), FP8_NAME, residual, _empty(4096), 1e-6, group, scale)
 
 
 def _rotated(
@@ -228,14 +214,14 @@ def _scaled(rows: int, kind: torch.dtype, block: int = 0, columns: int = 4096) -
     inner = 4096
     x, weight = (_empty(count, inner, dtype=kind) for count in (rows, columns))
     across, down = (inner // block, columns // block) if block else (1, columns)
-    scaled.scaled_linear(
+    scaled_linear.scaled_linear(
         x, _empty(rows, across, dtype=WIDE), weight, _empty(down, across, dtype=WIDE), block_size=block
     )
 
 
 def _packed(rows: int, bits: int, columns: int = 4096) -> None:
     weight = _empty(columns, 2048, dtype=torch.uint8) if bits == 4 else _empty(columns, 4096, dtype=torch.int8)
-    weight_only.weight_only_linear(_empty(rows, 4096), weight, _empty(columns, 32))
+    weight_only_linear.weight_only_linear(_empty(rows, 4096), weight, _empty(columns, 32))
 
 
 def _adapters(tokens: int, rank: int, *, inner: int = 4096, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -362,8 +348,8 @@ CASES = (
     Case("norm to fp8, 4096, by a given scale", lambda: _joined_norm(
         64, True, -1, _empty(1, dtype=WIDE)
     ), hopper=False),
-    Case("gate to fp8, 14336", lambda: joined.silu_and_mul_quantize(_empty(64, 28672), FP8_NAME), hopper=False),
-    Case("gate to fp8, 14336, in groups of 128", lambda: joined.silu_and_mul_quantize(
+    Case("gate to fp8, 14336", lambda: quantized_rows.silu_and_mul_quantize(_empty(64, 28672), FP8_NAME), hopper=False),
+    Case("gate to fp8, 14336, in groups of 128", lambda: quantized_rows.silu_and_mul_quantize(
         _empty(64, 28672), FP8_NAME, 128
     ), hopper=False),
     Case("rotation and write, 128", lambda: _rotated(True), hopper=False),
@@ -447,7 +433,7 @@ def h200(offer_hopper: bool) -> Iterator[None]:
     )
     triton.runtime.driver.set_active(CompilingDriver())
     with (
-        mock.patch.object(attention, "device_of", return_value=gpu, create=True),  # older trees ask torch.cuda
+        mock.patch.object(paged, "device_of", return_value=gpu, create=True),  # older trees ask torch.cuda
         mock.patch.object(hopper, "device_of", return_value=gpu, create=True),
         mock.patch.object(launch, "device_of", return_value=gpu, create=True),
         mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),

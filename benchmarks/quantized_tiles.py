@@ -28,7 +28,7 @@ import torch
 import triton
 
 from fl_dispatch import get_default_manager, prepared
-from fl_dispatch.backends.triton.impl import scaled, weight_only
+from fl_dispatch.backends.triton.impl.products import scaled_linear, weight_only_linear
 from fl_dispatch.evidence.bench import calls_of, rotated
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.ops import OPERATORS
@@ -87,13 +87,13 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
                 yield {"WORD_ROW": tile, "WORD_ENOUGH": 0}
             for some in ((64, 4, 4), (128, 4, 4), (128, 8, 4)):
                 yield {"WORD_FROM": 1, "WORD_FEW": (*some, 3)}
-        elif rows <= weight_only.FEW_ROWS:
+        elif rows <= weight_only_linear.FEW_ROWS:
             for some, programs in (
                 ((64, 4, 4), 1), ((64, 4, 4), 5), ((64, 4, 6), 3), ((128, 4, 4), 1), ((128, 4, 4), 3),
                 ((128, 8, 4), 1), ((128, 8, 4), 3), ((32, 2, 6), 5),
             ):  # fmt: skip
                 yield {"WORD_FEW": (*some, programs)}
-        elif rows <= weight_only.WORD_UP_TO:
+        elif rows <= weight_only_linear.WORD_UP_TO:
             for some, programs in (
                 ((64, 4, 4), 1), ((64, 4, 4), 2), ((64, 4, 3), 3), ((64, 8, 3), 3), ((128, 8, 4), 1),
                 ((128, 8, 3), 1), ((128, 8, 3), 2), ((128, 4, 3), 2),
@@ -107,7 +107,7 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
         for columns in (1, 2, 4, 8):
             for inner in (1024, 2048, 4096):
                 yield {"ROW_COLUMNS": columns, "ENOUGH": 0, "ROW_INNER": inner}
-    elif rows <= scaled.SOME_ROWS:
+    elif rows <= scaled_linear.SOME_ROWS:
         for some in BLOCKS_SOME if kind == "blocks" else SOME:
             names = ("BLOCKS_NARROW", "BLOCKS_MIDDLE") if kind == "blocks" else ("NARROW", "MIDDLE", "WIDE")
             yield dict.fromkeys(names, some)
@@ -116,7 +116,7 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
             (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 128, 4, 3),
             (64, 128, 128, 4, 4), (64, 256, 128, 8, 3), (128, 64, 128, 4, 4), (64, 64, 128, 4, 5), (64, 64, 256, 4, 3),
         ):  # fmt: skip
-            yield {"BLOCKS_TILES" if kind == "blocks" else "TILES": (scaled.Tile(*tile),)}
+            yield {"BLOCKS_TILES" if kind == "blocks" else "TILES": (scaled_linear.Tile(*tile),)}
 
 
 def microseconds(clock: Clock, function: Any, args: tuple[Any, ...], moved: int) -> float:
@@ -148,7 +148,7 @@ def main() -> None:
     clock.warm_up(partial(torch.mm, *(torch.randn(4096, 4096, device="cuda") for _ in range(2))))
     for kind in given.kinds:
         operator = OPERATORS[KINDS[kind]]
-        module: Any = weight_only if kind == "w4" else scaled
+        module: Any = weight_only_linear if kind == "w4" else scaled_linear
         for rows in given.rows:
             for name, (columns, inner) in WEIGHTS[given.model].items():
                 args = operator.bind(arguments(kind, rows, columns, inner), {})

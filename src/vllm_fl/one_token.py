@@ -46,8 +46,8 @@ KEY = "fl_dispatch_one_token"
 """The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the products."""
 KERNELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        NORM: ("fl_dispatch.backends.triton.impl.normalization", "_norm"),
-        GATE: ("fl_dispatch.backends.triton.impl.activation", "_gated"),
+        NORM: ("fl_dispatch.backends.triton.impl.rows.normalization", "_norm"),
+        GATE: ("fl_dispatch.backends.triton.impl.rows.activation", "_gated"),
     }
 )
 """Operator → module and name of the kernel that a traced call launches. They are named, for no backend is imported."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from fl_dispatch import following
-from fl_dispatch.backends.triton.impl import ahead, scaled
+from fl_dispatch.backends.triton.impl.products import prefetch, scaled_linear
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -48,10 +48,10 @@ def test_products_of_int8_neither_ask_nor_are_recorded() -> None:
     integers = torch.zeros(64, 64, dtype=torch.int8)
     with following.recorded():
         for weight in (first, integers, second):
-            ahead.after(weight, 8)
+            prefetch.after(weight, 8)
     assert following.after(first) is second
     following._next[integers.data_ptr()] = following._next[first.data_ptr()]
-    assert ahead.after(integers, 8) == (integers, *ahead.NOTHING)
+    assert prefetch.after(integers, 8) == (integers, *prefetch.NOTHING)
 
 
 def test_a_call_that_is_tried_twice_is_one_call() -> None:
@@ -103,20 +103,20 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, interpreted: bool = False) -> None:
     """Have a GPU with two processors."""
-    ahead._programs.cache_clear()
-    monkeypatch.setattr(ahead, "INTERPRETED", interpreted)
-    monkeypatch.setattr(ahead, "capability", lambda device: capability)
-    monkeypatch.setattr(ahead, "processors", lambda device: 2)
+    prefetch._programs.cache_clear()
+    monkeypatch.setattr(prefetch, "INTERPRETED", interpreted)
+    monkeypatch.setattr(prefetch, "capability", lambda device: capability)
+    monkeypatch.setattr(prefetch, "processors", lambda device: 2)
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
-    ahead._programs.cache_clear()
+    prefetch._programs.cache_clear()
 
 
 def asked(weight: Tensor, programs: int = 100) -> tuple[int, int, int] | None:
     """The numbers that programs get which multiply with the weight, if they ask."""
-    found, where, asks = ahead.after(weight, programs)
+    found, where, asks = prefetch.after(weight, programs)
     assert (found is weight) != asks
     return where if asks else None
 
@@ -126,7 +126,7 @@ def test_the_last_programs_ask_for_the_beginning_of_the_next_weight() -> None:
     first, second = weights(2)
     assert asked(first) is None
     recorded(first, second)
-    assert asked(first) == (64 * 64 * 4, 4096, 100 - 2 * ahead.ASKING)
+    assert asked(first) == (64 * 64 * 4, 4096, 100 - 2 * prefetch.ASKING)
     assert asked(first, 1) == (64 * 64 * 4, 64 * 64 * 4, 0)
     assert asked(second) is None
 
@@ -155,7 +155,7 @@ def test_nothing_is_asked_for_without_chip_features_across_devices_or_at_odd_add
         assert asked(first) is None
     recorded(first, second)
     assert asked(first) is not None
-    monkeypatch.setattr(ahead, "get_settings", lambda: type("Settings", (), {"chip_features": False}))
+    monkeypatch.setattr(prefetch, "get_settings", lambda: type("Settings", (), {"chip_features": False}))
     assert asked(first) is None
 
 
@@ -164,16 +164,16 @@ def test_slices_are_the_beginning_of_the_weight_and_fit_the_instruction(
     programs: int, size: int, processors: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "_programs", lambda device, each: each * processors)
-        patch.setattr(ahead, "BYTES", 24 << 20)
+        patch.setattr(prefetch, "_programs", lambda device, each: each * processors)
+        patch.setattr(prefetch, "BYTES", 24 << 20)
         first, second = torch.zeros(1), torch.zeros(1, dtype=torch.uint8).expand(size)
         recorded(first, second)
         where = asked(first, programs)
     if where is None:
-        assert size < ahead.UNIT
+        assert size < prefetch.UNIT
         return
     total, each, begin = where
-    assert total % ahead.UNIT == each % ahead.UNIT == 0
+    assert total % prefetch.UNIT == each % prefetch.UNIT == 0
     assert 0 < total <= size
     assert each < 16 << 16  # sixteen bits for the number of units
     assert each * (programs - begin) >= total
@@ -186,7 +186,7 @@ from unittest import mock
 sys.path.insert(0, sys.argv[1])
 import kernel_cases
 import torch
-from fl_dispatch.backends.triton.impl import scaled
+from fl_dispatch.backends.triton.impl.products import scaled_linear
 kernel_cases.triton.runtime.driver.set_active(kernel_cases.CompilingDriver())
 calls = {
     "fp8": lambda: kernel_cases._scaled(1, kernel_cases.FP8, columns=28672),
@@ -197,7 +197,7 @@ for name, call in calls.items():
     for asks in (False, True):
         compiled = []
         after = lambda weight, programs: (weight, (3 << 20, 12032, 1784), asks)
-        with mock.patch.object(scaled, "after", after), kernel_cases.launches(False, compiled):
+        with mock.patch.object(scaled_linear, "after", after), kernel_cases.launches(False, compiled):
             call()
         (kernel,) = compiled
         ptx = kernel.asm["ptx"]
@@ -221,16 +221,16 @@ def test_for_hopper_a_program_asks_once_when_its_result_is_written_and_not_where
 
 def test_quantized_products_of_one_row_say_which_weight_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_launch_row", "_launch_rows"):
-        monkeypatch.setattr(scaled, name, lambda *args, **options: None)
+        monkeypatch.setattr(scaled_linear, name, lambda *args, **options: None)
     seen: list[tuple[torch.Size, int]] = []
 
     def after(weight: Tensor, programs: int) -> object:
         seen.append((weight.shape, programs))
-        return weight, *ahead.NOTHING
+        return weight, *prefetch.NOTHING
 
-    monkeypatch.setattr(scaled, "after", after)
+    monkeypatch.setattr(scaled_linear, "after", after)
     weight = torch.zeros(32, 64, dtype=torch.int8)
     for rows in (1, 2):
         x = torch.zeros(rows, 64, dtype=torch.int8)
-        scaled.scaled_linear(x, torch.ones(rows, 1), weight, torch.ones(32, 1))
+        scaled_linear.scaled_linear(x, torch.ones(rows, 1), weight, torch.ones(32, 1))
     assert seen == [(weight.shape, 32)]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fl_dispatch.backends.triton.impl import attention, hopper, mla_prefill
+from fl_dispatch.backends.triton.impl import hopper
+from fl_dispatch.backends.triton.impl.attention import latent_prefill, paged
 from fl_dispatch.devices import CUDA
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.settings import reset_settings
@@ -140,7 +141,7 @@ def test_paged_keys(
 ) -> None:
     on_cpu(programs)
     batch = Batch(PAGED, block_size, dim, dim_v, dtype)
-    assert attention.paged_attention(*batch.arguments(causal)) is batch.out
+    assert paged.paged_attention(*batch.arguments(causal)) is batch.out
     batch.check(causal)
 
 
@@ -219,7 +220,7 @@ def test_keys_in_a_row(on_cpu: SetUp, causal: bool, programs: int, dim: int) -> 
     other = slice(int(key_starts[1]), int(key_starts[2]))
     key[other], value[other] = float("nan"), float("nan")  # which is that request's own trouble
     scale = dim**-0.5
-    out, lse = mla_prefill.mla_prefill(query, key, value, query_starts, key_starts, 300, 520, scale, None, causal)
+    out, lse = latent_prefill.mla_prefill(query, key, value, query_starts, key_starts, 300, 520, scale, None, causal)
     for index, (new, _) in enumerate(FLAT):
         mine = slice(int(query_starts[index]), int(query_starts[index + 1]))
         theirs = slice(int(key_starts[index]), int(key_starts[index + 1]))
@@ -233,7 +234,7 @@ def test_keys_in_a_row(on_cpu: SetUp, causal: bool, programs: int, dim: int) -> 
 def test_what_the_kernel_lacks_takes_the_plain_one(on_cpu: SetUp, more: dict[str, Any]) -> None:
     on_cpu(3)
     with pytest.raises(NotSupported, match="on the CPU"):  # which needs a GPU
-        attention.paged_attention(*Batch().arguments(), **more)
+        paged.paged_attention(*Batch().arguments(), **more)
 
 
 def test_it_runs_for_aligned_rows_of_half_types_alone(on_cpu: SetUp) -> None:

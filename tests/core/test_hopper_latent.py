@@ -14,7 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fl_dispatch.backends.triton.impl import attention, hopper, mla
+from fl_dispatch.backends.triton.impl import hopper
+from fl_dispatch.backends.triton.impl.attention import latent_decode, paged
 from fl_dispatch.errors import NotSupported
 from gluon_on_cpu import Machine, Pointer
 
@@ -65,10 +66,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
         monkeypatch.setattr(hopper, "_latent_launcher", lambda: launch)
         monkeypatch.setattr(hopper, "processors", lambda device: processors)
         monkeypatch.setattr(hopper, "why_unavailable", lambda device: "")
-        monkeypatch.setattr(mla, "_launch_combine", combine)
+        monkeypatch.setattr(latent_decode, "_launch_combine", combine)
         empty = torch.Tensor.new_empty
         monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **rest: empty(*args, **rest).fill_(float("nan")))
-        attention._splits.cache_clear()
+        paged._splits.cache_clear()
 
     return set_up
 
@@ -146,7 +147,7 @@ def test_latent_keys(
 ) -> None:
     on_cpu(processors)
     batch = Batch(requests, heads, block_size, dtype)
-    assert mla.mla_decode(*batch.arguments(causal)) is batch.out
+    assert latent_decode.mla_decode(*batch.arguments(causal)) is batch.out
     batch.check(causal)
 
 
@@ -156,10 +157,10 @@ def test_a_query_in_two_parts(on_cpu: SetUp) -> None:
     batch = Batch([(2, 300), (1, 65)], 96)
     rope = torch.cat((batch.query[..., :128], batch.query[..., RANK:]), dim=-1)[..., 128:]
     _query, *rest = batch.arguments()
-    mla.mla_decode(batch.query[..., :RANK].contiguous(), *rest, None, rope)
+    latent_decode.mla_decode(batch.query[..., :RANK].contiguous(), *rest, None, rope)
     batch.check()
     batch.out.fill_(-7.0)
-    mla.mla_decode(batch.query[..., :RANK].contiguous(), *rest, None, 2 * rope)
+    latent_decode.mla_decode(batch.query[..., :RANK].contiguous(), *rest, None, 2 * rope)
     with pytest.raises(AssertionError):
         batch.check()
 
@@ -168,15 +169,15 @@ def test_a_query_in_two_parts(on_cpu: SetUp) -> None:
 def test_requests_without_tokens_or_keys(on_cpu: SetUp, processors: int, splits: int) -> None:
     on_cpu(processors)
     batch = Batch([(0, 0), (1, 200), (0, 70), (2, 129), (0, 0)], 64)
-    assert mla._splits(processors, 5 * 2, 2) == splits  # 2 tiles of rows for each request
-    mla.mla_decode(*batch.arguments())
+    assert latent_decode._splits(processors, 5 * 2, 2) == splits  # 2 tiles of rows for each request
+    latent_decode.mla_decode(*batch.arguments())
     batch.check()
 
 
 def test_rows_that_see_nothing_do_not_spoil_others(on_cpu: SetUp) -> None:
     on_cpu(1)
     batch = Batch([(3, 1), (1, 0), (1, 100)], 64)
-    mla.mla_decode(*batch.arguments())
+    latent_decode.mla_decode(*batch.arguments())
     batch.check()
 
 
@@ -184,7 +185,7 @@ def test_rows_that_no_request_covers_stay(on_cpu: SetUp) -> None:
     on_cpu(1)
     batch = Batch([(1, 100), (1, 70)], 96)
     batch.starts[2] = 1
-    mla.mla_decode(*batch.arguments())
+    latent_decode.mla_decode(*batch.arguments())
     assert (batch.out[1] == -7.0).all()
 
 
@@ -192,7 +193,7 @@ def test_rows_that_no_request_covers_stay(on_cpu: SetUp) -> None:
 def test_whoever_dawdles(on_cpu: SetUp, seed: int) -> None:
     on_cpu(1, seed)
     batch = Batch([(1, 600)], 64)
-    mla.mla_decode(*batch.arguments())
+    latent_decode.mla_decode(*batch.arguments())
     batch.check()
 
 
@@ -229,11 +230,11 @@ def test_a_processor_has_one_program(
     on_cpu(132)
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(hopper, "decode_latent", lambda tensors, numbers, **rest: asked.append(rest))
-    monkeypatch.setattr(mla, "_launch_combine", lambda *args, **rest: None)
+    monkeypatch.setattr(latent_decode, "_launch_combine", lambda *args, **rest: None)
     batch = Batch([(1, 1)] * requests, 128)
     arguments = list(batch.arguments())
     arguments[6] = 4096
-    mla.mla_decode(*arguments)
+    latent_decode.mla_decode(*arguments)
     assert (asked[0]["tiles"], asked[0]["splits"]) == (2, splits)
 
 
@@ -243,7 +244,7 @@ def plain(batch: Batch, **changes: Any) -> None:
     for index, value in changes.values():
         arguments[index] = value
     with pytest.raises(NotSupported, match="on the CPU"):
-        mla.mla_decode(*arguments)
+        latent_decode.mla_decode(*arguments)
 
 
 def test_few_rows_take_the_plain_kernel(on_cpu: SetUp) -> None:
@@ -251,7 +252,7 @@ def test_few_rows_take_the_plain_kernel(on_cpu: SetUp) -> None:
     plain(Batch([(1, 70)], 63))
     plain(Batch([(3, 70)], 16))
     batch = Batch([(1, 70)], 64)
-    mla.mla_decode(*batch.arguments())
+    latent_decode.mla_decode(*batch.arguments())
     batch.check()
 
 
@@ -282,6 +283,6 @@ def test_parts_of_a_query_that_do_not_fit_each_other_are_declined(on_cpu: SetUp)
     query, rope = whole[..., :RANK], whole[..., RANK:]
     for wrong in ((query, rope.float()), (whole, rope)):
         with pytest.raises(NotSupported, match="parts of the query"):
-            mla.mla_decode(wrong[0], *rest, None, wrong[1])
-    mla.mla_decode(query, *rest, None, rope)
+            latent_decode.mla_decode(wrong[0], *rest, None, wrong[1])
+    latent_decode.mla_decode(query, *rest, None, rope)
     batch.check()

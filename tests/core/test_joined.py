@@ -19,17 +19,18 @@ from fl_dispatch import NotSupported
 from interpreting import run
 
 pytest.importorskip("triton")
-joined = pytest.importorskip("fl_dispatch.backends.triton.impl.joined")
+quantized_rows = pytest.importorskip("fl_dispatch.backends.triton.impl.fusion.quantized_rows")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 INTERPRETED = """
 import json
 import torch
-from fl_dispatch.backends.triton.impl import activation, joined, normalization, quantize
+from fl_dispatch.backends.triton.impl.fusion import quantized_rows
+from fl_dispatch.backends.triton.impl.rows import activation, normalization, quantization
 
 generator, results = torch.Generator().manual_seed(0), []
 launched = []
-for module in (activation, joined, normalization, quantize):
+for module in (activation, quantized_rows, normalization, quantization):
     for name in vars(module):
         if name.startswith("_launch") :
             kernel = getattr(module, name)
@@ -48,12 +49,12 @@ def compare(rows, width, dtype, group, scale, kind):
     y = normalization.rms_norm(x, None, weight, 1e-5)
     z, total = normalization.rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     g = activation.silu_and_mul(gates)
-    expected = [quantize.quantize(one, kind, group, scale) for one in (y, z, g)]
+    expected = [quantization.quantize(one, kind, group, scale) for one in (y, z, g)]
     launched.clear()
     found = [
-        joined.rms_norm_quantize(x, kind, None, weight, 1e-5, group, scale),
-        joined.rms_norm_quantize(x, kind, residual.clone(), weight, 1e-5, group, scale),
-        joined.silu_and_mul_quantize(gates, kind, group, scale),
+        quantized_rows.rms_norm_quantize(x, kind, None, weight, 1e-5, group, scale),
+        quantized_rows.rms_norm_quantize(x, kind, residual.clone(), weight, 1e-5, group, scale),
+        quantized_rows.silu_and_mul_quantize(gates, kind, group, scale),
     ]
     equal = [same(found[0], expected[0]), same(found[1], (total, *expected[1])), same(found[2], expected[2])]
     results.append([width, str(dtype), group, scale is not None, kind, equal, list(launched)])
@@ -88,7 +89,9 @@ def test_one_launch_does_both_where_a_program_holds_all_that_a_scale_depends_on(
 ROTATED = """
 import json
 import torch
-from fl_dispatch.backends.triton.impl import cache, rotary, rotary_cache
+from fl_dispatch.backends.triton.impl.attention import cache
+from fl_dispatch.backends.triton.impl.fusion import rotary_cache
+from fl_dispatch.backends.triton.impl.rows import rotary
 from fl_dispatch.ops.inputs import paged
 
 generator, results, launched = torch.Generator().manual_seed(0), [], []
@@ -210,5 +213,5 @@ def test_for_hopper_a_rotation_and_the_write_move_16_bytes_at_once(tmp_path: Pat
 def test_a_row_that_no_program_holds_is_declined_before_the_sum_is_written() -> None:
     x, residual = torch.ones(1, 33000), torch.ones(1, 33000)
     with pytest.raises(NotSupported, match="33000 elements with one scale"):
-        joined.rms_norm_quantize(x, "int8", residual)
+        quantized_rows.rms_norm_quantize(x, "int8", residual)
     assert residual.eq(1).all()

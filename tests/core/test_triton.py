@@ -440,7 +440,7 @@ def test_a_kernel_is_right_in_the_interpreter(interpreted: list[Any], name: str,
 SMALL_VALUES = """
 import torch
 from fl_dispatch.backends.reference.impl import attention as reference
-from fl_dispatch.backends.triton.impl import attention
+from fl_dispatch.backends.triton.impl.attention import paged
 generator = torch.Generator().manual_seed(0)
 keys, values = (torch.randint(-127, 128, (4, 16, 1, 32), generator=generator).to(torch.int8) for _ in range(2))
 key_scales, value_scales = torch.full((4, 16, 1), 1 / 127), torch.full((4, 16, 1), 1e-3 / 127)
@@ -448,7 +448,7 @@ query = torch.randn(1, 2, 32, generator=generator).half()
 table, starts, lengths = torch.arange(4)[None].int(), torch.tensor([0, 1]).int(), torch.tensor([64]).int()
 rest = (table, starts, lengths, 1, 64, 0.1)
 scales = {"key_scales": key_scales, "value_scales": value_scales}
-found, right = (m.paged_attention(query, keys, values, *rest, **scales).float() for m in (attention, reference))
+found, right = (m.paged_attention(query, keys, values, *rest, **scales).float() for m in (paged, reference))
 print(float((found - right).norm() / right.norm()))
 """
 

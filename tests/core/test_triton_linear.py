@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
-from fl_dispatch.backends.triton.impl import launch, linear
+from fl_dispatch.backends.triton.impl import launch
+from fl_dispatch.backends.triton.impl.products import linear
 from interpreting import run
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
@@ -130,9 +131,10 @@ def test_a_block_is_halved_only_where_more_than_an_eighth_of_its_lanes_would_idl
 
 PROGRAM = """
 import json, torch
-from fl_dispatch.backends.triton.impl import linear, quantize, scaled
+from fl_dispatch.backends.triton.impl.products import linear, scaled_linear
+from fl_dispatch.backends.triton.impl.rows import quantization
 
-linear.ENOUGH = scaled.ENOUGH = 1  # several columns a program, however few there are
+linear.ENOUGH = scaled_linear.ENOUGH = 1  # several columns a program, however few there are
 torch.manual_seed(0)
 torch.nn.functional.linear = None  # PyTorch's product takes no kernel's place
 found = {}
@@ -161,7 +163,7 @@ for inner, block in ((1, 0), (70, 0), (4096, 0), (5120, 0), (8200, 0), (160, 32)
         left = x.double() * wide(x_scale, 1)
         right = weight.double() * wide(scale, repeats)[:66]
         bias = torch.randn(66)
-        result = scaled.scaled_linear(x, x_scale, weight, scale, bias, "float32", block)
+        result = scaled_linear.scaled_linear(x, x_scale, weight, scale, bias, "float32", block)
         compare(f"{kind} {inner} {block}", result, left @ right.T + bias.double())
 print(json.dumps(found))
 """

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fl_dispatch.backends.triton.impl import moe, quantized_moe, scaled, weight_only
+from fl_dispatch.backends.triton.impl.experts import fused_moe, quantized_moe
+from fl_dispatch.backends.triton.impl.products import scaled_linear, weight_only_linear
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.quantized_moe import sums_narrow
 from interpreting import run
@@ -26,7 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that would run."""
     names: list[str] = []
     few = ("row", "rows", "word_row", "word_rows", "add", "dequantize")
-    for module, kernels in ((scaled, ("row", "rows", "tiles")), (weight_only, few)):
+    for module, kernels in ((scaled_linear, ("row", "rows", "tiles")), (weight_only_linear, few)):
         for name in kernels:
             monkeypatch.setattr(module, f"_launch_{name}", lambda *args, name=name, **options: names.append(name))
     return names
@@ -34,13 +35,19 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(
     ("rows", "kernels"),
-    [(0, []), (1, ["row"]), (2, ["rows"]), (scaled.SOME_ROWS, ["rows"]), (scaled.SOME_ROWS + 1, ["tiles"])],
+    [
+        (0, []),
+        (1, ["row"]),
+        (2, ["rows"]),
+        (scaled_linear.SOME_ROWS, ["rows"]),
+        (scaled_linear.SOME_ROWS + 1, ["tiles"]),
+    ],
 )
 def test_rows_decide_the_form_of_a_product_of_two_quantized_sides(
     rows: int, kernels: list[str], launched: list[str]
 ) -> None:
     x, weight = torch.zeros(rows, 64, dtype=FP8), torch.zeros(48, 64, dtype=FP8)
-    found = scaled.scaled_linear(x, torch.ones(rows, 1), weight, torch.ones(48, 1))
+    found = scaled_linear.scaled_linear(x, torch.ones(rows, 1), weight, torch.ones(48, 1))
     assert launched == kernels
     assert (found.shape, found.dtype) == ((rows, 48), torch.bfloat16)
 
@@ -48,38 +55,40 @@ def test_rows_decide_the_form_of_a_product_of_two_quantized_sides(
 @pytest.mark.parametrize(
     ("rows", "columns", "blocks", "tile"),
     [
-        (4096, 4096, 0, scaled.TILES[0]),
-        (256, 6144, 0, scaled.TILES[1]),
-        (256, 4096, 128, scaled.BLOCKS_TILES[0]),
-        (256, 2048, 128, scaled.BLOCKS_TILES[1]),
-        (1024, 576, 128, scaled.BLOCKS_TILES[0]),
-        (65, 64, 0, scaled.TILES[-1]),
-        (7, 28672, 0, (16, *scaled.WIDE)),
-        (7, 28672, 128, (16, *scaled.BLOCKS_MIDDLE)),
-        (33, 4096, 128, (64, *scaled.BLOCKS_NARROW)),
-        (17, 2048, 128, (32, *scaled.BLOCKS_SLIM)),
-        (32, 2112, 128, (32, *scaled.BLOCKS_NARROW)),
-        (16, 2048, 128, (16, *scaled.BLOCKS_NARROW)),
-        (33, 2048, 128, (64, *scaled.BLOCKS_NARROW)),
-        (64, 14336, 0, (64, *scaled.MIDDLE)),
-        (64, 6144, 0, (64, *scaled.MIDDLE)),
-        (33, 4096, 0, (64, *scaled.NARROW)),
+        (4096, 4096, 0, scaled_linear.TILES[0]),
+        (256, 6144, 0, scaled_linear.TILES[1]),
+        (256, 4096, 128, scaled_linear.BLOCKS_TILES[0]),
+        (256, 2048, 128, scaled_linear.BLOCKS_TILES[1]),
+        (1024, 576, 128, scaled_linear.BLOCKS_TILES[0]),
+        (65, 64, 0, scaled_linear.TILES[-1]),
+        (7, 28672, 0, (16, *scaled_linear.WIDE)),
+        (7, 28672, 128, (16, *scaled_linear.BLOCKS_MIDDLE)),
+        (33, 4096, 128, (64, *scaled_linear.BLOCKS_NARROW)),
+        (17, 2048, 128, (32, *scaled_linear.BLOCKS_SLIM)),
+        (32, 2112, 128, (32, *scaled_linear.BLOCKS_NARROW)),
+        (16, 2048, 128, (16, *scaled_linear.BLOCKS_NARROW)),
+        (33, 2048, 128, (64, *scaled_linear.BLOCKS_NARROW)),
+        (64, 14336, 0, (64, *scaled_linear.MIDDLE)),
+        (64, 6144, 0, (64, *scaled_linear.MIDDLE)),
+        (33, 4096, 0, (64, *scaled_linear.NARROW)),
     ],
 )
 def test_a_tile_leaves_no_processor_idle_where_that_can_be(
     rows: int, columns: int, blocks: int, tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaled, "processors", lambda device: 132)
-    monkeypatch.setattr(scaled, "shared_memory", lambda device: 227 << 10)
-    assert scaled._tile(rows, columns, torch.device("meta"), blocks) == tile
+    monkeypatch.setattr(scaled_linear, "processors", lambda device: 132)
+    monkeypatch.setattr(scaled_linear, "shared_memory", lambda device: 227 << 10)
+    assert scaled_linear._tile(rows, columns, torch.device("meta"), blocks) == tile
 
 
 @pytest.mark.parametrize(("room", "parts"), [(227, 4), (163, 2), (99, 2), (64, 1), (0, 4)])
 def test_so_many_blocks_at_a_time_leave_room_for_three_stages(
     room: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaled, "stages_that_fit", lambda device, stage, wanted: stages(room << 10, stage, wanted))
-    assert scaled._parts(torch.device("meta"), (64 + 64) * 128, 4) == parts
+    monkeypatch.setattr(
+        scaled_linear, "stages_that_fit", lambda device, stage, wanted: stages(room << 10, stage, wanted)
+    )
+    assert scaled_linear._parts(torch.device("meta"), (64 + 64) * 128, 4) == parts
 
 
 def stages(room: int, stage: int, wanted: int) -> int:
@@ -87,9 +96,9 @@ def stages(room: int, stage: int, wanted: int) -> int:
 
 
 def test_wide_tiles_are_for_chips_with_room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled, "processors", lambda device: 108)
-    monkeypatch.setattr(scaled, "shared_memory", lambda device: 163 << 10)
-    assert scaled._tile(64, 28672, torch.device("meta")) == (64, *scaled.MIDDLE)
+    monkeypatch.setattr(scaled_linear, "processors", lambda device: 108)
+    monkeypatch.setattr(scaled_linear, "shared_memory", lambda device: 163 << 10)
+    assert scaled_linear._tile(64, 28672, torch.device("meta")) == (64, *scaled_linear.MIDDLE)
 
 
 @pytest.mark.parametrize(
@@ -103,17 +112,17 @@ def test_wide_tiles_are_for_chips_with_room_for_two(monkeypatch: pytest.MonkeyPa
         (2, 64, SINGLE, ["dequantize"]),
         (2, 16, HALF, ["dequantize"]),
         (2, 4096, HALF, ["word_rows", "add"]),
-        (weight_only.WORD_UP_TO, 64, HALF, ["word_rows"]),
-        (weight_only.WORD_UP_TO + 1, 64, HALF, ["dequantize"]),
+        (weight_only_linear.WORD_UP_TO, 64, HALF, ["word_rows"]),
+        (weight_only_linear.WORD_UP_TO + 1, 64, HALF, ["dequantize"]),
     ],
 )
 def test_rows_groups_and_types_decide_how_few_bits_are_multiplied(
     rows: int, group: int, dtype: torch.dtype, kernels: list[str], launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_only, "processors", lambda device: 4)
+    monkeypatch.setattr(weight_only_linear, "processors", lambda device: 4)
     inner = 2 * group
     weight, scale = torch.zeros(40, inner // 2, dtype=torch.uint8), torch.ones(40, 2, dtype=dtype)
-    found = weight_only.weight_only_linear(torch.zeros(rows, inner, dtype=dtype), weight, scale)
+    found = weight_only_linear.weight_only_linear(torch.zeros(rows, inner, dtype=dtype), weight, scale)
     assert launched == kernels
     assert (found.shape, found.dtype) == ((rows, 40), dtype)
 
@@ -126,7 +135,7 @@ def test_columns_that_do_not_begin_with_a_word_are_read_in_bytes(
     memory = torch.zeros(first + 40 * (64 + between), dtype=torch.uint8)
     weight = memory[first:].view(40, 64 + between)[:, :64]
     for rows in (1, 2):
-        weight_only.weight_only_linear(torch.zeros(rows, 128, dtype=HALF), weight, torch.ones(40, 2, dtype=HALF))
+        weight_only_linear.weight_only_linear(torch.zeros(rows, 128, dtype=HALF), weight, torch.ones(40, 2, dtype=HALF))
     assert launched == (["word_row", "word_rows"] if words else ["row", "rows"])
 
 
@@ -134,15 +143,15 @@ WORDS = """
 import json
 import torch
 from fl_dispatch.backends.reference.impl import quantization as references
-from fl_dispatch.backends.triton.impl import weight_only
+from fl_dispatch.backends.triton.impl.products import weight_only_linear
 
-weight_only.WORD_ROW, weight_only.WORD_ENOUGH = (8, 64, 4), 4
-weight_only.processors = lambda device: 2
+weight_only_linear.WORD_ROW, weight_only_linear.WORD_ENOUGH = (8, 64, 4), 4
+weight_only_linear.processors = lambda device: 2
 random, launched, wrong = torch.Generator().manual_seed(1), [], []
 for name in ("row", "rows", "word_row", "word_rows", "add"):
-    launch = getattr(weight_only, "_launch_" + name)
+    launch = getattr(weight_only_linear, "_launch_" + name)
     counted = lambda *args, launch=launch, name=name, **options: (launched.append(name), launch(*args, **options))
-    setattr(weight_only, "_launch_" + name, counted)
+    setattr(weight_only_linear, "_launch_" + name, counted)
 half, single = torch.float16, torch.float32
 cases = [(1, inner, group, kind) for inner, group in ((1024, 128), (1152, 8), (1056, 24), (1040, 1040), (60, 20))
          for kind in (half, single)]
@@ -153,7 +162,7 @@ for rows, inner, group, kind in cases:
         scale = ((torch.rand(37, inner // group, generator=random) + 0.5) * inner**-0.5 / 4).to(kind)
         zero = torch.randint(-128, 128, scale.shape, generator=random, dtype=torch.int8) if with_zero else None
         x, bias = (torch.randn(*shape, generator=random).to(kind) for shape in ((rows, inner), (37,)))
-        found = weight_only.weight_only_linear(x, weight, scale, zero, bias).double()
+        found = weight_only_linear.weight_only_linear(x, weight, scale, zero, bias).double()
         right = references.weight_only_linear(x.double(), weight, scale.double(), zero, bias.double())
         far = float((found - right).abs().max() / right.std())
         if not far < (4e-3 if kind is half else 4e-6):
@@ -175,12 +184,12 @@ def test_words_have_the_numbers_of_their_bytes_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     "plans",
     [
-        moe.PLANS,
+        fused_moe.PLANS,
         quantized_moe.SCALED_PLANS,
         quantized_moe.PACKED_PLANS,
     ],
 )
-def test_pairs_of_an_expert_decide_the_tiles(plans: moe.Plans) -> None:
+def test_pairs_of_an_expert_decide_the_tiles(plans: fused_moe.Plans) -> None:
     assert plans.choose(1, 8, 128) is plans.choose(64, 8, 128) is plans.few[0][1]
     assert plans.choose(129, 8, 128) is plans.choose(256, 8, 128) is plans.few[1][1]
     assert plans.choose(512, 8, 128) is plans.few[2][1]
@@ -188,7 +197,7 @@ def test_pairs_of_an_expert_decide_the_tiles(plans: moe.Plans) -> None:
 
 
 @pytest.mark.parametrize("plans", [quantized_moe.BLOCK_PLANS, quantized_moe.EXACT_BLOCK_PLANS])
-def test_pairs_of_an_expert_decide_the_tiles_of_blocks(plans: moe.Plans) -> None:
+def test_pairs_of_an_expert_decide_the_tiles_of_blocks(plans: fused_moe.Plans) -> None:
     assert plans.choose(16, 8, 128) is plans.few[0][1]
     assert plans.choose(17, 8, 128) is plans.choose(256, 8, 128) is plans.few[1][1]
     assert plans.choose(257, 8, 128) is plans.choose(512, 8, 128) is plans.few[2][1]
@@ -216,8 +225,8 @@ def test_many_pairs_of_bfloat16_alone_are_summed_with_fewer_bits(tokens: int, na
 @pytest.mark.parametrize(("tokens", "sorts"), [(1, False), (2, False), (3, True)])
 def test_few_pairs_are_not_sorted(tokens: int, sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_pairs = torch.zeros(48, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.zeros(1)
-    monkeypatch.setattr(moe, "moe_align_block_size", lambda *args: sorted_pairs)
-    order = moe.arrange(torch.zeros(tokens, 2, dtype=torch.int32), None, 16, 16)
+    monkeypatch.setattr(fused_moe, "moe_align_block_size", lambda *args: sorted_pairs)
+    order = fused_moe.arrange(torch.zeros(tokens, 2, dtype=torch.int32), None, 16, 16)
     assert order.options == (sorts, False, 16)
     assert (order.blocks, order.places) == ((3, 48) if sorts else (2 * tokens, 2 * tokens))
 
@@ -264,7 +273,7 @@ PLANS = """
 import json, sys
 import torch
 from fl_dispatch.backends.reference.impl import moe as references
-from fl_dispatch.backends.triton.impl import quantized_moe
+from fl_dispatch.backends.triton.impl.experts import quantized_moe
 from fl_dispatch.ops.inputs import mixtures
 from fl_dispatch.ops.inputs.mixtures import Mixture
 
@@ -295,7 +304,7 @@ def test_experts_of_every_plan_are_right_in_the_interpreter() -> None:
 SIDES = """
 import json, sys
 import torch
-from fl_dispatch.backends.triton.impl import quantized_moe
+from fl_dispatch.backends.triton.impl.experts import quantized_moe
 from fl_dispatch.ops.inputs import mixtures
 from fl_dispatch.ops.inputs.mixtures import Mixture
 
@@ -333,7 +342,7 @@ import json
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from fl_dispatch.backends.triton.impl import scaled
+from fl_dispatch.backends.triton.impl.products import scaled_linear
 
 addresses, load = [], InterpreterBuilder.create_masked_load
 
@@ -347,7 +356,7 @@ for rows, dtype, block in ((70, torch.int8, 0), (130, torch.float8_e4m3fn, 32)):
     addresses.clear()
     x, weight = (torch.ones(count, 96, dtype=dtype) for count in (rows, 100))
     across, down = (3, 4) if block else (1, 100)
-    scaled.scaled_linear(x, torch.ones(rows, across), weight, torch.ones(down, across), None, "bfloat16", block)
+    scaled_linear.scaled_linear(x, torch.ones(rows, across), weight, torch.ones(down, across), None, "bfloat16", block)
     places = np.concatenate(addresses) - x.data_ptr()
     times = np.bincount(places[(places >= 0) & (places < x.numel())], minlength=x.numel())
     found.append([int(times.min()), int(times.max())])
@@ -368,7 +377,7 @@ CHOSEN_BY_KEY = """
 import json
 import torch
 from fl_dispatch.backends.reference.impl import routing as references
-from fl_dispatch.backends.triton.impl import routing
+from fl_dispatch.backends.triton.impl.experts import routing
 from fl_dispatch.ops import OPERATORS
 
 routing.MANY_TOKENS = 5
@@ -410,7 +419,7 @@ def test_integers_choose_the_same_experts_in_the_interpreter() -> None:
 
 ALIGNED_AMONG_OTHERS = """
 import json, torch
-from fl_dispatch.backends.triton.impl import alignment
+from fl_dispatch.backends.triton.impl.experts import alignment
 
 empty, made, count, counted = torch.Tensor.new_empty, [], alignment._launch_count, []
 

@@ -23,7 +23,7 @@ import json, math, sys
 import torch
 from fl_dispatch import get_default_manager
 from fl_dispatch.backends.reference.impl import recurrent as reference
-from fl_dispatch.backends.triton.impl import convolution, delta_rule
+from fl_dispatch.backends.triton.impl.states import convolution, delta_rule
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS

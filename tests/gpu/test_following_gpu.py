@@ -21,7 +21,9 @@ from engines import STEP, ran, start
 
 import quantized_checkpoints as checkpoints
 from fl_dispatch import following
-from fl_dispatch.backends.triton.impl import ahead, launch, quantize, scaled
+from fl_dispatch.backends.triton.impl import launch
+from fl_dispatch.backends.triton.impl.products import prefetch, scaled_linear
+from fl_dispatch.backends.triton.impl.rows import quantization
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -39,7 +41,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Nothing follows anything after a test."""
-    if (launch.capability(CUDA) or (0, 0)) < ahead.CAPABILITY:
+    if (launch.capability(CUDA) or (0, 0)) < prefetch.CAPABILITY:
         pytest.skip("needs an NVIDIA GPU of compute capability 9")
     yield
     with following.recorded():
@@ -52,13 +54,16 @@ def normal(*shape: int) -> Tensor:
 
 def made(columns: int, inner: int, kind: str = FP8) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
     """A weight, its scales, and a product of one row with them."""
-    (weight, scales), x = quantize.quantize(normal(columns, inner), kind), quantize.quantize(normal(1, inner), kind)
-    return weight, scales, lambda: scaled.scaled_linear(*x, weight, scales)
+    (weight, scales), x = (
+        quantization.quantize(normal(columns, inner), kind),
+        quantization.quantize(normal(1, inner), kind),
+    )
+    return weight, scales, lambda: scaled_linear.scaled_linear(*x, weight, scales)
 
 
 def asks() -> int:
     """The compiled kernels of one row that have the instruction."""
-    kernels = scaled._launch_row._compiled.values()
+    kernels = scaled_linear._launch_row._compiled.values()
     return sum("cp.async.bulk.prefetch.L2" in kernel.asm["ptx"] for kernel in kernels if kernel)
 
 
@@ -73,14 +78,16 @@ def test_results_are_the_same_bits_and_the_instruction_runs(
     nexts = [normal(*SIZES[other]) for other in SIZES]
     for following_weight in nexts:
         for asked in (16, 1 << 20, 24 << 20):
-            monkeypatch.setattr(ahead, "BYTES", asked)
-            scaled._launch_row._compiled.clear()
+            monkeypatch.setattr(prefetch, "BYTES", asked)
+            scaled_linear._launch_row._compiled.clear()
             with following.recorded():
                 following.after(weight)
                 following.after(following_weight)
             for _ in range(3):
                 assert torch.equal(product(), expected)
-            assert asks() == (kind == FP8) or not scaled._launch_row._short  # the public launch keeps no kernel here
+            assert (
+                asks() == (kind == FP8) or not scaled_linear._launch_row._short
+            )  # the public launch keeps no kernel here
     torch.cuda.synchronize()
 
 

@@ -20,7 +20,7 @@ from engines import MAX_TOKENS, PROMPTS, STEP, start, start_features
 
 import quantized_checkpoints as checkpoints
 from fl_dispatch import get_default_manager
-from fl_dispatch.backends.triton.impl.fused import APART, fused_linear, supports
+from fl_dispatch.backends.triton.impl.fusion.fused_linear import APART, fused_linear, supports
 from fl_dispatch.evidence.verify import DTYPES, verify
 from quantized_checkpoints import SCHEMES
 from quantized_network import answered, computed, distance, network

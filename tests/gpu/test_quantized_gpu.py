@@ -22,7 +22,7 @@ from engines import MAX_TOKENS, PROMPTS, ran, start_features
 import quantized_checkpoints as checkpoints
 import scoring
 from fl_dispatch import get_default_manager, prepared
-from fl_dispatch.backends.triton.impl import scaled
+from fl_dispatch.backends.triton.impl.products import scaled_linear
 from fl_dispatch.evidence.verify import DTYPES, implementations, verify
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.inputs import mixtures
@@ -149,12 +149,12 @@ def test_wide_tiles_are_right(kind: str) -> None:
     operator, dtype = OPERATORS["scaled_linear"], torch.bfloat16
     reference = get_default_manager().registry.get_implementation("scaled_linear", "reference.torch")
     assert reference is not None
-    columns, inner = scaled.WIDE[0] * scaled.processors(torch.device("cuda", 0)), 1024
-    for rows in (2, 16, 33, scaled.SOME_ROWS):
+    columns, inner = scaled_linear.WIDE[0] * scaled_linear.processors(torch.device("cuda", 0)), 1024
+    for rows in (2, 16, 33, scaled_linear.SOME_ROWS):
         args = operator.bind(large(kind, rows, columns, inner, dtype), {})
         (right,) = flat(reference.fn(*[_wide(arg) for arg in args]))
         size = max(1.0, float(right.std()))
-        _, share = errors(scaled.scaled_linear(*args), right, operator.tolerance(dtype, args), size)
+        _, share = errors(scaled_linear.scaled_linear(*args), right, operator.tolerance(dtype, args), size)
         assert float(share.max()) <= 1, rows
 
 

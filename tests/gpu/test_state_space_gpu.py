@@ -23,7 +23,7 @@ from engines import STEP, expected_tokens, ran, start
 
 from architectures import build_architecture
 from fl_dispatch import get_default_manager
-from fl_dispatch.backends.triton.impl import state_space
+from fl_dispatch.backends.triton.impl.states import state_space
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops.inputs.state_space import _StateSpaces
 

@@ -15,7 +15,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.backends.triton.impl import activation, attention, hopper, launch, mla, mla_prefill
+from fl_dispatch.backends.triton.impl import hopper, launch
+from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_prefill, paged
+from fl_dispatch.backends.triton.impl.rows import activation
 from fl_dispatch.backends.triton.register_ops import IMPL_ID, KERNELS
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS
@@ -106,7 +108,7 @@ def test_long_requests_on_hopper(dim: int, block_size: int, dtype: str, causal: 
     lengths = torch.tensor([length for _, length in requests], dtype=torch.int32, device=CUDA)
     query = torch.randn(int(starts[-1]), 32, dim, device=CUDA, generator=generator).to(cache.dtype)
     args = (query, cache[..., :dim], cache[..., dim:], table, starts, lengths, 1500, 2048, dim**-0.5, None, causal)
-    special, plain = by_both(attention.paged_attention, args)
+    special, plain = by_both(paged.paged_attention, args)
     for result in special:
         torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
         assert torch.equal(result, special[0])
@@ -132,7 +134,7 @@ def test_latent_prefill_on_hopper(dim: int, dim_v: int, dtype: str, causal: bool
     bad = slice(int(key_starts[2]), int(key_starts[3]))
     key[bad], value[bad] = float("nan"), float("inf")  # which no other request may see
     args = (query, key, value[..., dim_v:], starts, key_starts, 512, 1024, dim**-0.5, None, causal)
-    special, (plain, plain_lse) = by_both(mla_prefill.mla_prefill, args, "fits_in_a_row", (0, 1, 2, 0))
+    special, (plain, plain_lse) = by_both(latent_prefill.mla_prefill, args, "fits_in_a_row", (0, 1, 2, 0))
     mine = int(starts[2])  # the one new token of the request with NaNs
     others = torch.arange(len(plain), device=CUDA) != mine
     for result, lse in special:
@@ -177,16 +179,16 @@ def test_latent_decoding_on_hopper(
     divided: bool,
     causal: bool,
 ) -> None:
-    monkeypatch.setattr(mla, "_splits", lambda slots, programs, most: 3 if divided else 1)
+    monkeypatch.setattr(latent_decode, "_splits", lambda slots, programs, most: 3 if divided else 1)
     whole = latent_batch(heads, requests, block_size, dtype, causal)
     query = whole[0]
     rope = torch.cat((query[..., :128], query[..., 512:]), dim=-1)[..., 128:]  # behind what is not absorbed, as in vLLM
     args = (query[..., :512].contiguous(), *whole[1:], None, rope)
-    special, plain = by_both(mla.mla_decode, args, "fits_latent", (0, 12, 1))
+    special, plain = by_both(latent_decode.mla_decode, args, "fits_latent", (0, 12, 1))
     for result in special:
         torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
         assert torch.equal(result, special[0])
-    assert torch.equal(mla.mla_decode(*whole), special[0])
+    assert torch.equal(latent_decode.mla_decode(*whole), special[0])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -207,14 +209,14 @@ def test_latent_decoding_over_a_cache_in_fp8(
     """It is that over the rows for which the cache stands; a power of two as scale leaves them exact in a half type."""
     if (compiled := launch.compiles(torch.float8_e4m3fn, CUDA)) is not True:
         pytest.skip(str(compiled))
-    monkeypatch.setattr(mla, "_splits", lambda slots, programs, most: 3 if divided else 1)
+    monkeypatch.setattr(latent_decode, "_splits", lambda slots, programs, most: 3 if divided else 1)
     monkeypatch.setattr(hopper, "fits_latent", lambda *tensors: False)
     query, rows, *rest = latent_batch(heads, requests, block_size, dtype, causal)
     stored = (rows.float() * 32).to(torch.float8_e4m3fn)
-    plain = mla.mla_decode(query, (stored.float() / 32).to(query.dtype), *rest)
-    found = [mla.mla_decode(query, stored, *rest, 1 / 32) for _ in range(3)]
+    plain = latent_decode.mla_decode(query, (stored.float() / 32).to(query.dtype), *rest)
+    found = [latent_decode.mla_decode(query, stored, *rest, 1 / 32) for _ in range(3)]
     for result in found:
         torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
         assert torch.equal(result, found[0])
-    wrong = mla.mla_decode(query, stored, *rest, 1.1 / 32)
+    wrong = latent_decode.mla_decode(query, stored, *rest, 1.1 / 32)
     assert (wrong - plain).float().norm() > 20 * (found[0] - plain).float().norm()

@@ -266,7 +266,7 @@ def capture(one_vendor: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def triton_ops() -> tuple[Any, Any]:
-    from fl_dispatch.backends.triton.impl import activation, normalization
+    from fl_dispatch.backends.triton.impl.rows import activation, normalization
 
     return normalization, activation
 

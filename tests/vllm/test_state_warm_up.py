@@ -177,8 +177,8 @@ def test_as_much_memory_as_a_prompt_takes_is_taken_while_vllm_measures(
     kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from fl_dispatch.backends.triton.impl import convolution
-    from fl_dispatch.backends.triton.impl import state_space as kernels
+    from fl_dispatch.backends.triton.impl.states import convolution
+    from fl_dispatch.backends.triton.impl.states import state_space as kernels
 
     for module, name in (
         (convolution, "_launch"),

@@ -19,28 +19,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from fl_dispatch.backends.triton.impl import (
-    activation,
-    alignment,
-    attention,
-    convolution,
-    delta_rule,
-    hopper,
-    joined,
-    launch,
-    linear,
-    mla,
-    mla_prefill,
-    moe,
-    normalization,
-    quantize,
-    quantized_moe,
-    routing,
-    scaled,
-    state_space,
-    weight_only,
-)
+from fl_dispatch.backends.triton.impl import hopper, launch
+from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_prefill, paged
+from fl_dispatch.backends.triton.impl.experts import alignment, fused_moe, quantized_moe, routing
+from fl_dispatch.backends.triton.impl.fusion import quantized_rows
 from fl_dispatch.backends.triton.impl.launch import Launcher
+from fl_dispatch.backends.triton.impl.products import linear, scaled_linear, weight_only_linear
+from fl_dispatch.backends.triton.impl.rows import activation, normalization, quantization
+from fl_dispatch.backends.triton.impl.states import convolution, delta_rule, state_space
 from fl_dispatch.hosting import warm_batches
 from vllm_fl import warm_up
 
@@ -89,18 +75,27 @@ def _specialized(parameter: Any, value: Any) -> Any:
 def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """The keys of all launches since it was emptied."""
     found: Keys = set()
-    products = (activation, normalization, joined, linear, quantize, quantized_moe, scaled, weight_only)
-    others = (alignment, attention, convolution, delta_rule, mla, mla_prefill, moe, routing, state_space)
+    products = (
+        activation,
+        normalization,
+        quantized_rows,
+        linear,
+        quantization,
+        quantized_moe,
+        scaled_linear,
+        weight_only_linear,
+    )
+    others = (alignment, paged, convolution, delta_rule, latent_decode, latent_prefill, fused_moe, routing, state_space)
     for module in (*products, *others):
         for name, launcher in vars(module).items():
             if isinstance(launcher, Launcher):
                 monkeypatch.setattr(module, name, Recorder(launcher, found))
-    for module in (linear, scaled, weight_only):
+    for module in (linear, scaled_linear, weight_only_linear):
         monkeypatch.setattr(module, "processors", lambda device: PROCESSORS, raising=False)
-    for module in (launch, linear, scaled):
+    for module in (launch, linear, scaled_linear):
         monkeypatch.setattr(module, "shared_memory", lambda device: SHARED_MEMORY)
-    slots = attention.SHORT_PER_PROCESSOR * PROCESSORS
-    for module in (attention, mla):
+    slots = paged.SHORT_PER_PROCESSOR * PROCESSORS
+    for module in (paged, latent_decode):
         monkeypatch.setattr(module, "_slots", lambda device: slots)
     return found
 
@@ -125,7 +120,7 @@ def attend(shape: tuple[int, int, int], dtype: torch.dtype, queries: Sequence[in
     cache = torch.empty(64, 16, kv_heads, dim, dtype=dtype, device=META)
     query = torch.empty(sum(queries), heads, dim, dtype=dtype, device=META)
     table, starts, lengths = integers(len(queries), width), integers(len(queries) + 1), integers(len(queries))
-    attention.paged_attention(query, cache, cache, table, starts, lengths, max(queries), longest, 0.1)
+    paged.paged_attention(query, cache, cache, table, starts, lengths, max(queries), longest, 0.1)
 
 
 def latent(heads: int, dtype: torch.dtype, queries: Sequence[int], longest: int, width: int) -> None:
@@ -136,12 +131,12 @@ def latent(heads: int, dtype: torch.dtype, queries: Sequence[int], longest: int,
         query = torch.empty(len(queries), heads, 512, dtype=dtype, device=META)
         rope = torch.empty(len(queries), heads, 192, dtype=dtype, device=META)[..., 128:]
         table, lengths = integers(len(queries), width), integers(len(queries))
-        mla.mla_decode(query, cache, table, starts, lengths, 1, longest, 0.1, 512, query_rope=rope)
+        latent_decode.mla_decode(query, cache, table, starts, lengths, 1, longest, 0.1, 512, query_rope=rope)
         return
     query = torch.empty(sum(queries), heads, 192, dtype=dtype, device=META)
     value = torch.empty(sum(queries), heads, 128, dtype=dtype, device=META)
     for causal in (True, False):
-        mla_prefill.mla_prefill(query, query, value, starts, starts, max(queries), longest, 0.1, causal=causal)
+        latent_prefill.mla_prefill(query, query, value, starts, starts, max(queries), longest, 0.1, causal=causal)
 
 
 def experts(shape: tuple[int, int], dtype: torch.dtype, tokens: int) -> None:
@@ -152,7 +147,7 @@ def experts(shape: tuple[int, int], dtype: torch.dtype, tokens: int) -> None:
     states = torch.empty(tokens, 256, dtype=dtype, device=META)
     w13 = torch.empty(number, 256, 256, dtype=dtype, device=META)
     w2 = torch.empty(number, 256, 128, dtype=dtype, device=META)
-    moe.fused_moe(states, w13, w2, weights, ids)
+    fused_moe.fused_moe(states, w13, w2, weights, ids)
 
 
 def product(weight: torch.Tensor, blocks: int, tokens: int) -> None:
@@ -160,11 +155,11 @@ def product(weight: torch.Tensor, blocks: int, tokens: int) -> None:
     columns, inner = weight.shape
     numbers = "int8" if weight.dtype is torch.int8 else "float8_e4m3fn"
     rows, half = (torch.empty(tokens, width, dtype=torch.bfloat16, device=META) for width in (inner, 2 * inner))
-    joined.rms_norm_quantize(rows, numbers, None, rows.new_empty(inner), 1e-5, blocks)
-    joined.silu_and_mul_quantize(half, numbers, blocks)
-    x, x_scale = quantize.quantize(rows, numbers, blocks)
+    quantized_rows.rms_norm_quantize(rows, numbers, None, rows.new_empty(inner), 1e-5, blocks)
+    quantized_rows.silu_and_mul_quantize(half, numbers, blocks)
+    x, x_scale = quantization.quantize(rows, numbers, blocks)
     scales = (-(-columns // blocks), -(-inner // blocks)) if blocks else (columns, 1)
-    scaled.scaled_linear(x, x_scale, weight, torch.empty(scales, device=META), block_size=blocks)
+    scaled_linear.scaled_linear(x, x_scale, weight, torch.empty(scales, device=META), block_size=blocks)
 
 
 def few_bits(weight: torch.Tensor, tokens: int) -> None:
@@ -172,7 +167,9 @@ def few_bits(weight: torch.Tensor, tokens: int) -> None:
     columns, stored = weight.shape
     inner = stored * (2 if weight.dtype is torch.uint8 else 1)
     rows = torch.empty(tokens, inner, dtype=torch.bfloat16, device=META)
-    weight_only.weight_only_linear(rows, weight, torch.empty(columns, inner // 128, dtype=rows.dtype, device=META))
+    weight_only_linear.weight_only_linear(
+        rows, weight, torch.empty(columns, inner // 128, dtype=rows.dtype, device=META)
+    )
     linear.linear(rows, torch.empty(columns, inner, dtype=rows.dtype, device=META))
 
 

@@ -1,1 +1,1 @@
-"""The kernels, one family a file, each beside the function that launches it."""
+"""The kernels, a folder a family, each beside the function that launches it."""

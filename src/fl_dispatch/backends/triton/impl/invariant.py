@@ -13,16 +13,17 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from . import moe, routing
-from .attention import LONGEST, _launch, prepare
+from .attention.paged import LONGEST, _launch, prepare
+from .experts import fused_moe as grouped
+from .experts import routing
 from .launch import Launcher
 
 TILE, TILE_WIDE = (64, 64, 64, 4), (32, 32, 32, 4)
 """Rows, columns, step along the rows, and warps of a product; the second for float32."""
 STAGES = 3
 ATTENTION, ATTENTION_LARGE = (64, 64, 4, 3), (32, 32, 4, 2)
-"""Rows (queries times heads of a group), keys, warps, stages; see :data:`.attention.LONG_TILE`."""
-EXPERTS = moe.Plans((), moe.Plan(32, moe.Tile(64, 64, 4, 3), moe.Tile(64, 64, 4, 3)))
+"""Rows (queries times heads of a group), keys, warps, stages; see :data:`.attention.paged.LONG_TILE`."""
+EXPERTS = grouped.Plans((), grouped.Plan(32, grouped.Tile(64, 64, 4, 3), grouped.Tile(64, 64, 4, 3)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -187,4 +188,4 @@ def fused_moe(
     """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights whose rows are strided."""
     given = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, w13_bias, w2_bias, out)
     wide = hidden_states.dtype is torch.float32
-    return moe.mixture(hidden_states, w13, w2, *given, moe.WIDE_PLANS if wide else EXPERTS)
+    return grouped.mixture(hidden_states, w13, w2, *given, grouped.WIDE_PLANS if wide else EXPERTS)

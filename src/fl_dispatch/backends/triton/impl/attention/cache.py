@@ -10,8 +10,8 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE
 
-from .launch import Launcher, power_of_two
-from .quantize import narrowed, quotient_of, unit_of
+from ..launch import Launcher, power_of_two
+from ..rows.quantization import narrowed, quotient_of, unit_of
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
-from . import activation, normalization, quantize
-from .launch import Launcher, power_of_two, row_warps
+from ..launch import Launcher, power_of_two, row_warps
+from ..rows import activation, normalization, quantization
 
 GATED_TILE = 1024
 """Elements that a program of the activation takes at least: several groups, where they are short."""
@@ -68,16 +68,18 @@ def _norm(
     number, target = y.to(tl.float32), _target(y, row, columns, WIDTH)
     if SPAN == BLOCK:
         given = scale + row * 0
-        quantize.store_groups(number, row, rows, target, inside, given, out, scales, GIVEN, INTEGERS, LARGEST, LEAST)
+        quantization.store_groups(
+            number, row, rows, target, inside, given, out, scales, GIVEN, INTEGERS, LARGEST, LEAST
+        )
     else:
         groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
         parts = tl.reshape(number, (ROWS, BLOCK // SPAN, SPAN))
-        unit = quantize.unit_of(parts, LARGEST, LEAST, 2)
+        unit = quantization.unit_of(parts, LARGEST, LEAST, 2)
         place = tl.arange(0, BLOCK // SPAN)[None, :]
         units = tl.reshape(unit, (ROWS, BLOCK // SPAN))
         tl.store(scales + row * groups + place, units, mask=(row < rows) & (place < groups))
-        quotient = tl.reshape(quantize.quotient_of(parts, unit, LARGEST, INTEGERS), (ROWS, BLOCK))
-        tl.store(out + target, quantize.narrowed(quotient, out.dtype.element_ty), mask=inside)
+        quotient = tl.reshape(quantization.quotient_of(parts, unit, LARGEST, INTEGERS), (ROWS, BLOCK))
+        tl.store(out + target, quantization.narrowed(quotient, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -108,7 +110,7 @@ def _gated(
     up = tl.load(start + WIDTH, mask=inside, other=0.0)
     y = activation.gated(gate, up, "silu")
     number, target, given = y.to(tl.float32), _target(y, row, columns, WIDTH), scale + part * 0
-    quantize.store_groups(number, part, parts, target, inside, given, out, scales, GIVEN, INTEGERS, LARGEST, LEAST)
+    quantization.store_groups(number, part, parts, target, inside, given, out, scales, GIVEN, INTEGERS, LARGEST, LEAST)
 
 
 _launch_norm = Launcher(_norm)
@@ -117,7 +119,7 @@ _launch_gated = Launcher(_gated)
 
 def supports(x: Tensor, dtype: str, *others: object) -> bool | str:
     """As ``quantize``."""
-    return quantize.supports(x, dtype)
+    return quantization.supports(x, dtype)
 
 
 def _memory(like: Tensor, width: int, dtype: str, group_size: int) -> tuple[Tensor, Tensor]:
@@ -142,12 +144,12 @@ def rms_norm_quantize(
     hidden = x.shape[-1]
     whole = group_size <= 0 or group_size >= hidden
     divided = whole or group_size == power_of_two(group_size)
-    if hidden > quantize.WIDEST or not divided or _apart(group_size, scale):
-        quantize.refuse_long(hidden, group_size)  # before the norm writes its sum
+    if hidden > quantization.WIDEST or not divided or _apart(group_size, scale):
+        quantization.refuse_long(hidden, group_size)  # before the norm writes its sum
         normalized = normalization.rms_norm(x.clone() if residual is not None else x, residual, weight, epsilon)
         if isinstance(normalized, Tensor):
-            return quantize.quantize(normalized, dtype, group_size, scale)
-        return normalized[1], *quantize.quantize(normalized[0], dtype, group_size, scale)
+            return quantization.quantize(normalized, dtype, group_size, scale)
+        return normalized[1], *quantization.quantize(normalized[0], dtype, group_size, scale)
     out, scales = _memory(x, hidden, dtype, group_size)
     rows = _rows(x)
     total = rows
@@ -157,7 +159,7 @@ def rms_norm_quantize(
         if weight is not None and weight.stride(0) != 1:
             weight = weight.contiguous()
         block = power_of_two(hidden)
-        together = max(1, quantize.TILE // block)
+        together = max(1, quantization.TILE // block)
         group, span = (hidden, block) if whole else (group_size, group_size)
         _launch_norm(
             (-(-rows.shape[0] // together), 1, 1),
@@ -180,8 +182,8 @@ def silu_and_mul_quantize(
         raise NotSupported("float64")
     width = x.shape[-1] // 2
     group = group_size if 0 < group_size < width else width
-    if group > quantize.WIDEST or _apart(group_size, scale):
-        return quantize.quantize(activation.silu_and_mul(x), dtype, group_size, scale)
+    if group > quantization.WIDEST or _apart(group_size, scale):
+        return quantization.quantize(activation.silu_and_mul(x), dtype, group_size, scale)
     out, scales = _memory(x, width, dtype, group_size)
     rows, parts = _rows(x), scales.numel()
     if rows.numel():

@@ -20,7 +20,7 @@ from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 from fl_dispatch.ops.lora import FEW, PARTS, given
 
-from .launch import Launcher, power_of_two
+from ..launch import Launcher, power_of_two
 
 PIECE, MOST_PIECES = 1024, 8
 """Elements of a row that are worth a program of their own, and the most pieces of a row."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, power_of_two
+from ..launch import Launcher, power_of_two
 
 MANY_TOKENS = 1024
 """From so many tokens on a program takes several."""

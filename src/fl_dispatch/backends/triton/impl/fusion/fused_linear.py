@@ -1,8 +1,9 @@
 """Products of one row that is normalized before, and gated after, in the kernel that reads the weight.
 
 In a step of one request memory is idle while small kernels run between the products. A program multiplies a few columns
-element by element, as in :mod:`.linear`, and computes the norm of the row itself: the sum of squares beside the
-product, which is scaled at the end, so that nothing waits for the sum. Rows are not quantized for a quantized weight.
+element by element, as in :mod:`..products.linear`, and computes the norm of the row itself: the sum of squares beside
+the product, which is scaled at the end, so that nothing waits for the sum. Rows are not quantized for a quantized
+weight.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .activation import gated as gated_product
-from .ahead import after, ask
-from .launch import Launcher, compiles, fitting
+from ..launch import Launcher, compiles, fitting
+from ..products.prefetch import after, ask
+from ..rows.activation import gated as gated_product
 
 
 class Form(NamedTuple):
@@ -103,7 +104,8 @@ def _row(
 ):
     """``columns``: of the result; with ``GATED`` each is made of two of the weight, whose numbers lie side by side.
 
-    ``SCALE``: 0 none, 1 one for all columns, 2 one for each. ``SIZE`` to ``FIRST``, ``ASKS``: see :mod:`.ahead`.
+    ``SCALE``: 0 none, 1 one for all columns, 2 one for each. ``SIZE`` to ``FIRST``, ``ASKS``:
+    see :mod:`..products.prefetch`.
     """
     TILE: tl.constexpr = COLUMNS * 2 if GATED else COLUMNS
     UNITS: tl.constexpr = BLOCK // UNIT

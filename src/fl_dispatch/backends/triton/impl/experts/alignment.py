@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fl_dispatch.ops.moe import aligned_blocks
 
-from .launch import Launcher, power_of_two
+from ..launch import Launcher, power_of_two
 
 ELEMENTS = 8192
 """Comparisons of a pair with an expert that a program makes at a time."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, power_of_two, row_warps
+from ..launch import Launcher, power_of_two, row_warps
 
 WIDEST = 65536
 """Elements of a row that a program can hold."""

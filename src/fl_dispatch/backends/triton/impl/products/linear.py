@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_dispatch.ops.declaration import HALF_TYPES
 
-from .launch import Launcher, fitting, power_of_two, shared_memory
+from ..launch import Launcher, fitting, power_of_two, shared_memory
 
 COLUMNS = 4
 """Columns of a program with one row, where that makes enough programs; else one."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .sequences import sequence_of
+from .sequence_search import sequence_of
 
 LARGEST = tl.constexpr(4.0)
 """No product of unit keys is as large; what is has come from an infinity or NaN, and stays out of other sequences."""

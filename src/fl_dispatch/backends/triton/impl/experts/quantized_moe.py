@@ -1,4 +1,4 @@
-"""The experts of a mixture with quantized weights: the steps of :mod:`.moe` around tiles of the quantized products.
+"""The experts of a mixture with quantized weights: the steps of :mod:`.fused_moe` around tiles of quantized products.
 
 Rows that are quantized too are written once more between the two products, in float32 and in the order of their pairs,
 because a row's scale needs all of it. The first product of fp8 is one of float16, to which fp8 is exact: a sum of 14
@@ -21,12 +21,12 @@ from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from fl_dispatch.ops.quantization import FP8
 from fl_dispatch.ops.quantized_moe import NARROW_PAIRS, sums_narrow
 
-from .launch import Launcher, compiles, power_of_two, stages_that_fit
-from .moe import Plan, Plans, Tile, add_up, arrange, multiply, result, strides
-from .moe_kernels import _block_expert, _block_pairs, _finish, _tile, _weight_rows
-from .quantize import WIDEST, quantized_rows
-from .scaled import SHORT_SUM, refused_blocks, scaled_product
-from .weight_only import dequantized_tile, divisor
+from ..launch import Launcher, compiles, power_of_two, stages_that_fit
+from ..products.scaled_linear import SHORT_SUM, refused_blocks, scaled_product
+from ..products.weight_only_linear import dequantized_tile, divisor
+from ..rows.quantization import WIDEST, quantized_rows
+from .fused_moe import Plan, Plans, Tile, add_up, arrange, multiply, result, strides
+from .fused_moe_kernels import _block_expert, _block_pairs, _finish, _tile, _weight_rows
 
 SCALED_FEW = (
     (8, Plan(16, Tile(64, 128, 4, 6), Tile(64, 128, 4, 6))),

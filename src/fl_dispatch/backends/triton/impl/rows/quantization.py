@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
-from .launch import INTERPRETED, Launcher, compiles, power_of_two, row_warps
+from ..launch import INTERPRETED, Launcher, compiles, power_of_two, row_warps
 
 WIDEST = 32768
 """Elements of a row or group that a program can hold."""

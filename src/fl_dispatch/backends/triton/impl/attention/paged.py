@@ -5,7 +5,7 @@ over the keys that all of them see without a mask, and over the edges with one. 
 program takes the few queries of all heads that share a key-value head, and a request's keys are split among programs,
 whose partial results a second kernel adds up. A batch of both kinds takes both routes, each on its own requests.
 
-On Hopper the long route has a kernel of its own, in :mod:`.hopper`, for what that covers.
+On Hopper the long route has a kernel of its own, in :mod:`..hopper`, for what that covers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from fl_dispatch.devices import device_of
 from fl_dispatch.errors import NotSupported
 
-from . import hopper
-from .attention_kernels import _attention, _combine
+from .. import hopper
+from ..launch import INTERPRETED, Launcher, power_of_two
 from .cache import scale_strides
-from .launch import INTERPRETED, Launcher, power_of_two
+from .paged_kernels import _attention, _combine
 
 LONG_TILE, LONG_TILE_LARGE = (128, 64, 8, 3), (64, 32, 4, 2)
 """Queries, keys, warps, stages of the long route; the large ones for float32 and for heads over 128."""

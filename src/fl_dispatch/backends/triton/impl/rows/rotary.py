@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, power_of_two
+from ..launch import Launcher, power_of_two
 
 TILE = 1024
 """Pairs that a program rotates."""

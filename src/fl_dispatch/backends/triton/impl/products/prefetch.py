@@ -17,7 +17,7 @@ from torch import Tensor
 from fl_dispatch import following
 from fl_dispatch.settings import get_settings
 
-from .launch import INTERPRETED, capability, processors
+from ..launch import INTERPRETED, capability, processors
 
 CAPABILITY = (9, 0)
 """The least that has the instruction."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, power_of_two
-from .sequences import sequence_of, steps_of_search
+from ..launch import Launcher, power_of_two
+from .sequence_search import sequence_of, steps_of_search
 
 ROWS, CHANNELS = 16, 256
 """Tokens and channels of a program for prompts."""

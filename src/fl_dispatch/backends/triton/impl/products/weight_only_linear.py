@@ -20,7 +20,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 
-from .launch import Launcher, compiles, power_of_two, processors, stages_that_fit
+from ..launch import Launcher, compiles, power_of_two, processors, stages_that_fit
 
 FEW_ROWS = 16
 """Rows, and stored elements, of the least product that matrix units take."""

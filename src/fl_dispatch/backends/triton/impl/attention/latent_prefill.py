@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from . import hopper
-from .launch import Launcher, power_of_two
+from .. import hopper
+from ..launch import Launcher, power_of_two
 from .online_softmax import LOG2E, update
 
 PREFILL_TILE, PREFILL_TILE_WIDE = (128, 64, 8, 3), (32, 32, 4, 2)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .ahead import after, ask
-from .launch import Launcher, compiles, fitting, power_of_two, processors, shared_memory, stages_that_fit
+from ..launch import Launcher, compiles, fitting, power_of_two, processors, shared_memory, stages_that_fit
+from .prefetch import after, ask
 
 FEW_ROWS = 16
 """Rows of the least product that matrix units take."""
@@ -99,7 +99,7 @@ def _row(
 ):
     """``BLOCKS``: elements of a block's side, of which there are ``SCALES`` along a row; 0 without blocks.
 
-    ``UNIT`` elements are multiplied before a scale is. ``SIZE`` to ``FIRST``, ``ASKS``: see :mod:`.ahead`.
+    ``UNIT`` elements are multiplied before a scale is. ``SIZE`` to ``FIRST``, ``ASKS``: see :mod:`.prefetch`.
     """
     UNITS: tl.constexpr = INNER // UNIT
     first = tl.program_id(0) * COLUMNS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tiles import _share, _span, _tiles
 from .online_softmax import LOG2E, store_part
+from .paged_tiles import _share, _span, _tiles
 
 
 @triton.jit(do_not_specialize=["splits", "TABLE_ROW"])

@@ -13,8 +13,9 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST
 
-from . import cache, rotary
-from .launch import Launcher, power_of_two
+from ..attention import cache
+from ..launch import Launcher, power_of_two
+from ..rows import rotary
 
 LEAST = 16
 """Key-value heads of a tile, if only to be masked: with fewer a thread would have less than 16 bytes of a head."""

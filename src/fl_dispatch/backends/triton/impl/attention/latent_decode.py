@@ -1,8 +1,8 @@
-"""Decoding of latent attention, over the latent cache itself; prefill is in :mod:`.mla_prefill`.
+"""Decoding of latent attention, over the latent cache itself; prefill is in :mod:`.latent_prefill`.
 
 All heads share the latent rows, so a program takes rows of several heads and tokens, and loads each latent row once, as
-a key and as a value. A request's keys are split among programs, as in :mod:`.attention`. On Hopper many rows have a
-kernel of their own, in :mod:`.hopper`.
+a key and as a value. A request's keys are split among programs, as in :mod:`.paged`. On Hopper many rows have a
+kernel of their own, in :mod:`..hopper`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from . import hopper
-from .attention import _slots, _splits, combining_warps
-from .attention_kernels import _combine
-from .attention_tiles import _share
-from .launch import Launcher, power_of_two
-from .mla_prefill import check_arguments, mla_prefill
+from .. import hopper
+from ..launch import Launcher, power_of_two
+from .latent_prefill import check_arguments, mla_prefill
 from .online_softmax import LOG2E, store_part, update
+from .paged import _slots, _splits, combining_warps
+from .paged_kernels import _combine
+from .paged_tiles import _share
 
 __all__ = ["mla_decode", "mla_prefill"]
 

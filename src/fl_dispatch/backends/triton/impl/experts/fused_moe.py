@@ -16,9 +16,9 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
+from ..launch import Launcher, power_of_two
 from .alignment import moe_align_block_size
-from .launch import Launcher, power_of_two
-from .moe_kernels import _down, _sum, _up
+from .fused_moe_kernels import _down, _sum, _up
 
 SUM_BLOCK, SUM_BLOCK_WIDE = 1024, 512
 """Columns that a program adds up; the smaller number for float32."""

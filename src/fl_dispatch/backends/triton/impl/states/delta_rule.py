@@ -11,9 +11,9 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.recurrent import LEAST_LENGTH
 
-from . import delta_kernels
-from .launch import Launcher, power_of_two, processors, shared_memory
-from .sequences import steps_of_search
+from ..launch import Launcher, power_of_two, processors, shared_memory
+from . import delta_rule_kernels
+from .sequence_search import steps_of_search
 
 ROOM = 160 << 10
 """Bytes of shared memory from which on two stages of the largest chunks fit."""
@@ -57,9 +57,9 @@ def form(dtype: torch.dtype, device: torch.device) -> Form:
     return HALF if dtype is torch.float16 else WIDE
 
 
-_prepare = Launcher(delta_kernels._prepare)
-_advance = Launcher(delta_kernels._advance)
-_update = Launcher(delta_kernels._update)
+_prepare = Launcher(delta_rule_kernels._prepare)
+_advance = Launcher(delta_rule_kernels._advance)
+_update = Launcher(delta_rule_kernels._update)
 
 
 def gated_delta_rule(

@@ -1,0 +1,1 @@
+"""Two or three operators in one launch."""

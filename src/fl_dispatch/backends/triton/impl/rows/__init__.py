@@ -1,0 +1,1 @@
+"""Element-wise kernels: activations, norms, rotation, quantization of rows."""

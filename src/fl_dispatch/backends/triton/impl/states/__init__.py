@@ -1,0 +1,1 @@
+"""Layers with a state: short convolutions, the delta rule, state spaces."""
