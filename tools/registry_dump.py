@@ -1,6 +1,5 @@
 """Prints what the built-in backends register, a line an implementation.
 
-
 ``--against`` compares with the sources of another revision, in this environment, and exits with 1 where they differ.
 ``--without`` leaves fields out, such as ``module`` where files have moved.
 """
