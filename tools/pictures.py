@@ -18,7 +18,7 @@ WIDTH = 120
 
 
 def draw(name: str, *command: str) -> None:
-    """Run a command of ``fl``, and keep its output as ``docs/images/NAME.svg``."""
+    """Run a command of ``fl``, and keep its output as ``NAME.svg`` in ``docs/images``."""
     app(command, standalone_mode=False)
     console.save_svg(str(IMAGES / f"{name}.svg"), title=f"fl {' '.join(command)}", unique_id=f"fl-{name}")
 
