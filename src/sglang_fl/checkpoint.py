@@ -13,8 +13,11 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from fl_dispatch.hosting import checkpoint_files, loading, ranks
-from fl_dispatch.hosting.loading import Account, Allowed
+from fl_dispatch.hosting import checkpoint_files, ranks
+from fl_dispatch.hosting.loading import allowed as rules
+from fl_dispatch.hosting.loading.account import Account
+from fl_dispatch.hosting.loading.allowed import Allowed
+from fl_dispatch.hosting.loading.refusals import naming, refuse_left, refuse_unfilled
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
@@ -27,16 +30,12 @@ SHAPE = Allowed(r".*\.weight_shape", "the packed weight has the shape itself")
 UNFILLED = (
     SHAPE,
     Allowed(r".*\.position_ids", "positions are counted"),
-    Allowed(rf".*{re.escape(loading.COLUMNS)}", "GPTQ's columns are in their order where a file says nothing"),
+    Allowed(rf".*{re.escape(rules.COLUMNS)}", "GPTQ's columns are in their order where a file says nothing"),
     Allowed(r".*\.[kv]_scale", "scales of a KV cache are 1 where a checkpoint has none, and SGLang says so"),
 )
 """Parameters and buffers of SGLang's models that a checkpoint need not have."""
-OF_TARGET = (
-    Allowed(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.weight", "a model that drafts has the target's"),
-)
-"""Further ones of a model that drafts."""
 UNTAKEN = (
-    *loading.UNTAKEN,
+    *rules.UNTAKEN,
     SHAPE,
     Allowed(r".*\.(q|prob)_scale", "SGLang quantizes no queries"),
 )
@@ -72,8 +71,8 @@ TIED = "tie_word_embeddings"
 class Load:
     """One start's load of a runner's model, from its beginning to its account."""
 
-    def __init__(self, source: str, drafts: bool) -> None:
-        self.source, self.drafts = source, drafts
+    def __init__(self, source: str, drafts: bool, quantized: bool) -> None:
+        self.source, self.drafts, self.quantized = source, drafts, quantized
         self.account: Account | None = None
 
 
@@ -88,22 +87,22 @@ def loads(runner: ModelRunner) -> Iterator[None]:
     Raises:
         CheckpointError: no rank took a tensor of the checkpoint.
     """
-    load = Load(str(runner.model_config.model_path), runner.is_draft_worker)
+    config = runner.model_config
+    load = Load(str(config.model_path), runner.is_draft_worker, config.quantization is not None)
     token = _LOAD.set(load)
     try:
         yield
     finally:
         _LOAD.reset(token)
-    config = runner.model_config
     if (account := load.account) is None or load.drafts or not config.is_generation:
         return  # pooling models take the layers that their task asks for
     text = config.hf_text_config
-    allowed, parallel = (*UNTAKEN, *loading.predictors(text)), get_parallel()
+    allowed, parallel = (*UNTAKEN, *rules.predictors(text)), get_parallel()
     if left := account.left(allowed):
-        left = account.left((*allowed, *loading.ignored(config.hf_config)))
+        left = account.left((*allowed, *rules.ignored(config.hf_config)))
     if parallel.world_group.world_size > 1:
         left = ranks.on_all(parallel.world_group.cpu_group, left)
-    account.refuse_left(left)
+    refuse_left(account, left)
 
 
 def load_weights_only(
@@ -118,10 +117,10 @@ def load_weights_only(
     if load is None:
         original(model, weights, target_device)
         return
-    account = load.account = Account(model, load.source)
-    with account.naming(), account.watching():
+    account = load.account = Account(model, load.source, load.quantized)
+    with naming(account), account.watching():
         original(model, account.see(weights), target_device)
-    account.refuse_unfilled(model, (*UNFILLED, *(OF_TARGET if load.drafts else ())))
+    refuse_unfilled(account, model, (*UNFILLED, *(rules.OF_TARGET if load.drafts else ())))
     checkpoint_files.warn_of_unread(account.files)
 
 

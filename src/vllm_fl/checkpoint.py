@@ -11,8 +11,11 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fl_dispatch.hosting import checkpoint_files, loading, ranks
-from fl_dispatch.hosting.loading import Account, Allowed
+from fl_dispatch.hosting import checkpoint_files, ranks
+from fl_dispatch.hosting.loading import allowed as rules
+from fl_dispatch.hosting.loading import refusals
+from fl_dispatch.hosting.loading.account import Account
+from fl_dispatch.hosting.loading.allowed import Allowed
 
 UNFILLED = (
     Allowed(r".*\._?(q|k|v|prob)_scale", "scales of a KV cache are 1 where a checkpoint has none, and vLLM says so"),
@@ -20,12 +23,8 @@ UNFILLED = (
     Allowed(r".*\.w(13|2)_bias", "vLLM drops the biases of quantized experts where no expert has one"),
 )
 """Parameters and buffers of vLLM's models that a checkpoint need not have."""
-OF_TARGET = (
-    Allowed(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.weight", "a model that drafts has the target's"),
-)
-"""Further ones of a model that drafts."""
 UNTAKEN = (
-    *loading.UNTAKEN,
+    *rules.UNTAKEN,
     Allowed(r".*\.(q|prob)_scale", "queries are quantized where a kernel asks for it, which ours do not"),
 )
 """Tensors of a checkpoint that vLLM's models need not take."""
@@ -38,7 +37,9 @@ def open_account(model: nn.Module, model_config: Any) -> Account | None:
     """An account of a load that begins; ``None`` where vLLM quantizes weights while it loads them."""
     from vllm.model_executor.model_loader.base_loader import _has_online_quant
 
-    return None if _has_online_quant(model) else Account(model, str(model_config.model))
+    if _has_online_quant(model):
+        return None
+    return Account(model, str(model_config.model), model_config.quantization is not None)
 
 
 def close_account(account: Account, model: nn.Module, model_config: Any) -> None:
@@ -48,7 +49,7 @@ def close_account(account: Account, model: nn.Module, model_config: Any) -> None
         CheckpointError: a parameter is not filled, or a tensor has another kind of numbers.
     """
     drafts = model_config.runner_type == "draft"
-    account.refuse_unfilled(model, (*UNFILLED, *(OF_TARGET if drafts else ())))
+    refusals.refuse_unfilled(account, model, (*UNFILLED, *(rules.OF_TARGET if drafts else ())))
     checkpoint_files.warn_of_unread(account.files)
     if not drafts:
         _loaded.append(account)
@@ -63,10 +64,10 @@ def refuse_left(model_config: Any, everybody: ProcessGroup) -> None:
     Raises:
         CheckpointError: there are some.
     """
-    allowed = (*UNTAKEN, *loading.predictors(model_config.hf_text_config))
+    allowed = (*UNTAKEN, *rules.predictors(model_config.hf_text_config))
     accounts, _loaded[:] = list(_loaded), []
     for account in accounts:
         left = [] if model_config.runner_type == "pooling" else account.left(allowed)
         if left:
-            left = account.left((*allowed, *loading.ignored(model_config.hf_config)))
-        account.refuse_left(ranks.on_all(everybody, left))
+            left = account.left((*allowed, *rules.ignored(model_config.hf_config)))
+        refusals.refuse_left(account, ranks.on_all(everybody, left))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fl_dispatch.hosting import loading
-from fl_dispatch.hosting.loading import UNTAKEN, Account, Allowed, CheckpointError
+from fl_dispatch.hosting.loading import allowed, refusals
+from fl_dispatch.hosting.loading.account import Account
+from fl_dispatch.hosting.loading.allowed import UNTAKEN, Allowed
+from fl_dispatch.hosting.loading.origins import Storage
+from fl_dispatch.hosting.loading.refusals import CheckpointError, naming, refuse_left, refuse_unfilled
 from fl_dispatch.settings import Settings
 
 FP8 = torch.float8_e4m3fn
@@ -111,7 +117,7 @@ def test_half_a_parameter_is_not_filled(way: str) -> None:
     account = counted(model, {"gate.weight": torch.randn(3, 4)}, load)
     assert account.unfilled(model, ()) == [("layer.weight", ["gate.weight"])]
     with pytest.raises(CheckpointError, match="only a part of 'weight' of the layer 'layer' is in folder, by 'gate"):
-        account.refuse_unfilled(model, ())
+        refuse_unfilled(account, model, ())
 
 
 def test_parts_of_experts_fill_their_parameter_together_and_one_that_lacks_is_seen() -> None:
@@ -141,13 +147,94 @@ def test_what_a_loader_pads_is_filled_and_what_it_only_clears_is_not() -> None:
     assert account.left(()) == ["w"]
 
 
+def test_a_parameter_that_is_cleared_after_it_was_filled_is_not_filled() -> None:
+    model = Model(4, 4)
+
+    def clear(_: str, tensor: Tensor) -> None:
+        model.weight.data.copy_(tensor)
+        model.weight.data.zero_()
+
+    account = counted(model, {"w": torch.randn(4, 4)}, clear)
+    assert account.unfilled(model, ()) == [("layer.weight", [])]
+    assert account.left(()) == ["w"]
+
+
+def test_a_tensor_that_a_loader_reads_and_drops_is_left() -> None:
+    model, kept = Model(3, 4), list[object]()
+    reads: dict[str, Callable[[Tensor], object]] = {
+        "compared": lambda tensor: bool((tensor == 0).all()),
+        "computed": lambda tensor: tensor.float().abs().max(),
+        "copied": lambda tensor: torch.empty_like(tensor).copy_(tensor),
+        "kept": lambda tensor: kept.append(tensor * 2),
+        "a number": lambda tensor: kept.append(tensor.max().item()),
+        "a buffer": lambda tensor: model.register_buffer("extra", tensor.clone(), persistent=False),
+    }
+    account = counted(model, {name: torch.randn(3, 4) for name in reads}, lambda name, tensor: reads[name](tensor))
+    assert account.left(()) == ["compared", "computed", "copied"]
+
+
+def test_tensors_of_one_buffer_cost_no_more_each_when_there_are_many() -> None:
+    def steps(count: int) -> int:
+        buffer, lines = torch.zeros(count * 4), 0
+        storage = Storage(buffer.untyped_storage())
+
+        def count_lines(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return count_lines
+
+        before = sys.gettrace()
+        sys.settrace(count_lines)
+        try:
+            for index in range(count):
+                storage.put(str(index), buffer[4 * index : 4 * index + 4])
+                storage.origin(buffer[2 * index : 2 * index + 2])
+        finally:
+            sys.settrace(before)
+        return lines
+
+    assert steps(400) < 5 * steps(100)
+
+
+def test_the_last_tensors_of_a_buffer_count_in_any_order_of_ranges() -> None:
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    draw = random.Random(0)
+    for _ in range(200):
+        storage, expected = Storage(buffer.untyped_storage()), dict[tuple[int, int], set[str]]()
+        for index in range(12):
+            start = draw.randrange(60)
+            end = draw.randrange(start + 1, 64)
+            overlapping = [span for span in expected if span != (start, end) and span[0] < end and start < span[1]]
+            for span in overlapping:
+                del expected[span]
+            expected.setdefault((start, end), set()).add(str(index))
+            storage.put(str(index), buffer[start:end])
+        for place in range(64):
+            names = set[str]().union(*(names for (start, end), names in expected.items() if start <= place < end))
+            assert storage.origin(buffer[place : place + 1]).names == names
+
+
+@pytest.mark.parametrize(
+    ("quantized", "dtype", "advises"),
+    [(False, torch.bfloat16, False), (True, torch.bfloat16, True), (False, FP8, True), (False, torch.int32, True)],
+)
+def test_advice_about_quantization_is_for_quantized_checkpoints(
+    quantized: bool, dtype: torch.dtype, advises: bool
+) -> None:
+    account = Account(Model(4), "folder", quantized)
+    list(account.see([("w", torch.zeros(4).to(dtype))]))
+    with pytest.raises(CheckpointError, match="compare config.json with the files") as caught:
+        refuse_left(account, account.left(()))
+    assert ("quantization_config" in str(caught.value)) is advises
+
+
 def test_a_tensor_that_a_host_drops_though_its_parameter_has_that_name_is_the_hosts_fault() -> None:
     model = Model(4)
     account = counted(model, {"layer.weight": torch.ones(4)}, lambda *_: None)
     with pytest.raises(
         CheckpointError, match="class of this model drops 'layer.weight' of folder, so 'weight' of the lay"
     ):
-        account.refuse_unfilled(model, ())
+        refuse_unfilled(account, model, ())
 
 
 def test_a_number_that_goes_through_python_is_taken() -> None:
@@ -172,16 +259,16 @@ def test_a_dropped_tensor_is_left_and_tensors_that_share_a_buffer_are_told_apart
     assert account.left(()) == ["dropped"]
     assert account.left((Allowed("dropp.*", "it is a test"),)) == []
     with pytest.raises(CheckpointError, match="nothing in the model made use of 'dropped' of folder.*UNUSED_TENSORS"):
-        account.refuse_left(account.left(()))
+        refuse_left(account, account.left(()))
 
 
 def test_a_tensor_that_the_user_excuses_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     account = counted(Model(3, 4), {"a.extra.weight": torch.ones(3), "b.weight": torch.ones(3)}, lambda *_: None)
-    monkeypatch.setattr(loading, "get_settings", lambda: Settings(unused_tensors=frozenset({"*.extra.*"})))
+    monkeypatch.setattr(refusals, "get_settings", lambda: Settings(unused_tensors=frozenset({"*.extra.*"})))
     with caplog.at_level("WARNING", logger="fl_dispatch"), pytest.raises(CheckpointError, match="use of 'b.weight' of"):
-        account.refuse_left(account.left(()))
+        refuse_left(account, account.left(()))
     (said,) = (record.getMessage() for record in caplog.records)
     assert (
         said
@@ -217,7 +304,7 @@ def test_a_silent_cast_between_kinds_of_numbers_is_seen(stored: torch.dtype, dty
         if is_cast:
             words = f"'w' of folder has numbers of {stored}".replace("torch.", "")
             with pytest.raises(CheckpointError, match=words):
-                account.refuse_unfilled(model, ())
+                refuse_unfilled(account, model, ())
 
 
 def test_numbers_that_a_loader_computes_are_no_cast() -> None:
@@ -257,7 +344,7 @@ def test_what_transformers_ignores_may_be_left() -> None:
     config = SimpleNamespace(architectures=["DeepseekV3ForCausalLM", "NoSuchClass"])
     account = counted(Model(2), {"model.layers.61.x.weight": torch.ones(2)}, lambda *_: None)
     assert account.left(())
-    assert account.left(loading.ignored(config)) == []
+    assert account.left(allowed.ignored(config)) == []
 
 
 def test_a_tied_head_and_biases_of_zeros_may_be_left_in_files_without_names() -> None:
@@ -297,7 +384,7 @@ def test_biases_of_zeros_may_be_left_and_others_not(tmp_path: Path) -> None:
     account.files.append(str(tmp_path / "model.safetensors"))
     assert account.left(UNTAKEN) == ["b.bias"]
     with pytest.raises(CheckpointError, match=r"'b.bias' of .*model\.safetensors: the answers"):
-        account.refuse_left(account.left(UNTAKEN))
+        refuse_left(account, account.left(UNTAKEN))
 
 
 def test_a_loaders_own_error_is_a_sentence_that_names_the_tensor() -> None:
@@ -310,7 +397,7 @@ def test_a_loaders_own_error_is_a_sentence_that_names_the_tensor() -> None:
 
     with (
         pytest.raises(CheckpointError, match=r"'w' of folder \(float32, 2×4\) cannot be loaded .*AssertionError"),
-        account.naming(),
+        naming(account),
         account.watching(),
     ):
         load(account.see([("w", torch.randn(2, 4))]))
@@ -319,7 +406,7 @@ def test_a_loaders_own_error_is_a_sentence_that_names_the_tensor() -> None:
 def test_a_host_that_runs_out_of_memory_says_so_itself() -> None:
     account = Account(Model(1), "folder")
     list(account.see([("w", torch.ones(1))]))
-    with pytest.raises(torch.OutOfMemoryError), account.naming():
+    with pytest.raises(torch.OutOfMemoryError), naming(account):
         raise torch.OutOfMemoryError("no memory")
 
 

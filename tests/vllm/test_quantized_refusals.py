@@ -12,7 +12,9 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 
-from fl_dispatch.hosting.loading import UNTAKEN, Account
+from fl_dispatch.hosting.loading.account import Account
+from fl_dispatch.hosting.loading.allowed import UNTAKEN
+from fl_dispatch.hosting.loading.refusals import refuse_left
 from quantized_checkpoints import AWQ, CACHE_SCHEME, GPTQ, W4, compressed
 from vllm_fl import quantization
 from vllm_fl.quantization.configs import CONFIGS
@@ -135,4 +137,4 @@ def test_columns_of_gptq_out_of_order_are_refused_though_vllm_drops_what_says_so
             assert not left
     said = rf"'{MLP}.g_idx' of .* puts columns out of order, .* by GPTQModel with 'act_group_aware'"
     with pytest.raises(ValueError, match=said):
-        account.refuse_left(left)
+        refuse_left(account, left)

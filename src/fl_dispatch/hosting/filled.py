@@ -22,12 +22,17 @@ class Place:
         self.names: set[str] = set()
 
     def write(self, view: Tensor, names: frozenset[str]) -> None:
-        """Note a write into a view that may be a part of it."""
+        """Note a write into a view that may be a part of it; without names, it clears what was written before."""
         if (box := self._box(view)) is not None:
+            if not names and box == self._all():
+                self.names.clear()
             self.boxes.add(box)
         else:
             self._scatter(view)
         self.names |= names
+
+    def _all(self) -> Box:
+        return tuple((0, size) for size in self.shape)
 
     def _box(self, view: Tensor) -> Box | None:
         rest, found = int(view.storage_offset()) - self.offset, [(0, 1)] * len(self.shape)
@@ -65,7 +70,7 @@ class Place:
 
     def is_whole(self) -> bool:
         """Whether every element was written."""
-        if tuple((0, size) for size in self.shape) in self.boxes or self.numel == 0:
+        if self._all() in self.boxes or self.numel == 0:
             return True
         if self.scattered is not None:
             written = self.scattered.as_strided(self.shape, self.strides, self.offset)

@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.first_choices import without_graphs
-from fl_dispatch.hosting.quantized import blocks, joined, remedies
+from fl_dispatch.hosting.quantized import blocks, joined, orders, remedies
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
 
 from . import FP8_CACHE, experts, latent, refused, schemes
@@ -34,8 +34,6 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = (4, 8)
 UNREAD = ("transform_config", "linear_fp8_config")
 """Parts of a checkpoint's configuration that SGLang drops, or computes by layers of its own."""
-REORDERED = ("group", "dynamic")
-"""The values of ``actorder`` with which columns have groups of their own; others leave the format as it is."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +265,7 @@ def _compressed(found: Any, usual_format: str, prefix: str, kinds: Kinds) -> Any
     form, kind, bits, per = found["format"] or usual_format, weights.type, weights.num_bits, weights.strategy
     packed = form == "pack-quantized" and kind == "int" and bits in BITS and per in (CHANNEL, "group")
     if packed and inputs is None:
-        if weights.actorder in REORDERED:
+        if weights.actorder in orders.REORDERED:
             raise refused(f"compressed-tensors with actorder '{weights.actorder}' ({prefix})", remedies.ORDER)
         return kinds.packed(bits, weights.group_size or -1, not weights.symmetric)
     plain = bits == 8 and weights.symmetric and not weights.dynamic

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.model_executor.models.utils import WeightsMapper
 
-from fl_dispatch.hosting.loading import Account
+from fl_dispatch.hosting.loading.account import Account
+from fl_dispatch.hosting.loading.refusals import naming
 
 from .. import checkpoint
 
@@ -35,7 +36,7 @@ class CountedLoader:
             super().load_weights(model, model_config)  # type: ignore[misc]
             return
         try:
-            with account.naming(), account.watching(), _noting(account.dropped):
+            with naming(account), account.watching(), _noting(account.dropped):
                 super().load_weights(model, model_config)  # type: ignore[misc]
         finally:
             self.fl_account = None

@@ -22,15 +22,13 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from fl_dispatch.hosting.quantized import blocks, joined, remedies
+from fl_dispatch.hosting.quantized import blocks, joined, orders, remedies
 
 from . import experts
 from .blocks import create_in_blocks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = (4, 8)
-REORDERED = ("group", "dynamic")
-"""The values of ``actorder`` with which columns have groups of their own; others leave the format as it is."""
 
 
 def refused(what: str, remedy: str = "") -> ValueError:
@@ -186,7 +184,7 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfigFL:
         groups = (config.get("config_groups") or {}).values()
         for order in ((group.get("weights") or {}).get("actorder") for group in groups):
-            if order in REORDERED:
+            if order in orders.REORDERED:
                 raise refused(f"compressed-tensors with actorder '{order}'", remedies.ORDER)
         made: CompressedTensorsConfigFL = super().from_config(config)
         return made

@@ -14,6 +14,8 @@ WORD = 32
 """Bits of an element of a packed parameter; the first number of a word is in its lowest bits."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """AWQ: the place in its word of each of eight numbers."""
+REORDERED = ("group", "dynamic")
+"""The values of ``actorder`` with which columns have groups of their own; others leave the order as it is."""
 UNSET = torch.finfo(torch.float8_e4m3fn).min
 """Scales that may not be loaded are filled with less than this."""
 

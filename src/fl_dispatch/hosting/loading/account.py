@@ -1,0 +1,247 @@
+"""The account of a checkpoint's tensors while a host loads them: which parameters they filled, and which nothing took.
+
+Hosts drop tensors whose names they do not know, leave parameters whose tensors do not come, and cast whatever a layer's
+loader is handed. So :class:`Account` follows the data itself: a dispatch mode sees each operator of ATen that runs
+while weights load, and knows by the storages which tensor of the file each value comes from. Loaders may then rename,
+slice, transpose, dequantize or join tensors as they like, whichever way they write.
+
+The other ways see less. ``_version`` of a parameter does not count writes through ``.data``, which is how both hosts
+write, and has no parts. A sentinel that is written before and searched afterwards touches all memory twice, any
+pattern of 8-bit weights may be real, and it says nothing about tensors that were dropped. Calls of ``weight_loader``
+miss loaders that write themselves, and say nothing about the parts of a joined parameter.
+
+The cost is some Python for each operator, which does not grow with a tensor's size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .. import checkpoint_files
+from ..filled import Place
+from .allowed import CACHE_SCALES, ORDER, ZEROS, Allowed, matching
+from .origins import NOTHING, Origin, Storage, key
+from .watching import Kind, Named, unwatched, watching
+
+
+class Cast(NamedTuple):
+    """A tensor whose values became another kind of numbers in a parameter."""
+
+    name: str
+    stored: torch.dtype
+    parameter: str
+    dtype: torch.dtype
+
+
+class Unfilled(NamedTuple):
+    """A parameter or buffer that the checkpoint does not fill; ``names``: the tensors that filled a part."""
+
+    name: str
+    names: list[str]
+
+
+class Account:
+    """The account of one load.
+
+    Args:
+        model: as its constructor left it.
+        source: the checkpoint's folder, or its name in a hub.
+        quantized: whether the configuration says that the checkpoint is.
+    """
+
+    def __init__(self, model: nn.Module, source: str, quantized: bool = False) -> None:
+        self.source, self.quantized = source, quantized
+        self.files: list[str] = []
+        self._file_of: dict[str, str] = {}
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self.taken: set[str] = set()
+        """Names of tensors that became a number of Python, a parameter themselves, or a tensor that a loader kept."""
+        self.dropped: set[str] = set()
+        """Names that the host's class of the model declares unused."""
+        self.casts: list[Cast] = []
+        self.last: str | None = None
+        self._storages: dict[int, Storage] = {}
+        self._places: dict[int, list[Place]] = {}
+        self._kept: list[StorageWeakRef] = []
+        self._scalar = NOTHING
+        self._lock = threading.RLock()
+        for name, tensor in _named(model):
+            self._kept.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+            self._places.setdefault(key(tensor), []).append(Place(name, tensor))
+
+    # -- while weights load -------------------------------------------------------------------------------------------
+
+    def see(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
+        """Hand on a checkpoint's tensors, as they come, with their names."""
+        for name, tensor in unwatched(weights):
+            with self._lock:
+                self.last, self._scalar = name, NOTHING
+                self.tensors[name] = tensor.dtype, tuple(tensor.shape)
+                self._storage(tensor).put(name, tensor)
+            yield name, tensor
+        self.last = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what this thread runs, and at what threads run that it asks meanwhile."""
+        with watching(self._ran):
+            yield
+        for storage in self._storages.values():
+            self.taken |= storage.made()
+
+    def _storage(self, tensor: Tensor) -> Storage:
+        found = self._storages.get(key(tensor))
+        if found is None:
+            found = self._storages[key(tensor)] = Storage(tensor.untyped_storage())
+        return found
+
+    def _ran(self, kind: Kind, args: Any, kwargs: Any, result: Any) -> None:
+        with self._lock:
+            written = [args[index] for index in kind.positions if index < len(args)]
+            written += [kwargs[name] for name in kind.names if name in kwargs]
+            origin = self._origin(kind, args, kwargs)
+            if not kind.positions and not origin.names:
+                return
+            if isinstance(result, int | float):
+                self._scalar = origin
+                if not isinstance(result, bool):  # with which a loader looks at values
+                    self.taken |= origin.names
+            elif not written:
+                for tensor in _tensors(result if isinstance(result, list | tuple) else (result,)):
+                    self._make(tensor, origin)
+            for tensor in _tensors(written):
+                self._write(tensor, origin)
+
+    def _origin(self, kind: Kind, args: Any, kwargs: Any) -> Origin:
+        found = [
+            origin
+            for tensor in _tensors((*args, *kwargs.values()))
+            if (storage := self._storages.get(key(tensor))) is not None
+            and (origin := storage.origin(tensor)).names
+            and key(tensor) not in self._places
+        ]
+        if not found:
+            return NOTHING
+        if len(found) == 1:
+            return found[0] if kind.casts else Origin(found[0].names)
+        return Origin(frozenset[str]().union(*(origin.names for origin in found)))
+
+    def _make(self, tensor: Tensor, origin: Origin) -> None:
+        if key(tensor) not in self._places:
+            self._storage(tensor).whole = origin
+
+    def _write(self, tensor: Tensor, origin: Origin) -> None:
+        places = self._places.get(key(tensor))
+        if places is None:
+            if origin.names:
+                storage = self._storages.get(key(tensor))
+                whole = NOTHING if storage is None else storage.whole
+                self._make(tensor, Origin(whole.names | origin.names))
+            return
+        if not origin.names and tensor.numel() == 1:
+            origin, self._scalar = self._scalar, NOTHING
+        for place in places:
+            place.write(tensor, origin.names)
+            if origin.dtype is not None and _number(origin.dtype) != _number(tensor.dtype):
+                self.casts.append(Cast(min(origin.names), origin.dtype, place.name, tensor.dtype))
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def unfilled(self, model: nn.Module, allowed: Sequence[Allowed]) -> list[Unfilled]:
+        """The model's parameters that no tensor filled, and those, and buffers, that tensors filled in part.
+
+        A buffer that no tensor fills has its constructor's value, such as a factor that config.json says.
+        """
+        found = []
+        for name, tensor in _named(model):
+            if not tensor.numel() or tensor.is_meta:
+                continue
+            excused = not isinstance(tensor, nn.Parameter) or bool(matching(name, allowed))
+            places = [place for place in self._places.get(key(tensor), ()) if place.offset == tensor.storage_offset()]
+            if places:
+                names = set[str]().union(*(place.names for place in places))
+                if (not names and excused) or self._is_joined_scale(name, names):
+                    continue
+                if not any(place.names and place.is_whole() for place in places):
+                    found.append(Unfilled(name, sorted(names)))
+                continue
+            storage = self._storages.get(key(tensor))
+            origin = NOTHING if storage is None else storage.origin(tensor)
+            self.taken |= origin.names  # the parameter is the file's tensor itself, or what was made of it
+            if not origin.names and not excused:
+                found.append(Unfilled(name, []))
+        return found
+
+    def _is_joined_scale(self, name: str, names: set[str]) -> bool:
+        """Whether a checkpoint has one number for layers that it joined itself, which a host's loader writes once."""
+        return len(names) == 1 and all(
+            name.split(".")[-2:] == other.split(".")[-2:] and math.prod(self.tensors[other][1]) == 1 for other in names
+        )
+
+    def left(self, allowed: Sequence[Allowed]) -> list[str]:
+        """The tensors whose values nothing took and that may not be left over."""
+        places = [place for each in self._places.values() for place in each]
+        if not any(place.name.endswith(".k_scale") for place in places):
+            allowed = (*allowed, *CACHE_SCALES)
+        taken = self.taken.union(self.dropped, *(place.names for place in places))
+        found = [name for name in self.tensors if name not in taken]
+        return [name for name in found if not any(self._holds(name, rule) for rule in matching(name, allowed))]
+
+    def _holds(self, name: str, rule: Allowed) -> bool:
+        """Whether a tensor that may be left has the values that it must have, if a file of safetensors has it."""
+        if not rule.equal or not (file := self.file_of(name)):
+            return True
+        values = checkpoint_files.read(file, name)
+        if rule.equal == ORDER:
+            return bool((values.diff() >= 0).all())
+        if rule.equal == ZEROS:
+            return not values.any()
+        others = (other for other in self.tensors if re.fullmatch(rule.equal, other))
+        return any(torch.equal(values, checkpoint_files.read(self.file_of(other), other)) for other in others)
+
+    def file_of(self, name: str) -> str:
+        """The file of safetensors that has a tensor; an empty string where none says so."""
+        if not self._file_of:
+            self._file_of = checkpoint_files.files_by_name(self.files)
+        return self._file_of.get(name, "")
+
+    def is_quantized(self) -> bool:
+        """Whether the configuration says that the checkpoint is quantized, or tensors have packed or 8-bit numbers."""
+        return self.quantized or any(dtype in _QUANTIZED for dtype, _ in self.tensors.values())
+
+
+_QUANTIZED = {torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that a checkpoint of the model would have."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _number(dtype: torch.dtype) -> str:
+    """The kind of numbers of a type; a cast within a kind changes at most how exact they are."""
+    if dtype.itemsize == 1:
+        # float8_e8m0fnu has powers of two only, which every wider type has as well.
+        return "floating point" if dtype is torch.float8_e8m0fnu else str(dtype)
+    return "floating point" if dtype.is_floating_point else "integer" if not dtype.is_complex else "complex"
