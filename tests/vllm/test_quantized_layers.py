@@ -1,13 +1,17 @@
-"""A quantized layer that the operators cannot compute is refused: by its kernel, its method, or its configuration."""
+"""A quantized layer has the scales of its checkpoint, and one that the operators cannot compute is refused."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import parameter
+from vllm.model_executor.kernels import linear as vllm_kernels
+from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Static128BlockSym,
@@ -15,9 +19,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from fl_dispatch.hosting.quantized import orders
+from quantized_checkpoints import SCHEMES
 from vllm_fl.quantization import kernels
 from vllm_fl.quantization.configs import CompressedTensorsConfigFL, GPTQConfigFL
 
@@ -65,3 +71,30 @@ def test_packed_weights_have_a_kernel_of_ours_where_batches_are_invariant(monkey
     scheme = CompressedTensorsConfigFL.from_config(given).get_scheme(layer, "model.layers.0.mlp.down_proj")
     assert type(scheme) is CompressedTensorsWNA16
     assert not scheme.use_batch_invariant
+
+
+@pytest.mark.parametrize("given", [[0.25, 0.5, 0.125], [0.25]], ids=["apart", "merged by the checkpoint"])
+@pytest.mark.parametrize("kind", ["qkv_proj", "gate_up_proj"])
+def test_merged_layers_in_static_int8_have_each_the_scale_of_inputs_that_their_checkpoint_has(
+    kind: str, given: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setitem(vllm_kernels._POSSIBLE_INT8_KERNELS, PlatformEnum.OOT, [kernels.Int8Layer])
+    options: dict[str, Any] = {"bias": False, "disable_tp": True, "prefix": f"model.layers.0.mlp.{kind}"}
+    options["quant_config"] = CompressedTensorsConfigFL.from_config(
+        dict(SCHEMES["compressed-tensors W8A8 int8, static"].config)
+    )
+    with set_current_vllm_config(VllmConfig()):
+        if kind == "qkv_proj":
+            layer, parts = QKVParallelLinear(64, 16, 4, 2, **options), ["q", "k", "v"]
+        else:
+            layer, parts = MergedColumnParallelLinear(64, [48, 32], **options), [0, 1]
+    whole = len(given) == 1
+    for name in ("weight_scale", "input_scale"):
+        held = getattr(layer, name)
+        for part, scale in zip([None] if whole else parts, given, strict=False):
+            layer.weight_loader_v2(held, torch.tensor([scale]), part)
+    layer.weight.data.zero_()
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.input_scale.tolist() == given[: len(parts)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.parameter import PerTensorScaleParameter
 
 from fl_dispatch.hosting.quantized import blocks, joined, orders, remedies
 
@@ -213,6 +215,8 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         block, create = getattr(scheme, "weight_block_size", None), scheme.create_weights
         if block:
             scheme.create_weights = partial(create_in_blocks, create, block[0], "weight_scale")
+        if isinstance(scheme, schemes.CompressedTensorsW8A8Int8):
+            scheme.create_weights = partial(_with_scale_of_each_input, create)
         # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
         scheme.process_weights_after_loading = partial(_load, scheme, SCHEMES[type(scheme)])
         return scheme
@@ -257,6 +261,16 @@ def _skipped(config: Any, prefix: str, names: list[str], match_mode: Any) -> boo
     """Whether a checkpoint's configuration leaves a layer as it is."""
     mapping = config.packed_modules_mapping
     return bool(is_layer_skipped(prefix, names, mapping, match_mode=match_mode))
+
+
+def _with_scale_of_each_input(
+    create: Callable[..., None], layer: Any, output_partition_sizes: list[int], **named: Any
+) -> None:
+    """Register parameters as vLLM does; merged layers have a scale each for their input, where vLLM keeps the last."""
+    create(layer=layer, output_partition_sizes=output_partition_sizes, **named)
+    if layer.input_scale is not None:
+        scales = torch.full((len(output_partition_sizes),), orders.UNSET)
+        layer.input_scale = PerTensorScaleParameter(data=scales, weight_loader=named["weight_loader"])
 
 
 def _load(scheme: Any, kernel: str, layer: Any) -> None:

@@ -171,6 +171,22 @@ FACTS = (
         since="0.32",
     ),
     HostFact(
+        f"{_SCHEMES}.compressed_tensors_w8a8_int8:CompressedTensorsW8A8Int8",
+        ("create_weights(layer, output_partition_sizes, **kwargs)",),
+        "replaces",
+        _CONFIGS,
+        "vLLM keeps the last one of merged layers' scales of inputs.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.model_executor.parameter:PerTensorScaleParameter",
+        ("weight_loader",),
+        "reads",
+        _CONFIGS,
+        "It has a scale for each of the merged layers.",
+        since="0.32",
+    ),
+    HostFact(
         f"{_QUANTIZATION}.fp8:Fp8MoEMethod",
         ("weight_scale_refine",),
         "replaces",
