@@ -90,7 +90,9 @@ ON_OTHER_VERSIONS = (
 )
 """Files of tests that another version of the host runs too; see ``vllm/conftest.py``."""
 ENVIRONMENTS = {
-    "vllm": Environment(".venv", ("core/test_*.py", "vllm/test_*.py", "hosts/test_*.py", "gpu/test_*.py")),
+    "vllm": Environment(
+        ".venv", ("core/test_*.py", "vllm/test_*.py", "transfer/test_*.py", "hosts/test_*.py", "gpu/test_*.py")
+    ),
     "sglang": Environment(".venv-sglang", ("sglang/test_*.py",)),
     "npu": Environment(".venv-npu", ("npu/test_*.py",)),
     "npu-sglang": Environment(".venv-npu-sglang", ("npu_sglang/test_*.py",)),
@@ -106,7 +108,7 @@ ENVIRONMENTS = {
     ),
     "vllm-newest": Environment(
         ".venv-newest",
-        ("vllm/test_*.py", "hosts/test_two_hosts.py"),
+        ("vllm/test_*.py", "transfer/test_*.py", "hosts/test_two_hosts.py"),
         # vLLM keeps what it found out about a model's class by its name alone: two versions would look it up in turns.
         {"XDG_CACHE_HOME": str(ROOT / ".venv-newest/cache")},
         exhaustive=True,

@@ -44,7 +44,7 @@ SLOW = (
 )
 """Modules of the hosts' requirements; an environment has those that its host needs."""
 
-FORBIDDEN = ("vllm", "sglang", "fl_dispatch", "vllm_fl", "sglang_fl")
+FORBIDDEN = ("vllm", "sglang", "fl_dispatch", "vllm_fl", "sglang_fl", "fl_transfer")
 """They keep state of the process that imported them."""
 
 ENVIRONMENT = "environment of the parent"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fl_dispatch.hosting.host_layers import Host, HostLayers
 
+from .extensions import facts as extensions_facts
 from .host_facts import FACTS
 from .layers import LAYER_CLASSES
 
@@ -116,7 +117,7 @@ _PENDING = {
 HOST = Host(
     name="vLLM",
     package="vllm",
-    facts=(*FACTS, *(row.fact for row in LAYER_CLASSES)),
+    facts=(*FACTS, *(row.fact for row in LAYER_CLASSES), *extensions_facts()),
     layers=HostLayers(
         roots=tuple(
             f"vllm.model_executor.{place}custom_op:{name}"

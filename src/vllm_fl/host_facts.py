@@ -11,7 +11,6 @@ from fl_dispatch.devices.spec import GRAPH_NAMES, STREAM_NAMES
 from fl_dispatch.hosting.host_facts import HostFact
 
 from .compat import v0_26
-from .p2p.facts import FACTS as P2P
 from .quantization.facts import FACTS as QUANTIZATION
 from .runner_kernels import table as runner_kernels
 
@@ -26,7 +25,6 @@ _MAMBA_STEP = "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata"
 _DELTA_NET_STEP = "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _WORKER = "vllm.v1.worker"
-_TRANSFER = "vllm.distributed.weight_transfer"
 _PUNICA = "vllm.lora.punica_wrapper"
 _ATTENTION = "vllm.v1.attention.backend"
 _PREFILL = "vllm.v1.attention.backends.mla.prefill"
@@ -43,22 +41,6 @@ _ATTENTION_CLASS = (
 _NO_LIBRARY = "On an out-of-tree platform it is a compiled operator of vLLM's, or raises."
 
 READ = (
-    HostFact(
-        f"{_TRANSFER}.factory:WeightTransferTrainerFactory",
-        ("_registry", "register_engine(name, module_path_or_cls, class_name=None)"),
-        "reads",
-        "compat.weight_transfer",
-        "Our backends are offered to trainers, once.",
-        since="0.32",
-    ),
-    HostFact(
-        f"{_TRANSFER}.factory:WeightTransferEngineFactory",
-        ("_registry", "register_engine(name, module_path_or_cls, class_name=None)"),
-        "reads",
-        "compat.weight_transfer",
-        "Our backends are offered to workers, once.",
-        since="0.32",
-    ),
     HostFact(
         f"{_DELTA_NET}:QwenGatedDeltaNetAttention",
         (
@@ -1331,30 +1313,6 @@ OVERRIDDEN = (
         "vLLM's ask a GPU's allocator.",
         since="0.32",
     ),
-    HostFact(
-        f"{_TRANSFER}.base:WeightTransferEngine",
-        (
-            "init_info_cls",
-            "update_info_cls",
-            "init_transfer_engine(init_info)",
-            "start_weight_update()",
-            "receive_weights(update_info)",
-            "finish_weight_update()",
-            "shutdown()",
-        ),
-        "overrides",
-        "weight_transfer",
-        "A worker's half of our backends.",
-        since="0.32",
-    ),
-    HostFact(
-        f"{_TRANSFER}.base:TrainerWeightTransferEngine",
-        ("init_info_cls", "trainer_init(init_info, *, client, source=None)", "send_weights()", "shutdown()"),
-        "overrides",
-        "weight_transfer",
-        "A trainer's half of our backends.",
-        since="0.32",
-    ),
 )
 
 REPLACED = (
@@ -1634,4 +1592,4 @@ REPLACED = (
     ),
 )
 
-FACTS = (*READ, *OVERRIDDEN, *REPLACED, *QUANTIZATION, *P2P, *v0_26.FACTS)
+FACTS = (*READ, *OVERRIDDEN, *REPLACED, *QUANTIZATION, *v0_26.FACTS)

@@ -13,7 +13,8 @@ from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.settings import get_settings
 
 from . import compile, config, delta_net, invariance, kv_layout, quantization, short_conv, state_space, states
-from .compat import model_runner, models, p2p, versions
+from .compat import model_runner, models, versions
+from .extensions import extensions
 from .host import HOST
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         ),
         *_draft_features(vllm_config, device),
         *_cache_features(vllm_config, device),
-        *_transfer_features(vllm_config),
+        *(feature for extension in extensions() for feature in extension.unserved(vllm_config)),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "dual-batch overlap"),
@@ -136,30 +137,6 @@ def _attends_over_int8(device: DeviceSpec) -> bool:
     """Whether something but the reference, which on an accelerator waits for it in each layer, takes the scales."""
     given = kv_layout.QUANTIZED_DTYPES[kv_layout.INT8_DTYPE]
     return not device.accelerator or all(has_kernel(op, given) for op in config.ATTENTION_OPERATORS)
-
-
-def _transfer_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    """Features that our own KV connector does not serve, if it is asked for; its options are checked, too."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    if transfer is None:
-        return []
-    options = transfer.kv_connector_extra_config
-    if not p2p.is_ours(transfer.kv_connector, transfer.kv_connector_module_path):
-        among = [
-            (one.get("kv_connector"), one.get("kv_connector_module_path")) for one in options.get("connectors", ())
-        ]
-        return [(any(p2p.is_ours(*one) for one in among), f"{p2p.CLASS} as one of several connectors")]
-    from .p2p.options import check
-
-    check(options)
-    name = p2p.CLASS
-    return [
-        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism with {name}"),
-        (parallel.data_parallel_size > 1, f"data parallelism (one engine for each rank is the way) with {name}"),
-        (parallel.nnodes > 1, f"ranks on several machines with {name}"),
-        (vllm_config.speculative_config is not None, f"speculative decoding with {name}"),
-        (_has_states(vllm_config.model_config), f"{STATES} with {name}"),
-    ]
 
 
 def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:

@@ -67,12 +67,13 @@ def register_ops() -> None:
     START.raise_kept()
     if is_active():
         from . import layers
-        from .compat import metrics, p2p, weight_transfer
+        from .compat import metrics
+        from .extensions import extensions
 
         _prepare_host()
         metrics.join_metrics()
-        weight_transfer.offer()
-        p2p.offer()
+        for extension in extensions():
+            extension.offer()
         layers.register(get_settings())
     elif wanted is not None:
         from vllm.platforms import current_platform

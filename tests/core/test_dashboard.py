@@ -16,7 +16,7 @@ DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text(encoding="utf-8"
 def exported() -> set[str]:
     """The names in ``/metrics``, where a counter's ends in ``_total``; importing those of P2P needs vLLM."""
     ours = {metric.name + ("_total" if metric.type == "counter" else "") for metric in RunCollector().describe()}
-    tree = ast.parse((ROOT / "src/vllm_fl/p2p/counts.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "src/fl_transfer/p2p/counts.py").read_text(encoding="utf-8"))
     (names,) = (
         ast.literal_eval(node.value)
         for node in tree.body

@@ -12,9 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTION = {"yaml": "pyyaml"}
+DISTRIBUTION = {"yaml": "pyyaml", "zmq": "pyzmq"}
 """Module → distribution, where the names differ."""
-BY_HOSTS = {"aiohttp", "msgspec", "sglang", "transformers", "vllm", "zmq"}
+BY_HOSTS = {"sglang", "transformers", "vllm"}
 """Hosts, and packages that they bring along and that only modules for them import."""
 
 
@@ -25,7 +25,7 @@ def test_every_module_that_is_imported_at_import_is_declared() -> None:
     missing = {}
     for file in (ROOT / "src").rglob("*.py"):
         for module in _imported(ast.parse(file.read_text())):
-            ours = {*sys.stdlib_module_names, "fl_dispatch", "vllm_fl", "sglang_fl", *BY_HOSTS}
+            ours = {*sys.stdlib_module_names, "fl_dispatch", "fl_transfer", "vllm_fl", "sglang_fl", *BY_HOSTS}
             if module not in ours and DISTRIBUTION.get(module, module) not in declared:
                 missing[module] = str(file.relative_to(ROOT))
     assert missing == {}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import fl_transfer
 from fl_dispatch.cli import app, host_contract
 from fl_dispatch.hosting.host_facts import Broken, HostFact, check, release
 from fl_dispatch.hosting.host_layers import Host, HostLayers
@@ -362,11 +363,11 @@ def test_the_host_that_is_installed_has_everything(plugin: str, package: str) ->
 
 @pytest.mark.parametrize("plugin", ["vllm_fl", "sglang_fl"])
 def test_every_fact_says_why_and_by_which_module(plugin: str) -> None:
-    folder = Path(import_module(plugin).__path__[0])
+    folders = Path(import_module(plugin).__path__[0]), Path(fl_transfer.__path__[0]).parent
     for found in import_module(f"{plugin}.host").HOST.facts:
         assert found.why
-        place = folder.joinpath(*found.used_by.split("."))
-        assert place.with_suffix(".py").exists() or (place / "__init__.py").exists(), found
+        places = [folder.joinpath(*found.used_by.split(".")) for folder in folders]
+        assert any(place.with_suffix(".py").exists() or (place / "__init__.py").exists() for place in places), found
 
 
 @pytest.mark.parametrize(("plugin", "package"), [("vllm_fl", "vllm"), ("sglang_fl", "sglang")])

@@ -19,7 +19,7 @@ from engines import expected_tokens
 from p2p_serving import TWO, ask, counts, end, gained, hand_over, serve, wait_for, wait_until_healthy
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from vllm_fl.p2p.route import Route
+from fl_transfer.p2p.protocol.route import Route
 
 pytestmark = pytest.mark.gpu
 NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}

@@ -19,8 +19,8 @@ from typing import Any
 from engines import MAX_TOKENS, PROMPTS, environment, serve_command
 
 import processes
+from fl_transfer.p2p.protocol.route import Address, Route
 from processes import Fork, free_port, warm
-from vllm_fl.p2p.route import Address, Route
 
 HOST = "127.0.0.1"
 BLOCK = 16

@@ -308,9 +308,9 @@ def _trainer(llm: Any, backend: str, network: Any, info: dict[str, Any]) -> Any:
     """One that sends the weights of a network of Hugging Face's."""
     from vllm.distributed.weight_transfer import ModuleSource
 
-    from vllm_fl import weight_transfer
+    from fl_transfer import weights
 
-    kind = {"fl_shm": weight_transfer.SharedMemoryTrainer, "fl_gloo": weight_transfer.GlooTrainer}[backend]
+    kind = {"fl_shm": weights.SharedMemoryTrainer, "fl_gloo": weights.GlooTrainer}[backend]
     return kind.trainer_init(kind.init_info_cls(rank=0, **info), client=_Client(llm), source=ModuleSource(network))
 
 
@@ -450,7 +450,7 @@ def read_for(
         after, until: files that are waited for before and afterwards.
         spoil: whether what travels is made wrong.
     """
-    from vllm_fl.p2p.blocks import Blocks
+    from fl_transfer.p2p.memory.blocks import Blocks
 
     read = Blocks.read
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fl_dispatch import SelectionPolicy, policy_context
+from fl_transfer.weights import _weights
 from vllm_fl.compat import determinism
-from vllm_fl.weight_transfer import _weights
 
 
 @pytest.mark.parametrize(

@@ -7,25 +7,37 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 
+import fl_transfer
 import vllm_fl
+from fl_dispatch.hosting.host_facts import HostFact
+from fl_transfer import facts as transfer
 from overridden import assert_parameters, overridden, unlisted
 from vllm_fl.compat import detection, kernels
 from vllm_fl.host import HOST
 from vllm_fl.host_facts import FACTS
 
-PACKAGE = Path(vllm_fl.__file__).parent
+PACKAGES = pytest.mark.parametrize(
+    ("package", "facts"), [(vllm_fl, FACTS), (fl_transfer, transfer.FACTS)], ids=["vllm_fl", "fl_transfer"]
+)
+"""Packages whose classes derive from vLLM's, each with its facts."""
 LISTED = {name for fact in HOST.facts for name in fact.plain_names}
 LEFT_OUT = ("_cuda", ".dispatch", ".v0_26")
 """Modules that need vLLM's compiled library, are never executed, or are for another version."""
 
 
-def test_every_private_name_of_the_host_that_this_package_uses_is_listed() -> None:
-    files = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-    trees = {str(file): ast.parse((PACKAGE / file).read_text()) for file in files}
+@PACKAGES
+def test_every_private_name_of_the_host_that_a_package_uses_is_listed(
+    package: ModuleType, facts: Sequence[HostFact]
+) -> None:
+    folder = Path(package.__path__[0])
+    trees = {str(file.relative_to(folder)): ast.parse(file.read_text()) for file in folder.rglob("*.py")}
     ours = {name for tree in trees.values() for name in _defined(tree)}
     pytorchs = {"_inductor", "_dynamo", "_C", "_modules"}
     not_the_hosts = {"_asdict", "_function", "_real", *pytorchs}  # Python's, and of classes that derive from no host's
@@ -39,18 +51,24 @@ def test_every_private_name_of_the_host_that_this_package_uses_is_listed() -> No
     assert unlisted == set()
 
 
-def test_the_module_that_is_said_to_rely_on_a_name_has_it() -> None:
-    for fact in FACTS:
-        text = PACKAGE.joinpath(*fact.used_by.split(".")).with_suffix(".py").read_text()
+@PACKAGES
+def test_the_module_that_is_said_to_rely_on_a_name_has_it(package: ModuleType, facts: Sequence[HostFact]) -> None:
+    for fact in facts:
+        text = Path(package.__path__[0]).joinpath(*fact.used_by.split(".")).with_suffix(".py").read_text()
         assert [name for name in fact.plain_names if not re.search(rf"\b{name}\b", text)] == [], fact
 
 
-def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed() -> None:
-    assert unlisted(FACTS, list(overridden(vllm_fl, "vllm", LEFT_OUT))) == set()
+@PACKAGES
+def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed(
+    package: ModuleType, facts: Sequence[HostFact]
+) -> None:
+    assert unlisted(facts, list(overridden(package, "vllm", LEFT_OUT))) == set()
 
 
-def test_our_methods_take_the_parameters_that_the_table_says() -> None:
-    assert assert_parameters(FACTS, list(overridden(vllm_fl, "vllm", LEFT_OUT)), "0.32") > 60
+@PACKAGES
+def test_our_methods_take_the_parameters_that_the_table_says(package: ModuleType, facts: Sequence[HostFact]) -> None:
+    least = {vllm_fl: 60, fl_transfer: 20}[package]
+    assert assert_parameters(facts, list(overridden(package, "vllm", LEFT_OUT)), "0.32") > least
 
 
 def _is_private(name: str) -> bool:

@@ -33,9 +33,9 @@ from p2p_serving import (
     wait_until_healthy,
 )
 
+from fl_transfer.p2p.protocol.route import Address, Route
 from processes import free_port
 from sampling import drawn
-from vllm_fl.p2p.route import Address, Route
 
 TOO_LONG = [(3 * token) % 400 + 5 for token in range(490)]
 """The writing engine has no memory for its cache, which comes in eight parts."""

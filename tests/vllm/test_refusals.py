@@ -212,13 +212,13 @@ def test_a_connector_of_somebody_elses_is_not_ours_whatever_its_name(
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
-    from vllm_fl.compat import p2p
+    from fl_transfer import extension
 
     elses = ModuleType("somebody_elses")
     elses.P2pConnector = ExampleConnector  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, elses.__name__, elses)
     foreign = {"kv_connector": "P2pConnector", "kv_connector_module_path": elses.__name__}
-    ours = {**foreign, "kv_connector_module_path": p2p.MODULE}
+    ours = {**foreign, "kv_connector_module_path": extension.CONNECTOR_MODULE}
     refused = "P2pConnector as one of several" if among else "nccl_num_channels: NCCL chooses its channels"
 
     def transfer(one: dict[str, str]) -> Any:
@@ -231,7 +231,9 @@ def test_a_connector_of_somebody_elses_is_not_ours_whatever_its_name(
         configure(kv_transfer_config=transfer(ours))
     with pytest.raises(ValueError, match=refused):
         configure(kv_transfer_config=transfer({"kv_connector": "P2pNcclConnector"}))
-    monkeypatch.setattr(p2p, "_offered", {p2p.CLASS})  # as in a vLLM that has its P2pNcclConnector again
+    monkeypatch.setattr(
+        extension, "_offered", {extension.CONNECTOR}
+    )  # as in a vLLM that has its P2pNcclConnector again
     configure(kv_transfer_config=transfer({"kv_connector": "P2pNcclConnector"}))
 
 

@@ -226,7 +226,7 @@ def test_a_trainers_weights_arrive_over_http_with_their_version(
     from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource
 
-    from vllm_fl.weight_transfer import SharedMemoryTrainer, SharedMemoryTrainerInfo
+    from fl_transfer.weights import SharedMemoryTrainer, SharedMemoryTrainerInfo
 
     other = variants.other_weights(checkpoint("qwen3"), tmp_path / "other")
     server = HTTPVLLMWeightSyncClient(str(client.base_url).removesuffix("/v1/"))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
-from ..errors import DispatchError
+from ..errors import DispatchError, text_of
+from ..logger_manager import get_logger
 from ..version import __version__
-from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, p2p_proxy, perplexity, report, tune, verify
+from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, perplexity, report, tune, verify
 from .output import MeasuringCommand, fail
 
+logger = get_logger(__name__)
 app = typer.Typer(
     name="fl",
     no_args_is_help=True,
@@ -47,7 +50,20 @@ app.command("report")(report.report)
 app.command("bisect")(bisect.bisect)
 app.command("doc")(doc.doc)
 app.command("new-backend")(new_backend.new_backend)
-app.command("p2p-proxy")(p2p_proxy.p2p_proxy)
+
+
+def _add_commands() -> None:
+    """Add the commands that other packages have in the entry point group ``fl_dispatch.command``."""
+    for point in sorted(entry_points(group="fl_dispatch.command"), key=lambda point: point.name):
+        try:
+            app.command(point.name)(point.load())
+        except Exception as error:
+            logger.warning(
+                "fl %s (%s) is left out, because it does not load: %s", point.name, point.value, text_of(error)
+            )
+
+
+_add_commands()
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ imports the module that it needs:
 ``kernels``          the Triton kernels that the V1 model runner launches, on a CPU
 ``model_runner``     which of vLLM's model runners a device without Triton gets
 ``device_memory``    vLLM's allocator for sleep mode, on a GPU that is not vLLM's own platform
-``p2p``              our KV connector in vLLM's factory, under its own name and the one that vLLM's had
 ``streams``          ``torch.cuda``'s streams, events and graphs on a device whose PyTorch module is another
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class
@@ -21,7 +20,6 @@ imports the module that it needs:
 ``determinism``      vLLM's own kernels for batch invariance, on a CPU
 ``metrics``          the registry behind ``/metrics``
 ``models``           models that vLLM gets wrong, or runs by classes of Transformers
-``weight_transfer``  our backends of weight transfer
 ``v0_26``            all that vLLM 0.26 needs, installed by one call
 ===================  ===================================================================================================
 """

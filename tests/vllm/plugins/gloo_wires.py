@@ -48,6 +48,6 @@ class GlooWire:
 
 
 def register_builtins(registry: Any) -> None:
-    from vllm_fl.p2p.wires import KINDS
+    from fl_transfer.p2p.links.wires import KINDS
 
     KINDS["gloo"] = Gloo

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fl_dispatch.logger_manager import get_logger
 
-from .counts import Tally
-from .moments import Moment, moment
-from .pool import BuddyPool, Piece
+from ..counts import Tally
+from ..memory.moments import Moment, moment
+from ..memory.pool import BuddyPool, Piece
+from ..protocol.route import Address
 from .remembered import Remembered
-from .route import Address
 
 logger = get_logger(__name__)
 

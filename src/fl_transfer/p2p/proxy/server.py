@@ -28,10 +28,10 @@ from aiohttp import (
 
 from fl_dispatch.logger_manager import get_logger
 
+from ..protocol.messages import HEADER_BYTES, BadMessage, Heartbeat, read
+from ..protocol.route import Address, Route
+from ..protocol.secret import OVERHEAD, Secret
 from .instances import Instance, Instances
-from .messages import HEADER_BYTES, BadMessage, Heartbeat, read
-from .route import Address, Route
-from .secret import OVERHEAD, Secret
 
 logger = get_logger(__name__)
 

@@ -23,13 +23,27 @@ import zmq
 
 from fl_dispatch.logger_manager import get_logger
 
+from ..links.link import Incoming, Outgoing, close
+from ..links.wires import Wire
+from ..protocol.messages import (
+    HEADER_BYTES,
+    BadMessage,
+    Get,
+    Go,
+    Meet,
+    Met,
+    Put,
+    State,
+    Taken,
+    Ticket,
+    frames,
+    read,
+    short,
+)
+from ..protocol.route import Address
+from ..protocol.secret import OVERHEAD, Secret
 from .inbox import Inbox
-from .links import Incoming, Outgoing, close
-from .messages import HEADER_BYTES, BadMessage, Get, Go, Meet, Met, Put, State, Taken, Ticket, frames, read, short
 from .outbox import Outbox, Part
-from .route import Address
-from .secret import OVERHEAD, Secret
-from .wires import Wire
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Names that the connector relies on in vLLM, for the table of :mod:`vllm_fl.host_facts`."""
+"""Names of vLLM's that the KV connector and the backends of weight transfer rely on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 _BASE = f"{_CONNECTOR}.v1.base:KVConnectorBase_V1"
 _METRICS = f"{_CONNECTOR}.v1.metrics"
 _OUTPUT = "vllm.v1.core.sched.output"
+_WEIGHTS = "vllm.distributed.weight_transfer"
 _REQUEST = "vllm.v1.request:Request"
 
 FACTS = (
@@ -15,14 +16,14 @@ FACTS = (
         f"{_CONNECTOR}.factory:KVConnectorFactory",
         ("_registry", "register_connector(name, module_path, class_name)"),
         "reads",
-        "compat.p2p",
+        "extension",
         "The connector is offered by name, once.",
     ),
     HostFact(
         _BASE,
         ("get_external_cache_hit_sources",),
         "reads",
-        "compat.p2p",
+        "extension",
         "A version without it lacks what the connector needs, and is not offered it.",
         since="0.32",
     ),
@@ -125,7 +126,7 @@ FACTS = (
         _REQUEST,
         ("prompt_token_ids", "lora_request", "cache_salt", "mm_features"),
         "reads",
-        "p2p.route",
+        "p2p.protocol.route",
         "All that a prompt's keys and values depend on.",
     ),
     HostFact(
@@ -147,7 +148,7 @@ FACTS = (
         "vllm.entrypoints.serve.engine.serving:BaseServing",
         ("_base_request_id(raw_request, default=None)",),
         "reads",
-        "p2p.route",
+        "p2p.protocol.route",
         "The header X-Request-Id becomes a request's id, and so the route reaches the scheduler.",
         since="0.32",
     ),
@@ -155,7 +156,7 @@ FACTS = (
         "vllm.v1.engine.input_processor:InputProcessor",
         ("assign_request_id(request)",),
         "reads",
-        "p2p.route",
+        "p2p.protocol.route",
         "The id in the scheduler is that one with a few characters more.",
     ),
     HostFact(
@@ -200,7 +201,7 @@ FACTS = (
         "vllm.utils.nccl",
         ("find_nccl_library()",),
         "reads",
-        "p2p.nccl",
+        "p2p.links.nccl",
         "The path of NCCL's library.",
         since="0.32",
     ),
@@ -208,7 +209,47 @@ FACTS = (
         "vllm.config.parallel:ParallelConfig",
         ("nnodes",),
         "reads",
-        "refusals",
+        "extension",
         "Ranks on several machines have no common address.",
+    ),
+    HostFact(
+        f"{_WEIGHTS}.factory:WeightTransferTrainerFactory",
+        ("_registry", "register_engine(name, module_path_or_cls, class_name=None)"),
+        "reads",
+        "extension",
+        "Our backends are offered to trainers, once.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WEIGHTS}.factory:WeightTransferEngineFactory",
+        ("_registry", "register_engine(name, module_path_or_cls, class_name=None)"),
+        "reads",
+        "extension",
+        "Our backends are offered to workers, once.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WEIGHTS}.base:WeightTransferEngine",
+        (
+            "init_info_cls",
+            "update_info_cls",
+            "init_transfer_engine(init_info)",
+            "start_weight_update()",
+            "receive_weights(update_info)",
+            "finish_weight_update()",
+            "shutdown()",
+        ),
+        "overrides",
+        "weights",
+        "A worker's half of our backends.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WEIGHTS}.base:TrainerWeightTransferEngine",
+        ("init_info_cls", "trainer_init(init_info, *, client, source=None)", "send_weights()", "shutdown()"),
+        "overrides",
+        "weights",
+        "A trainer's half of our backends.",
+        since="0.32",
     ),
 )

@@ -16,9 +16,9 @@ from torch import Tensor
 from fl_dispatch.devices import detect_device
 from fl_dispatch.errors import ConfigError
 
-from .moments import Moment
+from ..memory.moments import Moment
+from ..options import SOURCE, Options, Transport
 from .nccl import Nccl
-from .options import SOURCE, Options, Transport
 
 
 class Wire(Protocol):

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fl_dispatch.logger_manager import get_logger
 
-from .counts import Tally
-from .messages import Put
-from .moments import Moment, moment
-from .pool import BuddyPool, Piece, queues
+from ..counts import Tally
+from ..memory.moments import Moment, moment
+from ..memory.pool import BuddyPool, Piece, queues
+from ..protocol.messages import Put
+from ..protocol.route import Address
 from .remembered import Remembered
-from .route import Address
 
 logger = get_logger(__name__)
 

@@ -14,7 +14,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from .counts import TransferCounts, TransferMetrics
 from .options import Options
 from .orders import Orders, Outcomes
-from .route import Address
+from .protocol.route import Address
 from .scheduling import Scheduling
 from .working import Working
 

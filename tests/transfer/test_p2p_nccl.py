@@ -17,10 +17,10 @@ import pytest
 import torch
 from p2p_linked import BLOCK, SOON, connect, eventually, pair, travel
 
-from vllm_fl.p2p import links
-from vllm_fl.p2p.nccl import Nccl
+from fl_transfer.p2p.links import link as links
+from fl_transfer.p2p.links.nccl import Nccl
 
-SOURCE = Path(__file__).parent / "plugins" / "fake_nccl.c"
+SOURCE = Path(__file__).parent / "fake_nccl.c"
 
 
 @pytest.fixture(scope="module")

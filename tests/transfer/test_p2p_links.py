@@ -16,12 +16,13 @@ import torch
 from p2p_linked import BLOCK, CPU, SOON, Gloo, Receiving, Sending, connect, eventually, pair, travel
 
 from fl_dispatch.errors import ConfigError
-from vllm_fl.p2p import links, wires
-from vllm_fl.p2p.links import Incoming, Link, Outgoing
-from vllm_fl.p2p.messages import Meet, Ticket
-from vllm_fl.p2p.options import Options
-from vllm_fl.p2p.route import Address
-from vllm_fl.p2p.wires import Wiring, wiring
+from fl_transfer.p2p.links import link as links
+from fl_transfer.p2p.links import wires
+from fl_transfer.p2p.links.link import Incoming, Link, Outgoing
+from fl_transfer.p2p.links.wires import Wiring, wiring
+from fl_transfer.p2p.options import Options
+from fl_transfer.p2p.protocol.messages import Meet, Ticket
+from fl_transfer.p2p.protocol.route import Address
 
 from gloo_wires import GlooWire  # isort: skip - its folder is known since the import above
 

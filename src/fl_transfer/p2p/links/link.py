@@ -21,9 +21,9 @@ from threading import Event, Lock, Thread
 
 from fl_dispatch.logger_manager import get_logger
 
-from .messages import Meet, Ticket, short
-from .pool import BuddyPool
-from .route import Address
+from ..memory.pool import BuddyPool
+from ..protocol.messages import Meet, Ticket, short
+from ..protocol.route import Address
 from .wires import Wire, Wiring
 
 logger = get_logger(__name__)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError
-from .output import console
+from fl_dispatch.errors import ConfigError
 
 
 def p2p_proxy(
@@ -28,11 +27,11 @@ def p2p_proxy(
 
     docs/guide/commands/p2p.md has the whole setup. Engines come and go with their heartbeats; GET /health lists them.
     """
-    from vllm_fl.p2p.proxy import serve
-    from vllm_fl.p2p.secret import Secret
+    from ..protocol.secret import Secret
+    from .server import serve
 
     secret = Secret(secret_file, "fl p2p-proxy")
-    console.print(f"clients: http://{host}:{port}, heartbeats: {host}:{proxy_port}", highlight=False, markup=False)
+    typer.echo(f"clients: http://{host}:{port}, heartbeats: {host}:{proxy_port}")
     try:
         serve(host, port, proxy_port, secret, read_within)
     except OSError as error:

@@ -24,16 +24,16 @@ from typer.testing import CliRunner
 
 from fl_dispatch.cli import app as commands
 from fl_dispatch.errors import ConfigError
+from fl_transfer.p2p.protocol import heartbeat
+from fl_transfer.p2p.protocol.heartbeat import Heart
+from fl_transfer.p2p.protocol.messages import BadMessage, Heartbeat, frames
+from fl_transfer.p2p.protocol.route import Address, Route
+from fl_transfer.p2p.protocol.secret import Secret
+from fl_transfer.p2p.proxy import instances as instances_module
+from fl_transfer.p2p.proxy import server as proxy_module
+from fl_transfer.p2p.proxy.instances import Instances
+from fl_transfer.p2p.proxy.server import SERVING, Proxy
 from processes import free_port
-from vllm_fl.p2p import heartbeat
-from vllm_fl.p2p import instances as instances_module
-from vllm_fl.p2p import proxy as proxy_module
-from vllm_fl.p2p.heartbeat import Heart
-from vllm_fl.p2p.instances import Instances
-from vllm_fl.p2p.messages import BadMessage, Heartbeat, frames
-from vllm_fl.p2p.proxy import SERVING, Proxy
-from vllm_fl.p2p.route import Address, Route
-from vllm_fl.p2p.secret import Secret
 
 HOST = "127.0.0.1"
 ASKED = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "min_tokens": 5}

@@ -11,7 +11,7 @@ from threading import Event
 import torch
 from torch import Tensor
 
-from .moments import Moment
+from ..memory.moments import Moment
 from .nccl_library import Communicator, Library
 
 

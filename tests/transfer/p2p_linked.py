@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
+from fl_transfer.p2p.counts import Tally
+from fl_transfer.p2p.engine.exchange import Engine
+from fl_transfer.p2p.engine.inbox import Inbox
+from fl_transfer.p2p.engine.outbox import Outbox
+from fl_transfer.p2p.links.link import Incoming, Outgoing
+from fl_transfer.p2p.links.wires import Wiring
+from fl_transfer.p2p.memory.pool import BuddyPool
+from fl_transfer.p2p.protocol.route import Address
+from fl_transfer.p2p.protocol.secret import Secret
 from processes import free_port
-from vllm_fl.p2p.counts import Tally
-from vllm_fl.p2p.engine import Engine
-from vllm_fl.p2p.inbox import Inbox
-from vllm_fl.p2p.links import Incoming, Outgoing
-from vllm_fl.p2p.outbox import Outbox
-from vllm_fl.p2p.pool import BuddyPool
-from vllm_fl.p2p.route import Address
-from vllm_fl.p2p.secret import Secret
-from vllm_fl.p2p.wires import Wiring
 
-sys.path.insert(0, str(Path(__file__).parent / "plugins"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm/plugins"))
 
 from gloo_wires import Gloo
 

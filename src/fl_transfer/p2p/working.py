@@ -10,19 +10,19 @@ from torch import Tensor
 
 from fl_dispatch.logger_manager import get_logger
 
-from .blocks import Blocks
 from .counts import Tally
-from .engine import SILENCE, Engine
-from .heartbeat import Heart
-from .inbox import Inbox
-from .links import Incoming, Outgoing
+from .engine.exchange import SILENCE, Engine
+from .engine.inbox import Inbox
+from .engine.outbox import Outbox
+from .links.link import Incoming, Outgoing
+from .links.wires import wiring
+from .memory.blocks import Blocks
+from .memory.pool import BuddyPool
 from .options import SOURCE, Options, SendType
 from .orders import Load, Orders, Outcomes, Send
-from .outbox import Outbox
-from .pool import BuddyPool
-from .route import Address
-from .secret import Secret
-from .wires import wiring
+from .protocol.heartbeat import Heart
+from .protocol.route import Address
+from .protocol.secret import Secret
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fl_dispatch.logger_manager import get_logger
 
 from .orders import Load, Orders, Outcomes, Send
-from .route import Address, Route, transfer_of
+from .protocol.route import Address, Route, transfer_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

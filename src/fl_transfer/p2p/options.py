@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_dispatch.errors import ConfigError
 
-from .secret import Secret
+from .protocol.secret import Secret
 
 SOURCE = "kv_connector_extra_config"
 NOT_HERE = {

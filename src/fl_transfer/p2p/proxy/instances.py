@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from fl_dispatch.logger_manager import get_logger
 
-from .heartbeat import EVERY
-from .messages import BadMessage, Heartbeat
-from .route import Address
+from ..protocol.heartbeat import EVERY
+from ..protocol.messages import BadMessage, Heartbeat
+from ..protocol.route import Address
 
 logger = get_logger(__name__)
 

@@ -20,21 +20,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_dispatch.errors import ConfigError
+from fl_transfer.p2p.counts import Tally
+from fl_transfer.p2p.engine import exchange as engine_module
+from fl_transfer.p2p.engine.exchange import Engine
+from fl_transfer.p2p.engine.inbox import Inbox
+from fl_transfer.p2p.engine.outbox import Outbox
+from fl_transfer.p2p.engine.remembered import LAST, Remembered
+from fl_transfer.p2p.memory.blocks import Blocks
+from fl_transfer.p2p.memory.pool import BuddyPool, Piece
+from fl_transfer.p2p.options import Options, SendType, check
+from fl_transfer.p2p.orders import Orders, Outcomes
+from fl_transfer.p2p.protocol.messages import HEADER_BYTES, BadMessage, Get, Heartbeat, Put, State, Taken, frames, read
+from fl_transfer.p2p.protocol.route import Address, Route, transfer_of
+from fl_transfer.p2p.protocol.secret import Secret
+from fl_transfer.p2p.scheduling import UNROUTED, Scheduling
 from processes import free_port
-from vllm_fl.p2p import engine as engine_module
-from vllm_fl.p2p.blocks import Blocks
-from vllm_fl.p2p.counts import Tally
-from vllm_fl.p2p.engine import Engine
-from vllm_fl.p2p.inbox import Inbox
-from vllm_fl.p2p.messages import HEADER_BYTES, BadMessage, Get, Heartbeat, Put, State, Taken, frames, read
-from vllm_fl.p2p.options import Options, SendType, check
-from vllm_fl.p2p.orders import Orders, Outcomes
-from vllm_fl.p2p.outbox import Outbox
-from vllm_fl.p2p.pool import BuddyPool, Piece
-from vllm_fl.p2p.remembered import LAST, Remembered
-from vllm_fl.p2p.route import Address, Route, transfer_of
-from vllm_fl.p2p.scheduling import UNROUTED, Scheduling
-from vllm_fl.p2p.secret import Secret
 
 UNIT = 64
 HERE = Address("127.0.0.1", 21001)

@@ -1,0 +1,97 @@
+"""The entry point of this package: offers the KV connector and the backends of weight transfer to vLLM, by name.
+
+It imports neither: vLLM's factories load a class when a user asks for its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .facts import FACTS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["FACTS", "offer", "unserved"]
+
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.factory"
+CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+CONNECTOR_MODULE = "fl_transfer.p2p.connector"
+CONNECTOR = "P2pConnector"
+NAMES = frozenset({CONNECTOR, "P2pNcclConnector"})
+"""The connector's own name, and the name of the connector that vLLM had."""
+_offered: set[str] = set()
+
+BACKENDS = "vllm.distributed.weight_transfer.factory"
+BACKENDS_MODULE = "fl_transfer.weights"
+ENGINES = {
+    "fl_shm": ("SharedMemoryEngine", "SharedMemoryTrainer"),
+    "fl_gloo": ("GlooEngine", "GlooTrainer"),
+}
+"""Backend → the worker's class and the trainer's."""
+
+
+def offer() -> None:
+    """Register all names with vLLM's factories. Idempotent; vLLM 0.26 lacks what both need and gets none."""
+    _offer_connector()
+    _offer_backends()
+
+
+def _offer_connector() -> None:
+    """Register the connector; one of vLLM's own keeps its name."""
+    factory: Any = importlib.import_module(CONNECTORS).KVConnectorFactory
+    if not hasattr(importlib.import_module(CONNECTOR_BASE).KVConnectorBase_V1, "get_external_cache_hit_sources"):
+        return
+    for name in NAMES:
+        if name not in factory._registry:
+            factory.register_connector(name, CONNECTOR_MODULE, CONNECTOR)
+            _offered.add(name)
+
+
+def _offer_backends() -> None:
+    """Register the backends of weight transfer, for workers and for trainers."""
+    factory: Any = importlib.import_module(BACKENDS)
+    trainers = getattr(factory, "WeightTransferTrainerFactory", None)
+    if trainers is None:
+        return
+    for backend, classes in ENGINES.items():
+        for register, name in zip((factory.WeightTransferEngineFactory, trainers), classes, strict=True):
+            if backend not in register._registry:
+                register.register_engine(backend, BACKENDS_MODULE, name)
+
+
+def unserved(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    """Return features that the connector does not serve, each with whether this engine asks for it.
+
+    Raises:
+        ConfigError: an option of the connector is unknown or wrong.
+    """
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer is None:
+        return []
+    options = transfer.kv_connector_extra_config
+    if not _is_ours(transfer.kv_connector, transfer.kv_connector_module_path):
+        among = [
+            (one.get("kv_connector"), one.get("kv_connector_module_path")) for one in options.get("connectors", ())
+        ]
+        return [(any(_is_ours(*one) for one in among), f"{CONNECTOR} as one of several connectors")]
+    from .p2p.options import check
+
+    check(options)
+    model = vllm_config.model_config
+    return [
+        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism with {CONNECTOR}"),
+        (parallel.data_parallel_size > 1, f"data parallelism (one engine for each rank is the way) with {CONNECTOR}"),
+        (parallel.nnodes > 1, f"ranks on several machines with {CONNECTOR}"),
+        (vllm_config.speculative_config is not None, f"speculative decoding with {CONNECTOR}"),
+        (
+            model is not None and (model.is_hybrid or model.is_attention_free),
+            f"models whose layers keep a state with {CONNECTOR}",
+        ),
+    ]
+
+
+def _is_ours(name: str | None, module: str | None = None) -> bool:
+    """Whether vLLM's factory loads this package's connector for a user who names this module or none."""
+    return module == CONNECTOR_MODULE if module else name in _offered

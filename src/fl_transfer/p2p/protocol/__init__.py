@@ -1,0 +1,1 @@
+"""Routes, messages, secrets and heartbeats between engines and the proxy."""

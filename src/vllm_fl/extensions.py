@@ -1,0 +1,61 @@
+"""Packages that add features of vLLM which dispatch no operator: entry points of the group ``vllm_fl.extension``.
+
+An entry point names a module, :class:`Extension`. ``fl_transfer`` is one; without any, the plugin serves all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Protocol
+
+from fl_dispatch.errors import PluginLoadError, text_of
+from fl_dispatch.hosting.host_facts import HostFact
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+GROUP = "vllm_fl.extension"
+
+
+class Extension(Protocol):
+    """The names of an extension's module."""
+
+    __name__: str
+
+    @property
+    def FACTS(self) -> tuple[HostFact, ...]:  # noqa: N802 - a constant of the module
+        """Names of vLLM's that it relies on; ``used_by`` is a module below the extension's own package."""
+
+    def offer(self) -> None:
+        """Register its names with vLLM's factories. Idempotent."""
+
+    def unserved(self, vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+        """Return features that it does not serve, each with whether this engine asks for it."""
+
+
+@cache
+def extensions() -> tuple[Extension, ...]:
+    """Load the extensions that are installed, in the order of their names."""
+    return tuple(map(_load, sorted(entry_points(group=GROUP), key=lambda point: point.name)))
+
+
+def facts() -> Iterator[HostFact]:
+    """All extensions' facts, with the full names of their modules."""
+    for extension in extensions():
+        package = extension.__name__.partition(".")[0]
+        for fact in extension.FACTS:
+            yield replace(fact, used_by=f"{package}.{fact.used_by}")
+
+
+def _load(point: EntryPoint) -> Extension:
+    try:
+        found: Extension = point.load()
+    except Exception as error:
+        raise PluginLoadError(
+            f"the extension '{point.name}' ({point.value}) of vllm_fl does not load: {text_of(error)}; "
+            "repair or uninstall its package"
+        ) from error
+    return found
