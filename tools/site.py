@@ -31,7 +31,7 @@ TO_FOLDER = re.compile(r"\[([^]]*)\]\(([^():#\s]+)\)")
 FOLDERS = re.compile(r"<!-- folders: (\S+) -->")
 NAMED = re.compile(r"(?<![\w/.-])docs/[\w/-]*\w\.\w+")
 UNCHECKED = ("benchmarks/results/", "changes/", "CHANGELOG.md")
-"""Where paths are those of their date."""
+"""Files whose paths are those of their date."""
 
 log = logging.getLogger("mkdocs.plugins.site")
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
 from fl_dispatch import SelectionPolicy, policy_context
-from fl_dispatch.devices import ASCEND, CPU, CUDA
+from fl_dispatch.devices import ASCEND, CPU, CUDA, DeviceSpec
 from sglang_fl import config
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -69,6 +71,33 @@ def test_adapters_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(h
     with pytest.raises(ValueError, match=r"^sglang_fl does not support LoRA on ascend yet \(model m\)$"):
         config.refuse_unsupported(asked, ASCEND)
     config.refuse_unsupported(asked, CUDA)
+
+
+def test_data_parallel_attention_is_refused_on_an_accelerator(host: None) -> None:
+    with pytest.raises(ValueError, match=r"^sglang_fl does not support data-parallel attention on cuda yet"):
+        config.refuse_unsupported(_asked({"enable_dp_attention": True}), CUDA)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=lambda device: device.name)
+def test_layers_with_a_state_are_refused_before_weights_load(device: DeviceSpec, host: None) -> None:
+    from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+
+    text = Qwen3NextConfig(num_hidden_layers=4)
+    text.architectures = ["Qwen3NextForCausalLM"]
+    model = SimpleNamespace(
+        quantization=None, hf_config=text, hf_text_config=text, model_path="m", head_dim=8, v_head_dim=8
+    )
+    runner: Any = SimpleNamespace(model_config=model, is_draft_worker=False, use_mla_backend=False)
+    with pytest.raises(ValueError, match="does not support state-space and linear-attention layers on"):
+        config.check_model(runner, device)
+
+
+def test_cross_attention_is_refused_in_the_first_batch_that_has_it(host: None) -> None:
+    from sglang_fl.attention import AttentionFLBackend
+
+    batch: Any = SimpleNamespace(encoder_lens=torch.tensor([3]), forward_mode=None)
+    with pytest.raises(NotImplementedError, match="sglang_fl does not support cross attention yet"):
+        AttentionFLBackend.init_forward_metadata(AttentionFLBackend.__new__(AttentionFLBackend), batch)
 
 
 def test_every_line_of_sglangs_has_a_case_and_says_nothing_of_an_accelerator(host: None) -> None:
