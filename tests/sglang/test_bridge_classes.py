@@ -114,7 +114,7 @@ def test_every_fused_operator_of_sglangs_layers_has_a_row_or_a_reason(layers: di
 
 
 def test_the_page_gives_the_reasons_that_are_printed() -> None:
-    page = (Path(__file__).parents[2] / "docs/guide/sglang_operators.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/evidence/sglang_layers.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`.+`) \| (.+) \|$", page.partition("## What stays SGLang's")[2], re.MULTILINE)
     said = {name: reason for names, reason in cells for name in re.findall(r"`(\w+)`", names)}
     assert len(said) > 6
