@@ -48,12 +48,12 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_250, tokens=12_000),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=4_100, tokens=50_000),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_850, tokens=128_500),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_200, tokens=32_500),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_300, tokens=33_550),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=4_650, tokens=48_000),
-    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_450, tokens=30_500),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_800, tokens=75_500),
+    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_420, tokens=30_500),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_730, tokens=75_300),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_800, tokens=23_700),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_900, tokens=39_000),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_880, tokens=38_900),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

@@ -14,7 +14,7 @@ from .linear import MODULE, NAMES
 HOST = Host(
     name="SGLang",
     package="sglang",
-    facts=(*FACTS, *(row.fact for row in BRIDGES)),
+    facts=(*FACTS, *(fact for row in BRIDGES for fact in row.facts)),
     layers=HostLayers(
         roots=(FUSED_OP,),
         replaced=frozenset({*(f"{row.module}:{row.name}" for row in BRIDGES), *(f"{MODULE}:{name}" for name in NAMES)}),

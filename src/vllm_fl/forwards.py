@@ -7,12 +7,14 @@ which class of vLLM gets which.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fl_dispatch.hosting import multimodal_rotary
+from fl_dispatch.hosting.activations import ACTIVATIONS, Activation
 from fl_dispatch.hosting.bound_layer import BoundLayer
 
 
@@ -105,91 +107,37 @@ class LayerNormLayer(DispatchedLayer):
         return self.fl_call(x, self.weight, self.bias, self.eps)
 
 
-class SiluAndMulLayer(DispatchedLayer):
-    """``SiluAndMul``: ``forward(x)``."""
-
-    fl_operator = "silu_and_mul"
-
-    def forward_oot(self, x: Tensor) -> Tensor:
-        return self.fl_call(x)
-
-
-class GeluAndMulLayer(DispatchedLayer):
-    """``GeluAndMul``: ``forward(x)``."""
-
-    fl_operator = "gelu_and_mul"
-    approximate: str
-
-    def forward_oot(self, x: Tensor) -> Tensor:
-        return self.fl_call(x, self.approximate)
-
-
 class ActivationLayer(DispatchedLayer):
-    """``forward(x)``; the operator's other parameters are attributes of the layer."""
+    """``forward(x)`` of a class without weights."""
 
-    fl_parameters: ClassVar[tuple[str, ...]] = ()
+    fl_activation: ClassVar[Activation]
+    fl_attributes: ClassVar[tuple[str, ...]]
+    fl_constants: ClassVar[tuple[str, ...]]
 
-    def forward_oot(self, x: Tensor, /) -> Tensor:
-        return self.fl_call(x, *[getattr(self, name) for name in self.fl_parameters])
-
-
-class MulAndSiluLayer(ActivationLayer):
-    fl_operator = "mul_and_silu"
+    def forward_oot(self, x: Tensor) -> Tensor:
+        return self.fl_call(x, *[getattr(self, name) for name in self.fl_attributes], *self.fl_constants)
 
 
-class FatreluAndMulLayer(ActivationLayer):
-    fl_operator = "fatrelu_and_mul"
-    fl_parameters = ("threshold",)
+@cache
+def activation_layer(name: str) -> type[ActivationLayer]:
+    """Make the mixin for a class of vLLM that :data:`~fl_dispatch.hosting.activations.ACTIVATIONS` has."""
+    found = ACTIVATIONS[name]
+    body = {"__module__": __name__, "fl_operator": found.operator, "fl_activation": found}
+    parameters = {"fl_attributes": found.attributes, "fl_constants": found.constants}  # plain, for Dynamo's guards
+    return type(f"{name}Layer", (ActivationLayer,), {**body, **parameters})
 
 
-class SwigluOAIAndMulLayer(ActivationLayer):
-    fl_operator = "swigluoai_and_mul"
-    fl_parameters = ("alpha", "limit")
+class XieluLayer(DispatchedLayer):
+    """``XIELU``: ``forward(input)``."""
 
-
-class SiluAndMulWithClampLayer(ActivationLayer):
-    fl_operator = "silu_and_mul_with_clamp"
-    fl_parameters = ("swiglu_limit", "alpha", "beta")
-
-
-class SwigluStepAndMulLayer(ActivationLayer):
-    fl_operator = "swiglustep_and_mul"
-    fl_parameters = ("limit",)
-
-
-class SituAndMulLayer(ActivationLayer):
-    fl_operator = "situ_and_mul"
-    fl_parameters = ("beta", "linear_beta")
-
-
-class GeluAndMulSparseLayer(ActivationLayer):
-    fl_operator = "gelu_and_mul_sparse"
-    fl_parameters = ("std_multiplier", "approximate")
-
-
-class GeluLayer(ActivationLayer):
-    fl_operator = "gelu"
-    fl_parameters = ("fl_approximate",)
-    fl_approximate = "none"
-
-
-class GeluTanhLayer(GeluLayer):
-    """``GELUTanh``, ``NewGELU`` and ``FastGELU``: one function."""
-
-    fl_approximate = "tanh"
-
-
-class QuickGeluLayer(ActivationLayer):
-    fl_operator = "quick_gelu"
-
-
-class Relu2Layer(ActivationLayer):
-    fl_operator = "relu2"
-
-
-class XieluLayer(ActivationLayer):
     fl_operator = "xielu"
-    fl_parameters = ("alpha_p", "alpha_n", "_beta_scalar", "_eps_scalar")
+    alpha_p: Tensor
+    alpha_n: Tensor
+    _beta_scalar: float
+    _eps_scalar: float
+
+    def forward_oot(self, input: Tensor) -> Tensor:
+        return self.fl_call(input, self.alpha_p, self.alpha_n, self._beta_scalar, self._eps_scalar)
 
 
 class RotaryLayer(DispatchedLayer):

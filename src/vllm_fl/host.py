@@ -117,7 +117,7 @@ _PENDING = {
 HOST = Host(
     name="vLLM",
     package="vllm",
-    facts=(*FACTS, *(row.fact for row in LAYER_CLASSES), *extensions_facts()),
+    facts=(*FACTS, *(fact for row in LAYER_CLASSES for fact in row.facts), *extensions_facts()),
     layers=HostLayers(
         roots=tuple(
             f"vllm.model_executor.{place}custom_op:{name}"

@@ -408,34 +408,6 @@ READ = (
     HostFact(
         f"{_LAYERS}.layernorm:LayerNorm", ("weight", "bias", "eps"), "reads", "forwards", "The operator's arguments."
     ),
-    HostFact(f"{_LAYERS}.activation:GeluAndMul", ("approximate",), "reads", "forwards", "The operator's argument."),
-    HostFact(f"{_LAYERS}.activation:FatreluAndMul", ("threshold",), "reads", "forwards", "The operator's argument."),
-    HostFact(
-        f"{_LAYERS}.activation:SwigluOAIAndMul", ("alpha", "limit"), "reads", "forwards", "The operator's arguments."
-    ),
-    HostFact(
-        f"{_LAYERS}.activation:SiluAndMulWithClamp",
-        ("swiglu_limit", "alpha", "beta"),
-        "reads",
-        "forwards",
-        "The operator's arguments.",
-    ),
-    HostFact(f"{_LAYERS}.activation:SwigluStepAndMul", ("limit",), "reads", "forwards", "The operator's argument."),
-    HostFact(
-        f"{_LAYERS}.activation:SituAndMul",
-        ("beta", "linear_beta"),
-        "reads",
-        "forwards",
-        "The operator's arguments.",
-        since="0.32",
-    ),
-    HostFact(
-        f"{_LAYERS}.activation:GeluAndMulSparse",
-        ("std_multiplier", "approximate"),
-        "reads",
-        "forwards",
-        "The operator's arguments.",
-    ),
     HostFact(
         f"{_LAYERS}.activation:XIELU",
         ("alpha_p", "alpha_n", "_beta_scalar", "_eps_scalar"),

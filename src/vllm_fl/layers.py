@@ -66,8 +66,15 @@ class LayerClass:
         return self.mixin.fl_operators()
 
     @property
-    def fact(self) -> HostFact:
-        """The fact that the replacement relies on: the class, and the parameters of its forward."""
+    def facts(self) -> tuple[HostFact, ...]:
+        """The facts that the replacement relies on: the class with its forward, an activation's attributes."""
+        if not issubclass(self.mixin, forwards.ActivationLayer):
+            return (self._forward,)
+        user = self.mixin.__module__.removeprefix("vllm_fl.")
+        return self._forward, *self.mixin.fl_activation.facts(f"{self.module}:{self.name}", user, self.since)
+
+    @property
+    def _forward(self) -> HostFact:
         why = "The layer would run vLLM's own code."
         forward, user = getattr(self.mixin, "forward_oot", None), self.mixin.__module__.removeprefix("vllm_fl.")
         if forward is None or self.transformers:  # vLLM's own forward runs, or one of the base's row
@@ -116,6 +123,12 @@ _LINEAR = (
     "QKVParallelLinear",
     "RowParallelLinear",
 )
+_ACTIVATIONS = (
+    *("SiluAndMul", "GeluAndMul", "MulAndSilu", "FatreluAndMul", "SwigluOAIAndMul", "SiluAndMulWithClamp"),
+    *("SwigluStepAndMul", "GeluAndMulSparse", "GELU", "GELUTanh", "NewGELU", "FastGELU", "QuickGELU"),
+    "ReLUSquaredActivation",
+)
+"""Activations without weights of all tested versions."""
 
 LAYER_CLASSES = (
     LayerClass(f"{_MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", moe.ExpertsLayer),
@@ -135,21 +148,8 @@ LAYER_CLASSES = (
     LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "MambaMixer2", state_space.StateSpaceLayer, since="0.32"),
     LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "Mixer2RMSNormGated", state_space.StateSpaceNormLayer, since="0.32"),
     LayerClass(f"{_LAYERS}.mamba.short_conv", "ShortConv", short_conv.ShortConvLayer, since="0.32"),
-    LayerClass(f"{_LAYERS}.activation", "SiluAndMul", forwards.SiluAndMulLayer),
-    LayerClass(f"{_LAYERS}.activation", "GeluAndMul", forwards.GeluAndMulLayer),
-    LayerClass(f"{_LAYERS}.activation", "MulAndSilu", forwards.MulAndSiluLayer),
-    LayerClass(f"{_LAYERS}.activation", "FatreluAndMul", forwards.FatreluAndMulLayer),
-    LayerClass(f"{_LAYERS}.activation", "SwigluOAIAndMul", forwards.SwigluOAIAndMulLayer),
-    LayerClass(f"{_LAYERS}.activation", "SiluAndMulWithClamp", forwards.SiluAndMulWithClampLayer),
-    LayerClass(f"{_LAYERS}.activation", "SwigluStepAndMul", forwards.SwigluStepAndMulLayer),
-    LayerClass(f"{_LAYERS}.activation", "SituAndMul", forwards.SituAndMulLayer, since="0.32"),
-    LayerClass(f"{_LAYERS}.activation", "GeluAndMulSparse", forwards.GeluAndMulSparseLayer),
-    LayerClass(f"{_LAYERS}.activation", "GELU", forwards.GeluLayer),
-    LayerClass(f"{_LAYERS}.activation", "GELUTanh", forwards.GeluTanhLayer),
-    LayerClass(f"{_LAYERS}.activation", "NewGELU", forwards.GeluTanhLayer),
-    LayerClass(f"{_LAYERS}.activation", "FastGELU", forwards.GeluTanhLayer),
-    LayerClass(f"{_LAYERS}.activation", "QuickGELU", forwards.QuickGeluLayer),
-    LayerClass(f"{_LAYERS}.activation", "ReLUSquaredActivation", forwards.Relu2Layer),
+    *(LayerClass(f"{_LAYERS}.activation", name, forwards.activation_layer(name)) for name in _ACTIVATIONS),
+    LayerClass(f"{_LAYERS}.activation", "SituAndMul", forwards.activation_layer("SituAndMul"), since="0.32"),
     LayerClass(f"{_LAYERS}.activation", "XIELU", forwards.XieluLayer),
     LayerClass(f"{_ROPE}.base", "RotaryEmbedding", forwards.RotaryLayer),
     LayerClass(f"{_ROPE}.llama3_rope", "Llama3RotaryEmbedding", forwards.RotaryLayer),
@@ -180,7 +180,7 @@ LAYER_CLASSES = (
     *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
     LayerClass(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead", linear.HeadLayer, own_kernel=True),
     LayerClass(f"{_HW}.layernorm", "RMSNorm", forwards.RMSNormLayer, since="0.32"),
-    LayerClass(f"{_HW}.activation", "SiluAndMul", forwards.SiluAndMulLayer, since="0.32"),
+    LayerClass(f"{_HW}.activation", "SiluAndMul", forwards.activation_layer("SiluAndMul"), since="0.32"),
     LayerClass(f"{_FUSERS}.rms_norm", "TPAwareRMSNorm", forwards.RMSNormLayer, since="0.32", transformers=True),
     LayerClass(
         f"{_FUSERS}.rms_norm", "TPAwareGemmaRMSNorm", forwards.GemmaRMSNormLayer, since="0.32", transformers=True

@@ -1,4 +1,4 @@
-"""SGLang's layers over our operators: one row a class, one small module an operator.
+"""SGLang's layers over our operators: one row a class, one module a family.
 
 SGLang asks each layer once which function is its forward. A layer gets the bridge of the first class in its method
 resolution order that has a row; the walk ends at a class that computes in a way of its own (``forward_native`` and so
@@ -14,20 +14,19 @@ from inspect import Signature, signature
 
 from fl_dispatch.hosting.host_facts import HostFact
 
+from .activations import ActivationBridge, XIELUBridge, activation_bridge
 from .base import Bridge, Unbridged, fallen_through
 from .fused_moe import FusedMoEBridge
-from .gelu import NewGELUBridge
-from .gelu_and_mul import GeluAndMulBridge
-from .gemma_rms_norm import Gemma3RMSNormBridge, Gemma4RMSNormBridge, GemmaRMSNormBridge
 from .layer_norm import LayerNormBridge
-from .quick_gelu import QuickGELUBridge
-from .relu2 import ReLU2Bridge
-from .rms_norm import RMSNormBridge, UnscaledRMSNormBridge
+from .rms_norm import (
+    Gemma3RMSNormBridge,
+    Gemma4RMSNormBridge,
+    GemmaRMSNormBridge,
+    RMSNormBridge,
+    UnscaledRMSNormBridge,
+)
 from .rotary_embedding import BailingRotaryBridge, ErnieRotaryBridge, LongRopeBridge, MRotaryBridge, RotaryBridge
-from .silu_and_mul import SiluAndMulBridge
-from .situ_and_mul import SituAndMulBridge
 from .topk import TopKBridge
-from .xielu import XIELUBridge
 
 __all__ = ["BRIDGES", "NATIVE", "PENDING", "Bridge", "Row", "Unbridged", "fallen_through", "find"]
 
@@ -51,16 +50,14 @@ class Row:
     own_forward: bool = False
 
     @property
-    def fact(self) -> HostFact:
-        """The fact that the bridge relies on: the class, and the parameters of its forward."""
+    def facts(self) -> tuple[HostFact, ...]:
+        """The facts that the bridge relies on: the class with its forward, an activation's attributes."""
+        owner, user = f"{self.module}:{self.name}", self.bridge.__module__.removeprefix("sglang_fl.")
+        read = self.bridge.activation.facts(owner, user) if issubclass(self.bridge, ActivationBridge) else ()
         _, *parameters = (p.replace(annotation=p.empty) for p in signature(self.bridge.forward).parameters.values())
-        return HostFact(
-            f"{self.module}:{self.name}",
-            (f"{'forward' if self.own_forward else 'forward_native'}{Signature(parameters)}",),
-            "replaces",
-            self.bridge.__module__.removeprefix("sglang_fl."),
-            "The layer would run SGLang's own code.",
-        )
+        name = "forward" if self.own_forward else "forward_native"
+        forward = f"{name}{Signature(parameters)}"
+        return HostFact(owner, (forward,), "replaces", user, "The layer would run SGLang's own code."), *read
 
 
 BRIDGES = (
@@ -70,12 +67,10 @@ BRIDGES = (
     Row(f"{_LAYERS}.layernorm", "Gemma3RMSNorm", Gemma3RMSNormBridge),
     Row(f"{_LAYERS}.layernorm", "Gemma4RMSNorm", Gemma4RMSNormBridge),
     Row(f"{_LAYERS}.layernorm", "LayerNorm", LayerNormBridge),
-    Row(f"{_LAYERS}.activation", "SiluAndMul", SiluAndMulBridge),
-    Row(f"{_LAYERS}.activation", "SituAndMul", SituAndMulBridge),
-    Row(f"{_LAYERS}.activation", "GeluAndMul", GeluAndMulBridge),
-    Row(f"{_LAYERS}.activation", "NewGELU", NewGELUBridge),
-    Row(f"{_LAYERS}.activation", "ReLU2", ReLU2Bridge),
-    Row(f"{_LAYERS}.activation", "QuickGELU", QuickGELUBridge),
+    *(
+        Row(f"{_LAYERS}.activation", name, activation_bridge(name))
+        for name in ("SiluAndMul", "SituAndMul", "GeluAndMul", "NewGELU", "ReLU2", "QuickGELU")
+    ),
     Row(f"{_LAYERS}.activation", "XIELU", XIELUBridge, own_forward=True),
     Row(f"{_ROPE}.base", "RotaryEmbedding", RotaryBridge),
     Row(f"{_ROPE}.rope_variant", "DeepseekScalingRotaryEmbedding", RotaryBridge),

@@ -1,4 +1,4 @@
-"""``RMSNorm`` and ``RMSNormWithoutScale`` over the operator ``rms_norm``.
+"""``RMSNorm`` and ``RMSNormWithoutScale`` over the operator ``rms_norm``, Gemma's norms over ``gemma_rms_norm``.
 
 SGLang's compiled kernels write the results into ``x`` and ``residual`` where a residual is given, so its models treat
 both as consumed, and implementations may do the same.
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .base import Bridge, Unbridged
+
+OTHER_TYPE = "a residual of another type than its input"
 
 
 class RMSNormBridge(Bridge):
@@ -40,7 +42,7 @@ class RMSNormBridge(Bridge):
         if residual_dtype is not None and layer.fp32_residual and dtype is not torch.float32:
             return "a residual that is returned in float32"
         if residual_dtype not in (None, dtype):
-            return "a residual of another type than its input"
+            return OTHER_TYPE
         return ""
 
     def forward(
@@ -70,6 +72,51 @@ class UnscaledRMSNormBridge(Bridge):
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
         return self.fl_call(x, None, None, layer.eps)
+
+
+class GemmaRMSNormBridge(Bridge):
+    """``GemmaRMSNorm``: ``forward(x, residual=None, post_residual_addition=None)``; the scale is ``1 + weight``."""
+
+    fl_operator = "gemma_rms_norm"
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        layer: Any = self.layer
+        if residual is not None:
+            if residual.dtype is not x.dtype:
+                return self.fall_through(OTHER_TYPE, x, residual, post_residual_addition)
+            if post_residual_addition is not None:
+                residual = residual + post_residual_addition
+        return self.fl_call(x, residual, layer.weight, layer.variance_epsilon)
+
+
+class Gemma3RMSNormBridge(Bridge):
+    """``Gemma3RMSNorm``: ``forward(x, residual=None)``; the scale is ``1 + weight``."""
+
+    fl_operator = "gemma_rms_norm"
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        layer: Any = self.layer
+        if residual is not None and residual.dtype is not x.dtype:
+            return self.fall_through(OTHER_TYPE, x, residual)
+        return self.fl_call(x, residual, layer.weight, layer.eps)
+
+
+class Gemma4RMSNormBridge(Bridge):
+    """``Gemma4RMSNorm``: ``forward(x)``; the scale is ``scale_shift + weight``, or one."""
+
+    fl_choices = ("rms_norm", "gemma_rms_norm")
+
+    def __init__(self, layer: Any, *args: Any) -> None:
+        if layer.with_scale and layer.scale_shift not in (0.0, 1.0):
+            raise Unbridged(f"a scale of {layer.scale_shift} + weight")
+        self.fl_operator = "gemma_rms_norm" if layer.with_scale and layer.scale_shift == 1.0 else "rms_norm"
+        super().__init__(layer, *args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self.layer
+        return self.fl_call(x, None, layer.weight if layer.with_scale else None, layer.eps)
 
 
 def rms_norm_bridge(
