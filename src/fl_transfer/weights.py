@@ -49,8 +49,9 @@ class Parameters(WeightTransferUpdateInfo):
     file: str = ""
 
     def __post_init__(self) -> None:
-        if not len(self.names) == len(self.dtypes) == len(self.shapes):
-            raise ValueError("names, dtypes and shapes of an update must be as many")
+        lengths = len(self.names), len(self.dtypes), len(self.shapes)
+        if len(set(lengths)) > 1:
+            raise ValueError(f"names, dtypes and shapes of an update must have equal lengths, not {lengths}")
         if self.file != Path(self.file).name:
             raise ValueError(f"the file of an update is a name in {SHARED}, not {self.file!r}")
 

@@ -252,7 +252,7 @@ def test_blocks_are_the_same_elsewhere(dtype: torch.dtype) -> None:
 
 
 def test_a_cache_whose_blocks_are_not_on_its_first_axis_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"KV cache of a, \[2, 6, 4\], has not its 6 blocks on its first axis"):
+    with pytest.raises(ValueError, match=r"first axis of the KV cache of a, \[2, 6, 4\], is no multiple of 6 blocks"):
         Blocks({"a": torch.empty(2, 6, 4)}, 6)
 
 

@@ -33,7 +33,9 @@ class Blocks:
         for name, cache in distinct.values():
             if cache.shape[0] % number:
                 shape = list(cache.shape)
-                raise ValueError(f"P2P: the KV cache of {name}, {shape}, has not its {number} blocks on its first axis")
+                raise ValueError(
+                    f"P2P: the first axis of the KV cache of {name}, {shape}, is no multiple of {number} blocks"
+                )
         self._caches = [cache.unflatten(0, (number, -1)) for _, cache in distinct.values()]
         self._sizes = [cache[0].numel() * cache.element_size() for cache in self._caches]
         self.block_bytes = sum(self._sizes)

@@ -29,7 +29,7 @@ class Heart:
 
     Args:
         proxy: where the proxy listens.
-        role: see :class:`~vllm_fl.p2p.messages.Heartbeat`.
+        role: see :class:`~fl_transfer.p2p.protocol.messages.Heartbeat`.
         http: the engine's server.
         zmq_: its first worker.
         secret: the proxy's.
