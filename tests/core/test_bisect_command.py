@@ -11,10 +11,10 @@ from test_cli import fl
 
 from fl_dispatch import DispatchError
 from fl_dispatch.cli.bisect import huggingface
-from fl_dispatch.cli.bisect.hosts import Start
 from fl_dispatch.cli.bisect.report import Report, sentence
 from fl_dispatch.cli.bisect.selftest import TESTS
 from fl_dispatch.cli.checkpoints import build_checkpoint, build_tokenizer
+from fl_dispatch.cli.engines import Start
 from fl_dispatch.cli.hosts import Host
 from fl_dispatch.evidence.bisect import planted
 from fl_dispatch.evidence.bisect.choices import Site

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from fl_dispatch.cli.bisect import driver
-from fl_dispatch.cli.bisect.hosts import Start
+from fl_dispatch.cli.engines import Start
 from fl_dispatch.cli.hosts import Host
 
 START = Start(Host.VLLM, "", True, 1, "float32", 0, {})

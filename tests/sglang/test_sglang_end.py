@@ -9,7 +9,7 @@ from pathlib import Path
 PROGRAM = """
 import atexit, multiprocessing, os, sys
 from sglang.srt.utils import kill_process_tree
-from fl_dispatch.cli.hosts import end_sglang
+from fl_dispatch.cli.engines.sglang import end
 
 class Engine:
     def __init__(self):
@@ -20,7 +20,7 @@ class Engine:
         kill_process_tree(os.getpid(), include_parent=False)
 
 engine = Engine()
-ended = {"ours": end_sglang, "its own": Engine.shutdown}[sys.argv[1]]
+ended = {"ours": end, "its own": Engine.shutdown}[sys.argv[1]]
 terminal = os.dup(2)
 os.dup2(os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY), 2)
 ended(engine)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -17,22 +16,9 @@ from ..evidence.perplexity import TOLERANCE, Perplexity, perplexity, relative_di
 from . import small_model
 from .demo import describe_device, judge, show_what_ran
 from .demo.progress import steps
-from .hosts import (
-    Dtype,
-    Host,
-    Prefer,
-    close_sglang,
-    close_vllm,
-    count_sglang,
-    count_vllm,
-    environment,
-    installed_host,
-    sglang_engine,
-    vllm_engine,
-)
+from .engines import Prompt, Start, start
+from .hosts import Dtype, Host, Prefer, environment, installed_host
 from .output import AsJson, ResultFile, console
-
-Scores = list[list[float]]
 
 
 def perplexity_command(
@@ -90,7 +76,10 @@ def perplexity_command(
         way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
         with step(f"starting {way}, and scoring {text_file.name} (its import takes a while)"):
             rows = _rows(checkpoint, written, window)
-            scores, report = SCORE[host](checkpoint, rows, dtype.value, compiled)
+            engine = start(Start(host, str(checkpoint), host is Host.VLLM and not compiled, dtype=dtype.value))
+            engine.count()
+            scores = [answer.scores for answer in engine.generate([Prompt(row, scored=True) for row in rows])]
+            (report,) = engine.close()
     found = perplexity(scores, len(written.encode()))
     right, compared = _compared(found, expect, accepted)
     said = f"perplexity {found.value:.4f} over {found.tokens:,} tokens of {text_file.name}"
@@ -141,32 +130,3 @@ def _compared(found: Perplexity, expect: float | None, tolerance: float) -> tupl
         f"{'right' if right else 'WRONG'}: {expect:.4f} is expected, "
         f"relative difference {difference:.1e}, at most {tolerance:.1e}"
     )
-
-
-def _vllm(model: Path, rows: list[list[int]], dtype: str, compiled: bool) -> tuple[Scores, dict[str, Any]]:
-    llm = vllm_engine(model, dtype, compiled)
-    from vllm import SamplingParams
-
-    count_vllm(llm)
-    prompts = [{"prompt_token_ids": row} for row in rows]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    report = close_vllm(llm)
-    return [
-        [scored[token].logprob for token, scored in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
-        for row, output in zip(rows, outputs, strict=True)
-    ], report
-
-
-def _sglang(model: Path, rows: list[list[int]], dtype: str, compiled: bool) -> tuple[Scores, dict[str, Any]]:
-    engine = sglang_engine(model, dtype)
-    count_sglang(engine)
-    scored = {"return_logprob": True, "logprob_start_len": 0}
-    outputs = engine.generate(input_ids=rows, sampling_params={"max_new_tokens": 1}, **scored)
-    report = close_sglang(engine)
-    return [[logprob for logprob, *_ in output["meta_info"]["input_token_logprobs"][1:]] for output in outputs], report
-
-
-SCORE: Mapping[Host, Callable[[Path, list[list[int]], str, bool], tuple[Scores, dict[str, Any]]]] = {
-    Host.VLLM: _vllm,
-    Host.SGLANG: _sglang,
-}

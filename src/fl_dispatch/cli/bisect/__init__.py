@@ -20,11 +20,11 @@ from ...evidence.bisect.journal import Journal
 from ...evidence.bisect.probes import Probes
 from ...evidence.bisect.prompts import FORCED, rounds
 from ...settings import load_settings
+from ..engines import Start
 from ..hosts import Host, installed_host
 from ..output import INTERRUPTED, check_file, fail, print_json
 from . import prompts as prompts_of
 from .driver import Starter
-from .hosts import Start
 from .report import Report
 
 REFERENCE: Document = {"prefer": "reference"}

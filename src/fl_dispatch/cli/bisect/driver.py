@@ -24,8 +24,9 @@ from ...evidence.bisect.probes import EngineDiedError
 from ...evidence.bisect.prompts import Request
 from ...evidence.bisect.scores import Scores
 from ..demo.progress import CAUSE
+from ..engines import Start
 from ..hosts import Host
-from .hosts import ENGINES, Start
+from .hosts import ENGINES
 
 GRACE = 10.0
 """Seconds that an engine has to end."""

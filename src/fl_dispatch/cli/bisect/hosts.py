@@ -1,4 +1,4 @@
-"""Both hosts' engines with the same face: start, switch, run all requests, answer. They live in a driver's process."""
+"""Engines that an investigation switches and asks, one class a host. They live in a driver's process."""
 
 from __future__ import annotations
 
@@ -7,40 +7,17 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...evidence.bisect.prompts import TOP, Request
 from ...settings import load_settings
+from ..engines import Engine, Prompt, Row, Start, sglang, vllm
 from ..hosts import Host
 
-Row = dict[str, float]
 PATIENCE = 60.0
 """Seconds that SGLang's ranks have for an answer, and its scheduler to notice that it is idle."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """How an engine is started.
-
-    Args:
-        host: which one.
-        model: the checkpoint.
-        eager: nothing is compiled or captured.
-        ranks: tensor-parallel.
-        dtype: as hosts call it; ``auto`` for the checkpoint's.
-        length: most tokens of a request.
-        arguments: further arguments of vLLM's ``LLM`` or SGLang's ``Engine``.
-    """
-
-    host: Host
-    model: str
-    eager: bool
-    ranks: int
-    dtype: str
-    length: int
-    arguments: Mapping[str, Any]
 
 
 class HostEngine(Protocol):
@@ -60,98 +37,60 @@ def policy_text(config: str) -> str:
     return load_settings({**os.environ, "VLLM_FL_CONFIG": config}).policy.to_json()
 
 
-class VllmEngine:
-    """vLLM's ``LLM``."""
+def scores(engine: Engine, requests: Sequence[Request]) -> dict[str, list[Row]]:
+    """Run a round of requests: the rows of each, by its label."""
+    prompts = [
+        Prompt(request.prompt, max(1, len(request.forced)), TOP, request.prefill, request.forced)
+        for request in requests
+    ]
+    answers = engine.generate(prompts)
+    return {request.label: answer.rows for request, answer in zip(requests, answers, strict=True)}
+
+
+class VllmEngine(vllm.HostEngine):
+    """vLLM's, whose ranks have the doors."""
 
     def __init__(self, start: Start) -> None:
-        from vllm import LLM
-
         doors = f"{__package__}.doors"
-        self._llm = LLM(
-            **{
-                "model": start.model,
-                "dtype": start.dtype,
-                "tensor_parallel_size": start.ranks,
-                "enforce_eager": start.eager,
-                "max_model_len": start.length,
-                "max_num_seqs": 8,
-                "seed": 0,
-                "disable_log_stats": True,
-                **start.arguments,
-                "max_logprobs": TOP,
-                "worker_extension_cls": f"{doors}.BisectWorker",
-                "logits_processors": [f"{doors}:ForcedTokens"],
-            }
+        super().__init__(
+            replace(start, arguments={"max_num_seqs": 8, **start.arguments}),
+            max_logprobs=TOP,
+            worker_extension_cls=f"{doors}.BisectWorker",
+            logits_processors=[f"{doors}:ForcedTokens"],
         )
         if start.eager:  # compiled code hides calls
-            self._llm.collective_rpc("fl_set_counting", args=(True,))
+            self.count()
 
     def switch(self, config: str, seed: int | None, ranks: list[int] | None) -> str:
-        said = self._llm.collective_rpc("fl_bisect_switch", args=(policy_text(config), seed, ranks))
+        said = self.llm.collective_rpc("fl_bisect_switch", args=(policy_text(config), seed, ranks))
         return next(filter(None, said), "")
 
     def score(self, rounds: Sequence[Sequence[Request]]) -> dict[str, list[Row]]:
-        self._llm.reset_prefix_cache()
-        found: dict[str, list[Row]] = {}
-        for requests in rounds:
-            prompts = [{"prompt_token_ids": request.prompt} for request in requests]
-            outputs = self._llm.generate(prompts, [self._sampling(one) for one in requests], use_tqdm=False)
-            for request, output in zip(requests, outputs, strict=True):
-                rows = [*(output.prompt_logprobs[1:] if request.prefill else ()), *output.outputs[0].logprobs]
-                found[request.label] = [{str(token): entry.logprob for token, entry in row.items()} for row in rows]
-        return found
-
-    @staticmethod
-    def _sampling(request: Request) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            temperature=0.0,
-            max_tokens=max(1, len(request.forced)),
-            ignore_eos=True,
-            logprobs=TOP,
-            prompt_logprobs=TOP if request.prefill else None,
-            extra_args={"fl_forced": request.forced} if request.forced else None,
-            detokenize=False,
-        )
+        self.llm.reset_prefix_cache()
+        return {label: rows for requests in rounds for label, rows in scores(self, requests).items()}
 
     def answers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._llm.collective_rpc("fl_bisect_answer")
+        found: list[dict[str, Any]] = self.llm.collective_rpc("fl_bisect_answer")
         return found
 
     def stop(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
+        self.end()
 
 
-class SglangEngine:
-    """SGLang's ``Engine``."""
+class SglangEngine(sglang.HostEngine):
+    """SGLang's, whose scheduler has the doors."""
 
     def __init__(self, start: Start) -> None:
-        import sglang
-
         from .scheduler import forcing_processor
 
-        eager = {"disable_cuda_graph": True} if start.eager else {}
         self._ranks, self._processor = start.ranks, forcing_processor()
-        self._engine = sglang.Engine(
-            **{
-                "model_path": start.model,
-                "dtype": start.dtype,
-                "tp_size": start.ranks,
-                "context_length": start.length,
-                "max_total_tokens": 8 * start.length,
-                "max_running_requests": 8,
-                "grammar_backend": "none",
-                "random_seed": 0,
-                **eager,
-                **start.arguments,
-                "enable_custom_logit_processor": True,
-            }
-        )
+        given = {"max_total_tokens": 8 * start.length, "max_running_requests": 8, **start.arguments}
+        super().__init__(replace(start, arguments=given), enable_custom_logit_processor=True)
         if start.eager:
-            from sglang_fl import report
+            self.count()
 
-            report.set_counting(self._engine)
+    def asked(self, requests: int) -> dict[str, Any]:
+        return {"custom_logit_processor": [self._processor] * requests}
 
     def switch(self, config: str, seed: int | None, ranks: list[int] | None) -> str:
         self._flush()
@@ -160,33 +99,7 @@ class SglangEngine:
 
     def score(self, rounds: Sequence[Sequence[Request]]) -> dict[str, list[Row]]:
         self._flush()
-        found: dict[str, list[Row]] = {}
-        for requests in rounds:
-            outputs = self._engine.generate(
-                input_ids=[request.prompt for request in requests],
-                sampling_params=[self._sampling(request) for request in requests],
-                return_logprob=[True] * len(requests),
-                logprob_start_len=[0 if request.prefill else -1 for request in requests],
-                top_logprobs_num=[TOP] * len(requests),
-                custom_logit_processor=[self._processor] * len(requests),
-            )
-            for request, output in zip(requests, outputs, strict=True):
-                meta = output["meta_info"]
-                prompt = [_row(row) for row in meta["input_top_logprobs"][1:]] if request.prefill else []
-                steps = [_row(row) for row in meta["output_top_logprobs"]]
-                for row, token in zip(steps, request.forced, strict=False):
-                    row.pop(str(token), None)
-                found[request.label] = [*prompt, *steps]
-        return found
-
-    @staticmethod
-    def _sampling(request: Request) -> dict[str, Any]:
-        return {
-            "temperature": 0.0,
-            "max_new_tokens": max(1, len(request.forced)),
-            "ignore_eos": True,
-            "custom_params": {"fl_forced": request.forced},
-        }
+        return {label: rows for requests in rounds for label, rows in scores(self, requests).items()}
 
     def answers(self) -> list[dict[str, Any]]:
         return self._collected({"policy": None})
@@ -198,7 +111,7 @@ class SglangEngine:
             RuntimeError: a rank did not answer in time.
         """
         with tempfile.TemporaryDirectory(prefix="fl-bisect-") as folder:
-            self._engine.collective_rpc("fl_bisect", folder=folder, job=job)
+            self.engine.collective_rpc("fl_bisect", folder=folder, job=job)
             files, late = [Path(folder, f"{rank}.json") for rank in range(self._ranks)], time.monotonic() + PATIENCE
             while not all(file.exists() for file in files):
                 if time.monotonic() > late:
@@ -213,17 +126,13 @@ class SglangEngine:
             RuntimeError: it does not.
         """
         late = time.monotonic() + PATIENCE
-        while not self._engine.flush_cache().success:
+        while not self.engine.flush_cache().success:
             if time.monotonic() > late:
                 raise RuntimeError("SGLang's cache cannot be emptied: it does not become idle")
             time.sleep(0.1)
 
     def stop(self) -> None:
-        self._engine.shutdown()
-
-
-def _row(row: Any) -> Row:
-    return {str(token): logprob for logprob, token, *_ in row}
+        self.engine.shutdown()
 
 
 ENGINES: Mapping[Host, Callable[[Start], HostEngine]] = {Host.VLLM: VllmEngine, Host.SGLANG: SglangEngine}

@@ -9,8 +9,8 @@ from ...errors import DispatchError
 from ...evidence.bisect.prompts import TOP, Request
 from ...evidence.bisect.scores import Scores, difference
 from ...evidence.bisect.yardstick import FACTOR, Yardstick
+from ..engines import Start
 from ..network import network
-from .hosts import Start
 
 
 def compare(start: Start, rounds: Sequence[Sequence[Request]], base: Scores, yardstick: Yardstick) -> float:

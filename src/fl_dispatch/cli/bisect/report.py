@@ -12,8 +12,8 @@ from ...evidence.bisect.documents import text
 from ...evidence.bisect.findings import Blamed, Result, log2_runs
 from ...evidence.bisect.probes import Outcome
 from ...evidence.bisect.yardstick import FACTOR, Verdict
+from ..engines import Start
 from ..output import Rows, console
-from .hosts import Start
 
 COLUMNS = {
     "run": 4,

@@ -13,10 +13,10 @@ from ...errors import DispatchError
 from ...evidence.bisect import planted
 from ...evidence.bisect.findings import Blamed, Result
 from ...evidence.bisect.journal import Journal
+from ..engines import Start
 from ..hosts import Host
 from ..output import print_json, print_table
 from . import Case, investigate
-from .hosts import Start
 from .report import Report, sentence
 
 DENSE = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")

@@ -20,7 +20,7 @@ from .. import small_model
 from ..hosts import Dtype, Host, Prefer, environment, installed_host
 from ..output import console, fail, print_json, print_table
 from .comparison import compare
-from .engines import ENGINES, Generated, Request
+from .engines import Generated, Request, generate
 from .progress import steps
 
 EMULATED_ENV = "FL_EMULATED_CHIP"
@@ -97,7 +97,7 @@ def demo(
         request = Request(path, prompts, tokens, dtype.value, compiled, dtype is not Dtype.FLOAT32)
         way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
         with step(f"starting {way}, and generating (its import takes a while)"):
-            generated, report = ENGINES[host](request)
+            generated, report = generate(host, request)
         with step("computing the same with Hugging Face transformers"):
             right, compared = compare(family.value, request, generated)
     if json:

@@ -1,15 +1,15 @@
-"""The engines of the demonstration: each generates greedily, and reports what its process dispatched."""
+"""The engine of the demonstration: it generates greedily, and reports what its process dispatched."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..hosts import Host, close_sglang, close_vllm, count_sglang, count_vllm, sglang_engine, vllm_engine
+from ..engines import Prompt, Start, start
+from ..hosts import Host
 
 
 @dataclass(frozen=True)
@@ -67,51 +67,20 @@ class Generated:
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def _vllm(request: Request) -> tuple[Generated, dict[str, Any]]:
-    llm = vllm_engine(request.model, request.dtype, request.compiled, max_logprobs=request.vocabulary)
-    from vllm import SamplingParams
-
-    llm.generate(request.prompts[:1], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)  # warm up
-    count_vllm(llm)
-    scores = {"logprobs": request.vocabulary, "prompt_logprobs": request.vocabulary} if request.scored else {}
-    sampling = SamplingParams(temperature=0.0, max_tokens=request.tokens, ignore_eos=True, **scores)
-    started = time.perf_counter()
-    outputs = llm.generate(request.prompts, sampling, use_tqdm=False)
-    seconds = time.perf_counter() - started
-    report = close_vllm(llm)
-    results = [output.outputs[0] for output in outputs]
-    scored = [row for o in outputs for row in (*o.prompt_logprobs[1:], *o.outputs[0].logprobs)] if scores else []
-    return Generated(
-        [list(output.prompt_token_ids) for output in outputs],
-        [list(result.token_ids) for result in results],
-        [result.text for result in results],
-        seconds,
-        [{str(token): entry.logprob for token, entry in row.items()} for row in scored],
-    ), report
-
-
-def _sglang(request: Request) -> tuple[Generated, dict[str, Any]]:
+def generate(host: Host, request: Request) -> tuple[Generated, dict[str, Any]]:
+    """Generate with an engine of one rank; return its report, too, without the calls of the first two steps."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     ids = [tokenizer(prompt).input_ids for prompt in request.prompts]
-    engine = sglang_engine(request.model, request.dtype)
-    engine.generate(input_ids=ids[:1], sampling_params={"temperature": 0.0, "max_new_tokens": 2})  # warm up
-    count_sglang(engine)
-    sampling = {"temperature": 0.0, "max_new_tokens": request.tokens, "ignore_eos": True}
-    scores = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": request.vocabulary}
-    started = time.perf_counter()
-    outputs = engine.generate(input_ids=ids, sampling_params=sampling, **(scores if request.scored else {}))
-    seconds = time.perf_counter() - started
-    worker = close_sglang(engine)
-    found = [output["output_ids"] for output in outputs]
-    answers = [output["meta_info"] for output in outputs] if request.scored else []
-    scored = [row for a in answers for row in (*a["input_top_logprobs"][1:], *a["output_top_logprobs"])]
-    rows = [{str(token): logprob for logprob, token, _ in row} for row in scored]
-    return Generated(ids, found, [tokenizer.decode(row) for row in found], seconds, rows), worker
-
-
-ENGINES: Mapping[Host, Callable[[Request], tuple[Generated, dict[str, Any]]]] = {
-    Host.VLLM: _vllm,
-    Host.SGLANG: _sglang,
-}
+    eager = host is Host.VLLM and not request.compiled  # SGLang captures graphs as it does by itself
+    engine = start(Start(host, str(request.model), eager, dtype=request.dtype))
+    engine.generate([Prompt(ids[0], new=2)])  # warm up
+    engine.count()
+    top = request.vocabulary if request.scored else None
+    prompts = [Prompt(row, request.tokens, top, request.scored) for row in ids]
+    answers = engine.generate(prompts)
+    (report,) = engine.close()
+    found, rows = [answer.tokens for answer in answers], [row for answer in answers for row in answer.rows]
+    texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+    return Generated(ids, found, texts, engine.seconds, rows), report
