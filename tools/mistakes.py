@@ -180,7 +180,7 @@ MISTAKES = (
     ),
     Mistake(
         "norms in half precision",
-        "fl_dispatch/backends/reference/impl/normalization.py",
+        "fl_dispatch/ops/normalization.py",
         "    wide = torch.promote_types(x.dtype, torch.float32)\n    total",
         "    wide = x.dtype\n    total",
         "tests/vllm/test_half_precision.py::test_log_probabilities_are_as_near_to_float32_as_hugging_faces",

@@ -238,5 +238,5 @@ def _mismatch(impl: OpImpl, operator: Operator, *problems: str) -> RegistrationE
         own = "(…)"
     return RegistrationError(
         f"{_name(impl)} does not fit the declaration: {'; '.join(problems)}\n  declared:    {operator.name}"
-        f"{inspect.signature(operator.prototype)}\n  implemented: {impl.impl_id}{own}\n  in:          {impl.place}"
+        f"{inspect.signature(operator.reference)}\n  implemented: {impl.impl_id}{own}\n  in:          {impl.place}"
     )

@@ -60,7 +60,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operator]:
     """An operator with a hint, known to the core for one test."""
     operator = Operator(
         name=OP,
-        prototype=hinted,
+        reference=hinted,
         hints=("lengths",),
         layer=LayerForm({"residual": "kept"}),
         modes=MODES,
@@ -258,4 +258,4 @@ def test_hints_are_the_last_parameters_default_to_none_and_are_nothing_else() ->
         (("out",), {"layer": LayerForm({"out": "out"})}, "out is a hint"),
     ):
         with pytest.raises(ValueError, match=message):
-            Operator(name="wrong", prototype=wrong, hints=hints, **fields)
+            Operator(name="wrong", reference=wrong, hints=hints, **fields)

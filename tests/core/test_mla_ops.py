@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch.backends.reference.impl import mla
 from fl_dispatch.backends.reference.reference import ReferenceBackend
-from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops import OPERATORS, mla
 
 REFERENCE = ReferenceBackend()
 HEADS, RANK, NOPE, ROPE, VALUE = 4, 32, 16, 8, 12

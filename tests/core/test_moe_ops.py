@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch.backends.reference.impl import moe, routing
+from fl_dispatch.backends.reference.impl import moe, quantized_moe, routing
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, aligned_blocks
 
@@ -169,8 +169,8 @@ def test_rounding_cannot_change_how_a_sample_is_quantized(dtype: torch.dtype, se
         wide = [
             arg.double() if isinstance(arg, Tensor) and arg.dtype in (dtype, torch.float32) else arg for arg in args
         ]
-        exact = moe.scaled_moe(*wide, None)
-        single = moe.scaled_moe(args[0].float(), *args[1:], None)
+        exact = quantized_moe.scaled_moe(*wide, None)
+        single = quantized_moe.scaled_moe(args[0].float(), *args[1:], None)
         torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-5, msg=sample.label)
 
 

@@ -24,7 +24,7 @@ def declared(**helpers: Callable[..., Any]) -> Operator:
         """Scale rows."""
         raise NotImplementedError
 
-    return Operator(name="scaled", prototype=scaled, hints=("note",), **helpers)
+    return Operator(name="scaled", reference=scaled, hints=("note",), **helpers)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_one_implementation_without_a_later_parameter_is_enough_for_no() -> None
     """Whatever the policy puts first, which may change."""
     manager = manager_of()
     assert manager.all_take("mla_decode", ["query_rope"])
-    manager.registry.register_many([impl("default.new", op="mla_decode", fn=OPERATORS["mla_decode"].prototype)])
+    manager.registry.register_many([impl("default.new", op="mla_decode", fn=OPERATORS["mla_decode"].reference)])
     assert manager.all_take("mla_decode", ["query_rope"])
     old = impl("vendor.old", op="mla_decode", fn=lambda *args: None, vendor="old", signature="unchecked")
     manager.registry.register_impl(old)

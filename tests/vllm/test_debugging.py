@@ -77,7 +77,7 @@ def test_the_log_the_page_of_the_trace_and_the_dump_name_our_operators(
     subprocess.run([Path(sys.executable).with_name("tlparse"), trace, "-o", page, "--no-browser"], check=True)
     for written in ((folder / f"{name}.txt").read_text(), _written(page), _written(folder / name / "dump", "*.py")):
         assert "fl_dispatch.linear" in written  # one that stays whole
-        assert "fl_dispatch/backends/reference/impl/normalization.py" in written  # one that is traced into
+        assert "fl_dispatch/ops/normalization.py" in written  # one that is traced into
 
 
 @only("partition")

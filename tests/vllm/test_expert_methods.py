@@ -282,7 +282,7 @@ def vendors_experts() -> Iterator[list[str]]:
         "scaled_moe",
         "vendor.some",
         BackendImplKind.VENDOR,
-        OPERATORS["scaled_moe"].prototype,
+        OPERATORS["scaled_moe"].reference,
         vendor="some",
         supports=supports,
     )

@@ -18,13 +18,13 @@ from fl_dispatch import (
     reset_global_policy,
     set_global_policy,
 )
-from fl_dispatch.backends.reference.register_ops import WAITS
 from fl_dispatch.backends.vendor.ascend.register_ops import OUTSIDE_GRAPHS
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.ops import OPERATORS
 from vllm_fl import compile, config, delta_net, state_space
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+WAITING = tuple(name for name, operator in OPERATORS.items() if operator.waits)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_a_cache_in_fp8_is_left_to_those_that_take_its_scales(caplog: pytest.Log
     for op in config.ATTENTION_OPERATORS:
         vendor = BackendImplKind.VENDOR
         impl = OpImpl(
-            op, "vendor.nimbus.scaled", vendor, OPERATORS[op].prototype, "nimbus", 100, available=lambda: True
+            op, "vendor.nimbus.scaled", vendor, OPERATORS[op].reference, "nimbus", 100, available=lambda: True
         )
         get_default_manager().registry.register_impl(impl)
     assert mode(cache="fp8_e4m3") == FULL
@@ -129,7 +129,7 @@ def test_an_implementation_that_is_not_chosen_does_not_count() -> None:
     assert mode() == FULL
 
 
-@pytest.mark.parametrize(("impl_id", "operators"), [("reference.torch", WAITS), ("vendor.ascend", OUTSIDE_GRAPHS)])
+@pytest.mark.parametrize(("impl_id", "operators"), [("reference.torch", WAITING), ("vendor.ascend", OUTSIDE_GRAPHS)])
 def test_ours_that_no_graph_can_hold_say_so(impl_id: str, operators: tuple[str, ...]) -> None:
     """Those that read numbers from the device, or take them as integers."""
     impls = {op: get_default_manager().registry.get_implementation(op, impl_id) for op in OPERATORS}

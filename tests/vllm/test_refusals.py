@@ -386,7 +386,7 @@ def test_a_cache_in_int8_is_served_where_something_but_the_reference_takes_its_s
     found = refusals._cache_features(configure(kv_cache_dtype="int8_per_token_head"), ASCEND)
     assert _asked(found) == ["a KV cache of type int8_per_token_head"]
     for op in config.ATTENTION_OPERATORS:
-        fn, vendor = OPERATORS[op].prototype, BackendImplKind.VENDOR
+        fn, vendor = OPERATORS[op].reference, BackendImplKind.VENDOR
         impl = OpImpl(op, "vendor.nimbus", vendor, fn, "nimbus", available=lambda: True)
         get_default_manager().registry.register_impl(impl)
     assert not _asked(refusals._cache_features(configure(kv_cache_dtype="int8_per_token_head"), ASCEND))

@@ -95,7 +95,7 @@ def decider_of(operator: Operator) -> tuple[str, bool | None]:
 
 @functools.cache
 def types_of(operator: Operator) -> dict[str, Any]:
-    return typing.get_type_hints(operator.prototype)
+    return typing.get_type_hints(operator.reference)
 
 
 def _schema_type(operator: Operator, name: str, hint: Any) -> tuple[str, bool]:

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from . import (
     activation,
     attention,
-    elementwise,
     fused_linear,
     joined,
     linear,
@@ -40,34 +39,36 @@ from .declaration import (
     operator,
 )
 
+FAMILIES = (
+    linear,
+    lora,
+    quantization,
+    activation,
+    normalization,
+    rotary,
+    attention,
+    mla,
+    recurrent,
+    state_space,
+    routing,
+    moe,
+    quantized_moe,
+    joined,
+    fused_linear,
+)
+"""The modules that declare operators, in the catalogue's order."""
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {
-        declared.name: declared
-        for module in (
-            linear,
-            lora,
-            quantization,
-            elementwise,
-            activation,
-            normalization,
-            rotary,
-            attention,
-            mla,
-            recurrent,
-            state_space,
-            routing,
-            moe,
-            quantized_moe,
-            joined,
-            fused_linear,
-        )
-        for declared in vars(module).values()
-        if isinstance(declared, Operator)
+        name: declared
+        for family in FAMILIES
+        for name, declared in vars(family).items()
+        if isinstance(declared, Operator) and declared.reference.__module__ == family.__name__
     }
 )
 """Every declared operator by name."""
 
 __all__ = [
+    "FAMILIES",
     "FEW_TERMS",
     "OPERATORS",
     "STANDARD_TOLERANCE",

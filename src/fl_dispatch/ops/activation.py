@@ -1,4 +1,8 @@
-"""Gated activations, which halve the last dimension; those of every element are in ``elementwise``."""
+"""Activations: of every element, and gated ones, which halve the last dimension.
+
+Hosts and checkpoints know the tanh form of GELU by several names (``gelu_new``, ``gelu_fast``, ``gelu_pytorch_tanh``,
+NewGELU): they differ in rounding only and are one operator here, ``gelu(x, "tanh")``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,159 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .declaration import LayerForm, Mode, Sample, Samples, Work, operator
 from .inputs import rows, shapes
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = _wide(x).chunk(2, dim=-1)
+    return gate, up
+
+
+# -- of every element --------------------------------------------------------------------------------------------------
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _each_work(x: Tensor) -> Work:
+    return Work(2 * x.numel() * x.element_size(), 3 * x.numel())
+
+
+def _each_samples(*settings: tuple[object, ...]) -> Samples:
+    """Samples of an activation of every element, for each setting of its other parameters."""
+
+    def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+        for setting in settings:
+            inputs = {
+                "1x4096": normal(1, 4096),
+                "32x2048": normal(32, 2048),
+                "3-d 2x5x64": normal(2, 5, 64),
+                "empty batch": normal(0, 64),
+                "odd width 67": normal(3, 67),
+                "row stride larger than the row": normal(4, 320)[:, :256],
+                "scale 0.0001": normal(4, 256, scale=1e-4),
+                "scale 30": normal(4, 256, scale=30.0),
+            }
+            for index, (label, x) in enumerate(inputs.items()):
+                yield Sample(", ".join((label, *map(str, setting))), (x, *setting), index < 3)
+
+    return samples
+
+
+def _xielu_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    for sample in _each_samples(())(dtype, device, generator):
+        positive, negative = (torch.rand(1, generator=generator).to(device=device, dtype=dtype) for _ in range(2))
+        yield Sample(sample.label, (*sample.args, positive, negative, 0.5, -1e-6), sample.serving)
+
+
+@operator(
+    layer=LayerForm({"approximate": "approximate"}),
+    modes=MODES,
+    fake=_same,
+    samples=_each_samples(("none",), ("tanh",)),
+    probes=rows.elementwise("none"),
+    aliases=("gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+    work=_each_work,
+)
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Gaussian error linear unit (Hendrycks and Gimpel, arXiv 1606.08415).
+
+    Args:
+        x: ``[..., width]``, floating point.
+        approximate: ``"none"`` for ``x * Phi(x)`` with the normal distribution function, ``"tanh"`` for
+            ``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))``.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+    """
+    return functional.gelu(_wide(x), approximate=approximate).to(x.dtype).contiguous()
+
+
+@operator(
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_same,
+    samples=_each_samples(()),
+    probes=rows.elementwise(),
+    work=_each_work,
+)
+def quick_gelu(x: Tensor) -> Tensor:
+    """GELU's sigmoid approximation, ``x * sigmoid(1.702 * x)`` (arXiv 1606.08415, section 2).
+
+    Args:
+        x: ``[..., width]``, floating point.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+    """
+    wide = _wide(x)
+    return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype).contiguous()
+
+
+@operator(
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_same,
+    samples=_each_samples(()),
+    probes=rows.elementwise(),
+    work=_each_work,
+)
+def relu2(x: Tensor) -> Tensor:
+    """Squared rectifier, ``max(x, 0) ** 2`` (So et al., arXiv 2109.08668).
+
+    Args:
+        x: ``[..., width]``, floating point.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+    """
+    return functional.relu(_wide(x)).square().to(x.dtype).contiguous()
+
+
+@operator(
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_same,
+    samples=_xielu_samples,
+    probes=rows.xielu,
+    work=_each_work,
+)
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, epsilon: float = -1e-6) -> Tensor:
+    """Expanded integral of the ELU (Huang and Schlag, arXiv 2411.13010).
+
+    With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``: ``p * x * x + beta * x`` where ``x > 0``, else
+    ``(expm1(min(x, epsilon)) - x) * n + beta * x``.
+
+    Args:
+        x: ``[..., width]``, floating point.
+        alpha_p: ``[1]``, floating point; before the softplus.
+        alpha_n: ``[1]``, likewise.
+        beta: slope at zero.
+        epsilon: largest argument of the exponential.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+    """
+    wide = _wide(x)
+    positive = functional.softplus(_wide(alpha_p)) * wide * wide
+    negative = (torch.expm1(wide.clamp(max=epsilon)) - wide) * (beta + functional.softplus(_wide(alpha_n)))
+    return (torch.where(wide > 0, positive, negative) + beta * wide).to(x.dtype).contiguous()
+
+
+# -- gated -------------------------------------------------------------------------------------------------------------
 
 
 def empty_result(x: Tensor) -> Tensor:
@@ -70,7 +222,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Returns:
         ``x[..., :width] * sigmoid(x[..., :width]) * x[..., width:]``, ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    gate, up = _halves(x)
+    return (functional.silu(gate) * up).to(x.dtype).contiguous()
 
 
 @operator(
@@ -94,7 +247,8 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     Returns:
         ``gelu(x[..., :width]) * x[..., width:]``, ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    gate, up = _halves(x)
+    return (functional.gelu(gate, approximate=approximate) * up).to(x.dtype).contiguous()
 
 
 @operator(
@@ -114,7 +268,8 @@ def mul_and_silu(x: Tensor) -> Tensor:
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    up, gate = _halves(x)
+    return (up * functional.silu(gate)).to(x.dtype).contiguous()
 
 
 @operator(
@@ -135,7 +290,13 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    gate, up = _halves(x)
+    return (functional.threshold(gate, threshold, 0.0) * up).to(x.dtype).contiguous()
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float, beta: float) -> Tensor:
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + beta)
 
 
 @operator(
@@ -160,7 +321,8 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    wide = _wide(x)
+    return _clamped_swiglu(wide[..., 0::2], wide[..., 1::2], limit, alpha, 1.0).to(x.dtype).contiguous()
 
 
 @operator(
@@ -186,7 +348,7 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: f
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    return _clamped_swiglu(*_halves(x), limit, alpha, beta).to(x.dtype).contiguous()
 
 
 @operator(
@@ -207,7 +369,8 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    gate, up = _halves(x)
+    return (functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(x.dtype).contiguous()
 
 
 @operator(
@@ -232,7 +395,10 @@ def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None)
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    gate, up = _halves(x)
+    if linear_beta is not None:
+        up = linear_beta * torch.tanh(up / linear_beta)
+    return (beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up).to(x.dtype).contiguous()
 
 
 @operator(
@@ -257,4 +423,8 @@ def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "no
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    gate, up = _halves(x)
+    centred = gate - gate.mean(dim=-1, keepdim=True)
+    deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
+    sparse = functional.relu(centred - std_multiplier * deviation)
+    return (functional.gelu(sparse, approximate=approximate) * up).to(x.dtype).contiguous()

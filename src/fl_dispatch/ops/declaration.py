@@ -1,9 +1,10 @@
 """An operator: one declaration, the single source for everything derived from it.
 
-An operator is declared by a prototype, a function whose signature and docstring are the operator's, and by what the
-signature cannot say: which arguments may be overwritten, how a layer supplies arguments, the fake (meta) function, in
-which modes it may run, tolerances, sample inputs, and the work that a call does. Registration checks, adapters, bound
-operators, ``torch.library`` views, verification, benchmarks and the documentation table are derived from it.
+An operator is declared by its reference, a function in plain PyTorch whose signature and docstring are the operator's,
+and by what a function cannot say: which arguments may be overwritten, how a layer supplies arguments, the fake (meta)
+function, in which modes it may run, tolerances, sample inputs, and the work that a call does. Registration checks,
+adapters, bound operators, ``torch.library`` views, the reference backend, verification, benchmarks and the
+documentation table are derived from it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic
 
 import torch
+from typing_extensions import TypeVar
 
 from .named import of_arguments
 
@@ -226,13 +228,22 @@ def row_terms(*args: Any) -> int:
     return tensor.shape[-1]
 
 
+Reference = TypeVar("Reference", bound=Callable[..., Any], default=Callable[..., Any])
+"""The type of an operator's reference, which keeps its signature for type checkers."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Operator:
+class Operator(Generic[Reference]):
     """The declaration of one operator.
 
     Args:
         name: its name.
-        prototype: a function with its signature and docstring; never called.
+        reference: the ground truth in plain PyTorch, on any device: a function with the operator's signature and
+            docstring. Half types are computed in float32; float32 and float64 stay. It ignores the hints. That of a
+            selection has no body and is never called.
+        waits: the reference reads numbers back from the device, so that no graph can hold it.
+        batch_invariant: rows of the reference's results do not depend on the batch: they are copies, or products, sums
+            and differences of two numbers.
         hints: its last parameters that carry information which an implementation may use and may ignore, such as
             lengths as integers on the host beside the tensor that holds them. A call that passes one to an
             implementation without that parameter drops it. Their default is ``None``; they decide nothing: neither the
@@ -264,7 +275,9 @@ class Operator:
     """
 
     name: str
-    prototype: Callable[..., Any]
+    reference: Reference
+    waits: bool = False
+    batch_invariant: bool = False
     hints: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
     writes: Mapping[str, Write] = field(default_factory=lambda: MappingProxyType({}))
@@ -288,7 +301,7 @@ class Operator:
     signature: inspect.Signature = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "signature", inspect.signature(self.prototype))
+        object.__setattr__(self, "signature", inspect.signature(self.reference))
         parameters = self.parameters
         for parameter in parameters.values():
             if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
@@ -338,7 +351,7 @@ class Operator:
     @property
     def doc(self) -> str:
         """Its docstring."""
-        return inspect.getdoc(self.prototype) or ""
+        return inspect.getdoc(self.reference) or ""
 
     @property
     def summary(self) -> str:
@@ -404,10 +417,10 @@ class Operator:
         return found
 
 
-def operator(**declaration: Any) -> Callable[[Callable[..., Any]], Operator]:
-    """Declare an operator by decorating its prototype; the keywords are the fields of :class:`Operator`."""
+def operator(**declaration: Any) -> Callable[[Reference], Operator[Reference]]:
+    """Declare an operator by decorating its reference; the keywords are the fields of :class:`Operator`."""
 
-    def declare(prototype: Callable[..., Any]) -> Operator:
-        return Operator(name=prototype.__name__, prototype=prototype, **declaration)
+    def declare(reference: Reference) -> Operator[Reference]:
+        return Operator(name=reference.__name__, reference=reference, **declaration)
 
     return declare

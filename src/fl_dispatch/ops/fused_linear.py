@@ -7,9 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .activation import silu_and_mul
 from .declaration import SEVERAL_ROUNDINGS, Mode, Sample, Tolerance, Work, operator, row_terms
 from .inputs import quantized, shapes
-from .quantization import FP8
+from .linear import linear
+from .normalization import rms_norm
+from .quantization import FP8, weight_only_linear
 
 TOLERANCES = {
     torch.float64: Tolerance(1e-12, 1e-12),
@@ -157,4 +160,15 @@ def fused_linear(
         ``y``, ``[..., columns]`` or ``[..., columns / 2]``, dtype of ``x``; and ``x + residual``, shape and dtype of
         ``x``, or ``[0]`` without a residual.
     """
-    raise NotImplementedError
+    rows, total = x, x.new_empty(0)
+    if norm_weight is not None:
+        normalized = rms_norm.reference(x, residual, norm_weight, epsilon)
+        rows, total = (normalized, total) if isinstance(normalized, Tensor) else normalized
+    elif residual is not None:
+        rows = total = x + residual
+    if scale is None:
+        y = linear.reference(rows, weight, bias)
+    else:
+        columns = scale.expand(weight.shape[0], -1)
+        y = weight_only_linear.reference(rows, weight, columns, zero, bias)
+    return silu_and_mul.reference(y) if gated else y, total

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import STATE, small_caches, written_slots
+from .activation import silu_and_mul
+from .attention import STATE, kv_cache_write, small_caches, written_slots
 from .declaration import (
     SEVERAL_ROUNDINGS,
     Access,
@@ -26,8 +27,9 @@ from .declaration import (
     operator,
 )
 from .inputs import quantized, rotated, shapes
-from .quantization import LARGEST, TENSOR, groups
-from .rotary import TOLERANCES
+from .normalization import rms_norm
+from .quantization import LARGEST, TENSOR, groups, quantize
+from .rotary import TOLERANCES, rotary_embedding
 
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
 SETTLED = {
@@ -131,7 +133,11 @@ def rms_norm_quantize(
     Returns:
         ``q``, shape of ``x``, and its scales, see ``quantize``; with a residual ``(x + residual, q, scales)``.
     """
-    raise NotImplementedError
+    normalized = rms_norm.reference(x, residual, weight, epsilon)
+    if isinstance(normalized, Tensor):
+        return quantize.reference(normalized, dtype, group_size, scale)
+    y, total = normalized
+    return total, *quantize.reference(y, dtype, group_size, scale)
 
 
 # -- gated activation -------------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def silu_and_mul_quantize(
     Returns:
         ``q``, ``[..., width]``, contiguous; and its scales, see ``quantize``.
     """
-    raise NotImplementedError
+    return quantize.reference(silu_and_mul.reference(x), dtype, group_size, scale)
 
 
 # -- rotation and cache -----------------------------------------------------------------------------------------------
@@ -245,6 +251,8 @@ def _written_slots(*args: Any) -> tuple[Tensor, ...]:
     aliases=("fused_rope_and_unified_kv_cache_update", "rope_and_reshape_and_cache", "fused_qk_rope_reshape_and_cache"),
     workload=_rotation_workload,
     work=_rotation_work,
+    waits=True,
+    batch_invariant=True,
 )
 def rotary_embedding_kv_cache_write(
     query: Tensor,
@@ -275,4 +283,9 @@ def rotary_embedding_kv_cache_write(
     Returns:
         ``(query, key)`` rotated, shapes and dtypes of the inputs, contiguous.
     """
-    raise NotImplementedError
+    turned, keys = rotary_embedding.reference(
+        query, key, cos, sin, position_ids, rotary_interleaved, inplace=False
+    )
+    assert keys is not None
+    kv_cache_write.reference(keys, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    return turned, keys

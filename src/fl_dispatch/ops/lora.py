@@ -5,6 +5,9 @@ weights. A merged layer, such as that of queries, keys and values, has up to :da
 
 All four tensors of the mapping say which token has which adapter, each in the form that some implementation needs.
 They are as large for every batch, so that captured graphs read those of the batch at hand.
+
+References multiply every slot, and each token takes its own, so a graph holds them: nothing depends on the mapping but
+values. A slot whose factors are not finite reaches no token of another adapter.
 """
 
 from __future__ import annotations
@@ -124,6 +127,11 @@ def _shrink_shapes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
                 yield Shape(f"rank {rank}", count, inner, make)
 
 
+def _idle(active: Tensor) -> bool:
+    """Whether no token has an adapter; compiled code must not ask, because it would keep the answer."""
+    return not torch.compiler.is_compiling() and active.item() == 0
+
+
 @operator(
     writes={"out": Write(Access.UPDATE)},
     modes=MODES,
@@ -166,7 +174,16 @@ def lora_shrink(
     Returns:
         ``out``.
     """
-    raise NotImplementedError
+    if _idle(active):
+        return out
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    for part, factors in enumerate(given(down, down_2, down_3)):
+        product = out[part]
+        for slot in range(factors.shape[0]):
+            own = (wide @ factors[slot].to(wide.dtype).t() * scale).to(out.dtype)
+            product = torch.where((adapters == slot)[:, None], own, product)
+        out[part].copy_(product)
+    return out
 
 
 # -- from the rank ----------------------------------------------------------------------------------------------------
@@ -278,4 +295,16 @@ def lora_expand(
     Returns:
         ``y``.
     """
-    raise NotImplementedError
+    if _idle(active):
+        return y
+    for part, factors in enumerate(given(up, up_2, up_3)):
+        end = offset + factors.shape[1]
+        columns = y[:, offset:end]
+        wide = products[part].to(torch.promote_types(y.dtype, torch.float32))
+        total = columns
+        for slot in range(factors.shape[0]):
+            own = (columns + wide @ factors[slot].to(wide.dtype).t()).to(y.dtype)
+            total = torch.where((adapters == slot)[:, None], own, total)
+        columns.copy_(total)
+        offset = end
+    return y

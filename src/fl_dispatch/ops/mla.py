@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .attention import TOLERANCES
+from .attention import SCORES_AT_ONCE, TOLERANCES, paged_attention
 from .declaration import SEVERAL_ROUNDINGS, Access, Mode, Work, Workload, Write, operator
 from .inputs import latent, shapes
 
@@ -67,6 +67,7 @@ def _decode_work(
     workload=_decode_workload,
     phases=True,
     work=_decode_work,
+    waits=True,
 )
 def mla_decode(
     query: Tensor,
@@ -118,7 +119,22 @@ def mla_decode(
         ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` where given. Rows that see no cached token are
         unspecified, and so are those that no request covers, in a new tensor.
     """
-    raise NotImplementedError
+    keys = kv_cache.unsqueeze(2)
+    return paged_attention.reference(
+        query if query_rope is None else torch.cat((query, query_rope), dim=-1),
+        keys,
+        keys[..., :kv_lora_rank],
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        scale,
+        out,
+        causal,
+        key_scale=cache_scale,
+        value_scale=cache_scale,
+    )
 
 
 def _prefill_fake(query: Tensor, value: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -154,6 +170,7 @@ def _prefill_work(
     workload=_prefill_workload,
     phases=True,
     work=_prefill_work,
+    waits=True,
 )
 def mla_prefill(
     query: Tensor,
@@ -195,4 +212,25 @@ def mla_prefill(
         log-sum-exp of the scores, ``[heads, tokens]``, float32 (float64 for float64). A row that sees no key has zero
         and minus infinity. Rows that no request covers are unspecified.
     """
-    raise NotImplementedError
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=wide)
+    if out is None:
+        out = query.new_zeros((*query.shape[:2], value.shape[-1]))
+    numbers: list[int] = torch.cat((query_start_loc, key_start_loc)).tolist()
+    starts, key_starts = numbers[: len(query_start_loc)], numbers[len(query_start_loc) :]
+    for begin, end, first, last in zip(starts, starts[1:], key_starts, key_starts[1:], strict=False):
+        keys, values = key[first:last].to(wide), value[first:last].to(wide)
+        step = max(1, SCORES_AT_ONCE // max(1, query.shape[1] * len(keys)))
+        for row in range(begin, end, step):
+            rows = slice(row, min(row + step, end))
+            # The position of the request's last query is that of its last key.
+            places = torch.arange(rows.start, rows.stop, device=keys.device) - end + len(keys)
+            scores = torch.einsum("qhd,khd->hqk", query[rows].to(wide), keys) * scale
+            if causal:
+                hidden = torch.arange(len(keys), device=keys.device) > places[:, None]
+                scores = scores.masked_fill(hidden, float("-inf"))
+            lse[:, rows] = scores.logsumexp(dim=-1)
+            # A row that sees nothing has scores of -inf only, and a sum of -inf: its weights are zero, not undefined.
+            weights = torch.exp(scores - lse[:, rows, None].clamp_min(torch.finfo(wide).min))
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+    return out, lse

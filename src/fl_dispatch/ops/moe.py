@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from . import activation as activations
 from .declaration import (
     STANDARD_TOLERANCE,
     Access,
@@ -37,10 +40,23 @@ TOLERANCES = MappingProxyType(
         torch.bfloat16: Tolerance(1.6e-2, 8e-3),
     }
 )
+Product = Callable[[int, Tensor], Tensor]
+"""An expert and its rows → the product, at least float32."""
 CHAIN = 1.5
 """The mean error of a chain of kernels, each of which may round."""
-GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
-PLAIN_ACTIVATIONS = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": activations.silu_and_mul.reference,
+    "gelu": activations.gelu_and_mul.reference,
+    "gelu_tanh": partial(activations.gelu_and_mul.reference, approximate="tanh"),
+    "swigluoai": partial(activations.swigluoai_and_mul.reference, alpha=1.702, limit=7.0),
+    "silu_no_mul": functional.silu,
+    "gelu_no_mul": activations.gelu.reference,
+    "gelu_tanh_no_mul": partial(activations.gelu.reference, approximate="tanh"),
+    "relu2_no_mul": activations.relu2.reference,
+}
+"""The activation of an expert by name; those without a gate end with ``_no_mul``."""
+PLAIN_ACTIVATIONS = tuple(name for name in ACTIVATIONS if name.endswith("_no_mul"))
+GATED_ACTIVATIONS = tuple(name for name in ACTIVATIONS if name not in PLAIN_ACTIVATIONS)
 
 
 # -- alignment for grouped matrix products ----------------------------------------------------------------------------
@@ -100,6 +116,14 @@ def _align_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("empty batch", 0, 4, 16, 16, serving=False)
 
 
+def _local(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """The expert of each pair as numbered on this rank, flat, int64; -1 where there is none."""
+    ids = topk_ids.flatten().long()
+    if expert_map is None:
+        return ids
+    return torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], -1)
+
+
 @operator(
     modes=OPAQUE,
     fake=_align_fake,
@@ -130,7 +154,27 @@ def moe_align_block_size(
         expert of each block as numbered on this rank; -1 for blocks behind the last one in use.
         ``num_tokens_post_padded``, ``[1]``, int32: places up to there.
     """
-    raise NotImplementedError
+    pairs, device = topk_ids.numel(), topk_ids.device
+    blocks = aligned_blocks(pairs, block_size, num_experts)
+    places = blocks * block_size
+    sorted_token_ids = torch.full((places + 1,), pairs, dtype=torch.int32, device=device)  # and one for what is dropped
+    local = _local(topk_ids, expert_map)
+    local = torch.where(local < 0, num_experts, local)  # sorts to the end
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(
+        0, local, torch.ones_like(local)
+    )
+    used = (counts + block_size - 1) // block_size
+    used[num_experts] = 0
+    order = local.argsort(stable=True)
+    expert = local[order]
+    rank = torch.arange(pairs, device=device) - (counts.cumsum(0) - counts)[expert]
+    place = ((used.cumsum(0) - used) * block_size)[expert] + rank
+    sorted_token_ids[torch.where(expert < num_experts, place, places)] = order.int()
+    ends = used.cumsum(0)[:num_experts]
+    block = torch.arange(blocks, device=device)
+    expert_ids = torch.searchsorted(ends, block, right=True)
+    expert_ids = torch.where(expert_ids < num_experts, expert_ids, -1).int()
+    return sorted_token_ids[:places], expert_ids, (used.sum() * block_size).int().reshape(1)
 
 
 # -- sum over a token's experts ---------------------------------------------------------------------------------------
@@ -181,7 +225,8 @@ def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
     Returns:
         ``[tokens, hidden]``, dtype of ``x``: ``out`` where given.
     """
-    raise NotImplementedError
+    total = x.to(torch.promote_types(x.dtype, torch.float32)).sum(dim=1).to(x.dtype)
+    return total if out is None else out.copy_(total)
 
 
 # -- the experts ------------------------------------------------------------------------------------------------------
@@ -252,6 +297,43 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("empty batch", 0, 8, 2, 64, 32, serving=False)
 
 
+def mixture(
+    hidden_states: Tensor,
+    experts: int,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: Tensor | None,
+    out: Tensor | None,
+    first: Product,
+    second: Product,
+    activations: Mapping[str, Callable[[Tensor], Tensor]] = ACTIVATIONS,
+) -> Tensor:
+    """The experts of each token, whose two products are given, expert by expert.
+
+    Waits for the device once, for their loads.
+    """
+    if activation not in activations:
+        raise NotImplementedError(f"activation '{activation}'")
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    total = torch.zeros(hidden_states.shape, dtype=wide, device=hidden_states.device)
+    local = _local(topk_ids, expert_map)
+    order = local.argsort(stable=True)
+    loads: list[int] = torch.bincount(local + 1, minlength=experts + 1).tolist()
+    weights = topk_weights.flatten().to(wide)
+    for expert, pairs in enumerate(torch.split(order, loads), start=-1):
+        if expert < 0 or len(pairs) == 0:
+            continue
+        tokens, weight = pairs // topk_ids.shape[1], weights[pairs, None]
+        x = hidden_states[tokens].to(wide)
+        y = second(expert, activations[activation](first(expert, x * weight if apply_router_weight_on_input else x)))
+        # A token has an expert once, so no two rows of one addition meet and the order of the sum is fixed.
+        total.index_add_(0, tokens, y if apply_router_weight_on_input else y * weight)
+    result = total.to(hidden_states.dtype)
+    return result if out is None else out.copy_(result)
+
+
 @operator(
     weights=("w13", "w2"),
     writes=OUTPUT,
@@ -265,6 +347,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     mean_error=CHAIN,
     workload=tokens_workload,
     work=_work,
+    waits=True,
 )
 def fused_moe(
     hidden_states: Tensor,
@@ -307,4 +390,12 @@ def fused_moe(
     Returns:
         Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
     """
-    raise NotImplementedError
+
+    def product(weight: Tensor, bias: Tensor | None) -> Product:
+        def of(expert: int, x: Tensor) -> Tensor:
+            return functional.linear(x, weight[expert].to(x.dtype), None if bias is None else bias[expert].to(x.dtype))
+
+        return of
+
+    routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
+    return mixture(hidden_states, w13.shape[0], *routing, product(w13, w13_bias), product(w2, w2_bias))

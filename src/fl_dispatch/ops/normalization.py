@@ -1,4 +1,8 @@
-"""Normalization operators."""
+"""Normalization operators.
+
+References round as vLLM's own native operators do, so that a model gives the same tokens. With a residual they take the
+sum in float32 and normalize the *unrounded* sum; the returned sum is rounded to the input dtype.
+"""
 
 from __future__ import annotations
 
@@ -108,6 +112,24 @@ def _layer_norm_samples(dtype: torch.dtype, device: torch.device, generator: tor
         yield Sample(f"scale {scale:g}", (x, normal(128), normal(128), 1e-5), serving=False)
 
 
+def _normalized(x: Tensor, residual: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The sum and its normalization, both in at least float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
+    return total, total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + epsilon)
+
+
+def _result(y: Tensor, total: Tensor, x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    y = y.to(x.dtype).contiguous()
+    if residual is None:
+        return y
+    total = total.to(x.dtype).contiguous()
+    if torch.compiler.is_compiling():
+        # Inductor would add the two again in the next norm. It has to have the sum in memory for a view like this.
+        total = total.as_strided(tuple(total.shape), total.stride())
+    return y, total
+
+
 @operator(
     writes=FUSED_WRITES,
     layer=NORM_LAYER,
@@ -135,7 +157,12 @@ def rms_norm(
     Returns:
         ``y``, shape and dtype of ``x``; with a residual the pair ``(y, s)``.
     """
-    raise NotImplementedError
+    total, y = _normalized(x, residual, epsilon)
+    if weight is not None:
+        # Rounded before the product, as in vLLM and in Llama's original code. A half weight on a wide input rounds
+        # nothing.
+        y = y.to(torch.promote_types(x.dtype, weight.dtype)) * weight
+    return _result(y, total, x, residual)
 
 
 @operator(
@@ -164,7 +191,10 @@ def gemma_rms_norm(
     Returns:
         ``y``, shape and dtype of ``x``; with a residual the pair ``(y, x + residual)``.
     """
-    raise NotImplementedError
+    total, y = _normalized(x, residual, epsilon)
+    if weight is not None:
+        y = y * (1.0 + weight.to(y.dtype))  # one rounding only, after the product
+    return _result(y, total, x, residual)
 
 
 @operator(
@@ -201,7 +231,18 @@ def rms_norm_gated(
     Returns:
         Shape and dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate = gate.to(wide)
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"there is no activation '{activation}' here, only silu and sigmoid")
+    factor = torch.nn.functional.silu(gate) if activation == "silu" else gate.sigmoid()
+    total = x.to(wide) if norm_first else x.to(wide) * factor
+    size = group_size or x.shape[-1]
+    groups = total.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    y = (groups * torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + epsilon)).flatten(-2)
+    if weight is not None:
+        y = y * weight.to(wide)
+    return (y * factor if norm_first else y).to(x.dtype).contiguous()
 
 
 @operator(
@@ -226,4 +267,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Returns:
         Shape and dtype of ``x``, contiguous.
     """
-    raise NotImplementedError
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
+    return torch.nn.functional.layer_norm(x.to(wide), x.shape[-1:], weight, bias, epsilon).to(x.dtype).contiguous()

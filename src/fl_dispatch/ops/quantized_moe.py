@@ -11,9 +11,22 @@ from torch import Tensor
 from .declaration import Sample, Work, operator, row_terms
 from .inputs import mixtures, shapes
 from .inputs.mixtures import Mixture
-from .moe import CHAIN, OPAQUE, OUTPUT, PLAIN_ACTIVATIONS, TOLERANCES, empty_mixture, read_experts, tokens_workload
-from .quantization import FP8
+from .moe import (
+    CHAIN,
+    OPAQUE,
+    OUTPUT,
+    PLAIN_ACTIVATIONS,
+    TOLERANCES,
+    Product,
+    empty_mixture,
+    mixture,
+    read_experts,
+    tokens_workload,
+)
+from .quantization import FP8, ROW, TENSOR, quantize, scaled_linear, weight_only_linear
 
+ScaledLinear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, str, int], Tensor]
+"""As the operator ``scaled_linear``."""
 NARROW_PAIRS = 32
 """Pairs of a token and a choice for each expert beyond which the first product of bfloat16 with blocks may be summed
 with fewer bits."""
@@ -102,7 +115,78 @@ def _fp8_terms(
     return w2.shape[2] + narrow * QUANTIZED_OTHERWISE
 
 
-@operator(
+def scaled_experts(multiply: ScaledLinear) -> Callable[..., Tensor]:
+    """The operator ``scaled_moe`` around another product of an expert."""
+
+    def scaled_moe(
+        hidden_states: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: str = "silu",
+        apply_router_weight_on_input: bool = False,
+        expert_map: Tensor | None = None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        x13_scale: Tensor | None = None,
+        x2_scale: Tensor | None = None,
+        block_size: int = 0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As :data:`fused_moe`, where each product is :data:`quantize` of its rows and then :data:`scaled_linear`.
+
+        Between the two products numbers are at least float32, because a half type would decide how they are quantized.
+        So matrix units may sum fp8 with fewer bits in the second product, and in the first one where
+        :func:`sums_narrow` says so.
+
+        Args:
+            hidden_states: ``[tokens, hidden]``, floating point.
+            w13: ``[local experts, 2 * inner, hidden]``, int8 or float8_e4m3fn, which rows become too; ``[.., inner,
+                ..]`` without a gate.
+            w13_scale: ``[local experts, rows of w13, 1]``, float32; with blocks ``[local experts, ceil(rows /
+                block_size), ceil(hidden / block_size)]``.
+            w2: ``[local experts, hidden, inner]``, dtype of ``w13``.
+            w2_scale: likewise.
+            topk_weights: as for ``fused_moe``.
+            topk_ids: as for ``fused_moe``.
+            activation: as for ``fused_moe``.
+            apply_router_weight_on_input: as for ``fused_moe``.
+            expert_map: as for ``fused_moe``.
+            w13_bias: ``[local experts, rows of w13]``, floating point, or ``None``.
+            w2_bias: ``[local experts, hidden]``, likewise.
+            x13_scale: ``[local experts]``, float32: the scale of the first product's rows, found before; or ``None``,
+                and each row has one, or ``block_size`` elements of it. Only without blocks.
+            x2_scale: of the second product's rows, likewise.
+            block_size: as for ``scaled_linear``.
+            out: as for ``fused_moe``.
+
+        Returns:
+            Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
+        """
+        kind = "int8" if w13.dtype is torch.int8 else "float8_e4m3fn"  # verification widens what is not integer
+
+        def product(weight: Tensor, scale: Tensor, bias: Tensor | None, given: Tensor | None) -> Product:
+            def of(expert: int, x: Tensor) -> Tensor:
+                if given is None:
+                    rows = quantize.reference(x, kind, block_size or ROW)
+                else:
+                    rows = quantize.reference(x, kind, TENSOR, given[expert : expert + 1])
+                added = None if bias is None else bias[expert]
+                return multiply(*rows, weight[expert], scale[expert], added, "float32", block_size)
+
+            return of
+
+        routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
+        first, second = product(w13, w13_scale, w13_bias, x13_scale), product(w2, w2_scale, w2_bias, x2_scale)
+        return mixture(hidden_states, w13.shape[0], *routing, first, second)
+
+    return scaled_moe
+
+
+scaled_moe = operator(
     weights=("w13", "w13_scale", "w2", "w2_scale"),
     writes=OUTPUT,
     modes=OPAQUE,
@@ -116,56 +200,8 @@ def _fp8_terms(
     mean_error=CHAIN,
     workload=tokens_workload,
     work=_work,
-)
-def scaled_moe(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    x13_scale: Tensor | None = None,
-    x2_scale: Tensor | None = None,
-    block_size: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """As :data:`fused_moe`, where each product is :data:`quantize` of its rows and then :data:`scaled_linear`.
-
-    Between the two products numbers are at least float32, because a half type would decide how they are quantized. So
-    matrix units may sum fp8 with fewer bits in the second product, and in the first one where :func:`sums_narrow` says
-    so.
-
-    Args:
-        hidden_states: ``[tokens, hidden]``, floating point.
-        w13: ``[local experts, 2 * inner, hidden]``, int8 or float8_e4m3fn, which rows become too; ``[.., inner, ..]``
-            without a gate.
-        w13_scale: ``[local experts, rows of w13, 1]``, float32; with blocks ``[local experts, ceil(rows / block_size),
-            ceil(hidden / block_size)]``.
-        w2: ``[local experts, hidden, inner]``, dtype of ``w13``.
-        w2_scale: likewise.
-        topk_weights: as for ``fused_moe``.
-        topk_ids: as for ``fused_moe``.
-        activation: as for ``fused_moe``.
-        apply_router_weight_on_input: as for ``fused_moe``.
-        expert_map: as for ``fused_moe``.
-        w13_bias: ``[local experts, rows of w13]``, floating point, or ``None``.
-        w2_bias: ``[local experts, hidden]``, likewise.
-        x13_scale: ``[local experts]``, float32: the scale of the first product's rows, found before; or ``None``, and
-            each row has one, or ``block_size`` elements of it. Only without blocks.
-        x2_scale: of the second product's rows, likewise.
-        block_size: as for ``scaled_linear``.
-        out: as for ``fused_moe``.
-
-    Returns:
-        Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
-    """
-    raise NotImplementedError
+    waits=True,
+)(scaled_experts(scaled_linear.reference))
 
 
 # -- weights alone quantized ------------------------------------------------------------------------------------------
@@ -203,6 +239,7 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     mean_error=CHAIN,
     workload=tokens_workload,
     work=_work,
+    waits=True,
 )
 def weight_only_moe(
     hidden_states: Tensor,
@@ -244,4 +281,14 @@ def weight_only_moe(
     Returns:
         Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
     """
-    raise NotImplementedError
+
+    def product(weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Product:
+        def of(expert: int, x: Tensor) -> Tensor:
+            zeros, added = (None if one is None else one[expert] for one in (zero, bias))
+            return weight_only_linear.reference(x, weight[expert], scale[expert], zeros, added)
+
+        return of
+
+    routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
+    first, second = product(w13, w13_scale, w13_zero, w13_bias), product(w2, w2_scale, w2_zero, w2_bias)
+    return mixture(hidden_states, w13.shape[0], *routing, first, second)

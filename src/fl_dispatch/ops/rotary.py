@@ -120,6 +120,16 @@ def _probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator
     yield sample("128 heads", 5, (128, 8), 64, serving=False)
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The rotated leading elements of each head, ``[tokens, heads, rotary_dim]``, in the dtype of ``cos``."""
+    part = x[..., : 2 * cos.shape[-1]].to(cos.dtype)
+    if interleaved:
+        first, second = part[..., 0::2], part[..., 1::2]
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    first, second = part.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 @operator(
     writes={"query": Write(Access.UPDATE, given="inplace"), "key": Write(Access.UPDATE, given="inplace")},
     layer=LayerForm(),
@@ -133,6 +143,7 @@ def _probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator
     mean_error=SEVERAL_ROUNDINGS,
     workload=_workload,
     work=_work,
+    batch_invariant=True,
 )
 def rotary_embedding(
     query: Tensor,
@@ -161,4 +172,14 @@ def rotary_embedding(
     Returns:
         ``(query, key)`` rotated, shapes and dtypes of the inputs; ``key`` is ``None`` when none was given.
     """
-    raise NotImplementedError
+    wide = torch.promote_types(torch.promote_types(query.dtype, cos.dtype), torch.float32)
+    cos, sin = (table[position_ids].unsqueeze(1).to(wide) for table in (cos, sin))
+
+    def apply(x: Tensor) -> Tensor:
+        rotated = _rotated(x, cos, sin, rotary_interleaved).to(x.dtype)
+        if not inplace:
+            return torch.cat((rotated, x[..., rotated.shape[-1] :]), dim=-1).contiguous()
+        x[..., : rotated.shape[-1]] = rotated
+        return x
+
+    return apply(query), None if key is None else apply(key)

@@ -93,6 +93,42 @@ def _samples(score: Callable[[Tensor], Tensor], spread: float) -> Samples:
     return samples
 
 
+def scores(router_logits: Tensor, scoring_func: str) -> Tensor:
+    """The experts' scores, at least float32."""
+    wide = router_logits.to(torch.promote_types(router_logits.dtype, torch.float32))
+    if scoring_func == "softmax":
+        return wide.softmax(dim=-1)
+    if scoring_func == "sigmoid":
+        return wide.sigmoid()
+    raise NotImplementedError(f"scoring_func '{scoring_func}'")
+
+
+def _result(scores: Tensor, chosen: Tensor, topk: int, renormalize: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the experts that are best by ``chosen``."""
+    ids = chosen.topk(topk, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    return (weights * factor).float(), ids.int()
+
+
+def best(scores: Tensor, topk: int, renormalize: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the experts with the best scores."""
+    return _result(scores, scores if bias is None else scores + bias, topk, renormalize)
+
+
+def best_of_groups(
+    scores: Tensor, topk: int, num_groups: int, topk_group: int, renormalize: bool, factor: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same of the experts in the best groups."""
+    groups = (len(scores), num_groups, scores.shape[-1] // num_groups)
+    grouped = (scores if bias is None else scores + bias).view(groups)
+    values = grouped.amax(dim=-1) if bias is None else grouped.topk(2, dim=-1).values.sum(dim=-1)
+    inside = torch.zeros_like(values).scatter(-1, values.topk(topk_group, dim=-1).indices, 1.0) > 0
+    chosen = grouped.masked_fill(~inside.unsqueeze(-1), float("-inf")).flatten(-2)
+    return _result(scores, chosen, topk, renormalize, factor)
+
+
 @operator(
     modes=MODES,
     fake=_fake,
@@ -118,7 +154,7 @@ def topk_softmax(
         Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
         what the choice was made by; the order of equal ones is unspecified.
     """
-    raise NotImplementedError
+    return best(scores(router_logits, "softmax"), topk, renormalize, bias)
 
 
 @operator(
@@ -144,7 +180,7 @@ def topk_sigmoid(
         Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
         what the choice was made by; the order of equal ones is unspecified.
     """
-    raise NotImplementedError
+    return best(scores(router_logits, "sigmoid"), topk, renormalize, bias)
 
 
 def _grouped_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
@@ -227,4 +263,5 @@ def grouped_topk(
         Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
         what the choice was made by; the order of equal ones is unspecified.
     """
-    raise NotImplementedError
+    found = scores(router_logits, scoring_func)
+    return best_of_groups(found, topk, num_expert_group, topk_group, renormalize, routed_scaling_factor, bias)

@@ -5,10 +5,13 @@ As in :mod:`.recurrent` an operator for prompts takes ragged sequences, and one 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .declaration import SEVERAL_ROUNDINGS, Work, operator
 from .inputs import shapes, state_space
+from .recurrent import first_state, sequences
 from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, prefill, small_state, states_bytes
 
 
@@ -19,6 +22,10 @@ def _fake(x: Tensor) -> Tensor:
 def _work(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, state_indices: Tensor) -> Work:
     moved = 2 * bytes_of(x) + bytes_of(dt, a, b, c) + states_bytes(states, len(state_indices))
     return Work(moved, 5 * x.shape[0] * states.shape[1:].numel())
+
+
+CHUNK = 64
+"""Tokens of a sequence that are taken at a time."""
 
 
 @operator(
@@ -35,6 +42,7 @@ def _work(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor
     workload=prefill,
     phases=True,
     work=_work,
+    waits=True,
 )
 def selective_scan(
     x: Tensor,
@@ -78,7 +86,64 @@ def selective_scan(
     Returns:
         ``[tokens, heads, head_dim]``, dtype of ``x``. Rows that no sequence covers are unspecified.
     """
-    raise NotImplementedError
+    out, wide = x.new_zeros(x.shape), torch.promote_types(x.dtype, torch.float32)
+    for request, begin, end in sequences(query_start_loc):
+        slot = state_indices[request]
+        state = first_state(states, slot, has_state, request).to(wide)
+        for first in range(begin, end, CHUNK):
+            rows = slice(first, min(first + CHUNK, end))
+            tokens, step = x[rows].to(wide), _step(dt[rows], dt_bias, wide)
+            through = _chunk if a.dim() == 1 else _walk
+            result, state = through(state, tokens, step, a.to(wide), b[rows].to(wide), c[rows].to(wide))
+            out[rows] = _with_token(result, tokens, d).to(out.dtype)
+        states[slot] = state.to(states.dtype)
+    return out
+
+
+def _chunk(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Some tokens of one sequence at once, with one decay a head (Dao and Gu, arXiv 2405.21060, section 6).
+
+    Args:
+        state: ``[heads, head_dim, state_size]``.
+        x: ``[tokens, heads, head_dim]``.
+        step: ``[tokens, heads]``.
+        a: ``[heads]``.
+        b, c: ``[tokens, groups, state_size]``.
+
+    Returns:
+        ``[tokens, heads, head_dim]``, and the state behind the last token.
+    """
+    group = x.shape[1] // b.shape[1]
+    x, total, b, c = (each.transpose(0, 1) for each in (x * step[:, :, None], (step * a).cumsum(0), b, c))
+    since = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, i, j]: the decay from j to i
+    first = total.exp()[:, :, None]  # that of the first state
+    among_tokens = (c @ b.mT).repeat_interleave(group, dim=0) * since
+    written, read = b.repeat_interleave(group, dim=0), c.repeat_interleave(group, dim=0)
+    result = first * (read @ state.mT) + among_tokens @ x
+    left = since[:, -1, :, None]  # the decay from each token to the last one
+    return result.transpose(0, 1), first[:, -1:] * state + (x * left).mT @ written
+
+
+def _walk(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`_chunk` with ``a`` of ``[heads, state_size]``, one token after the other."""
+    group, results = x.shape[1] // b.shape[1], []
+    for token, lasts, into, out_of in zip(x, step[:, :, None], b, c, strict=True):
+        state = _next(state, token, lasts, a, into.repeat_interleave(group, dim=0))
+        results.append((state * out_of.repeat_interleave(group, dim=0)[:, None, :]).sum(2))
+    return torch.stack(results), state
+
+
+def _next(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A state ``[..., heads, head_dim, state_size]`` behind one more token.
+
+    Args:
+        state: the one before it.
+        x: ``[..., heads, head_dim]``.
+        step: ``[..., heads, 1]``.
+        a: ``[heads, 1]``, or ``[heads, state_size]``.
+        b: ``[..., heads, state_size]``.
+    """
+    return (step * a).exp()[..., None, :] * state + (x * step)[..., None] * b[..., None, :]
 
 
 @operator(
@@ -123,4 +188,21 @@ def selective_state_update(
     Returns:
         ``[requests, heads, head_dim]``, dtype of ``x``.
     """
-    raise NotImplementedError
+    slots, group, wide = state_indices.long(), x.shape[1] // b.shape[1], torch.promote_types(x.dtype, torch.float32)
+    tokens, step = x.to(wide), _step(dt, dt_bias, wide)
+    written, read = (tensor.to(wide).repeat_interleave(group, dim=1) for tensor in (b, c))
+    decays = a.to(wide).view(len(a), -1)
+    state = _next(states[slots].to(wide), tokens, step[:, :, None], decays, written)
+    states[slots] = state.to(states.dtype)
+    return _with_token((state @ read[..., None]).squeeze(3), tokens, d).to(x.dtype)
+
+
+def _step(dt: Tensor, dt_bias: Tensor | None, wide: torch.dtype) -> Tensor:
+    """How long each token lasts, ``[tokens, heads]``."""
+    dt = dt.to(wide)
+    return functional.softplus(dt if dt_bias is None else dt + dt_bias.to(wide))
+
+
+def _with_token(read: Tensor, x: Tensor, d: Tensor | None) -> Tensor:
+    """``[tokens, heads, head_dim]``: what a state gives, and the part of the token that passes it by."""
+    return read if d is None else read + d.to(x.dtype)[:, None] * x

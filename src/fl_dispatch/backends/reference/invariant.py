@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
+from fl_dispatch.ops.normalization import gemma_rms_norm, layer_norm, rms_norm
+from fl_dispatch.ops.routing import topk_softmax
 
-from .impl import invariant, invariant_attention, normalization, routing
+from .impl import invariant, invariant_attention
 
 
 class InvariantBackend(Backend):
@@ -13,10 +15,10 @@ class InvariantBackend(Backend):
     linear = staticmethod(invariant.linear)
     silu_and_mul = staticmethod(invariant.silu_and_mul)
     gelu_and_mul = staticmethod(invariant.gelu_and_mul)
-    rms_norm = staticmethod(normalization.rms_norm)
-    gemma_rms_norm = staticmethod(normalization.gemma_rms_norm)
-    layer_norm = staticmethod(normalization.layer_norm)
-    topk_softmax = staticmethod(routing.topk_softmax)
+    rms_norm = staticmethod(rms_norm.reference)
+    gemma_rms_norm = staticmethod(gemma_rms_norm.reference)
+    layer_norm = staticmethod(layer_norm.reference)
+    topk_softmax = staticmethod(topk_softmax.reference)
     topk_sigmoid = staticmethod(invariant.topk_sigmoid)
     grouped_topk = staticmethod(invariant.grouped_topk)
     fused_moe = staticmethod(invariant.fused_moe)

@@ -7,28 +7,12 @@ from typing import Any
 
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.devices import CPU
+from fl_dispatch.ops import OPERATORS, Operator
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
 from .impl.invariant import supports_row
 from .invariant import InvariantBackend
 from .reference import ReferenceBackend
-
-WAITS = (
-    "kv_cache_write",
-    "rotary_embedding_kv_cache_write",
-    "paged_attention",
-    "mla_decode",
-    "mla_prefill",
-    "causal_conv1d",
-    "gated_delta_rule",
-    "selective_scan",
-    "fused_moe",
-    "scaled_moe",
-    "weight_only_moe",
-)
-"""The references that read numbers back from the device, so that no graph can hold them."""
-INVARIANT = ("rotary_embedding", "kv_cache_write", "rotary_embedding_kv_cache_write")
-"""The references whose rows do not depend on the batch: products, sums and differences of two numbers, and copies."""
 
 
 def register_builtins(registry: Registry) -> None:
@@ -48,9 +32,11 @@ def register_builtins(registry: Registry) -> None:
         opaque=True,  # Inductor would fuse, and choose other sums
         device_types=(CPU.torch_type,),
     )
-    registry.register_many([*(replace(impl, properties=_properties(impl.op_name)) for impl in found), *invariant])
+    registry.register_many(
+        [*(replace(impl, properties=_properties(OPERATORS[impl.op_name])) for impl in found), *invariant]
+    )
 
 
-def _properties(op_name: str) -> dict[str, Any]:
-    graphs = {"graphs": False} if op_name in WAITS else {}
-    return {**graphs, "batch_invariant": True} if op_name in INVARIANT else graphs
+def _properties(operator: Operator) -> dict[str, Any]:
+    graphs = {"graphs": False} if operator.waits else {}
+    return {**graphs, "batch_invariant": True} if operator.batch_invariant else graphs

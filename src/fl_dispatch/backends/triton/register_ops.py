@@ -109,12 +109,12 @@ def register_builtins(registry: Registry) -> None:
 
 
 def _implementation(kernel: Kernel, backend: Backend) -> OpImpl:
-    """A kernel as the registry has it: the operator's prototype where Triton cannot run, so that decisions say why."""
+    """A kernel as the registry has it: the operator's reference where Triton cannot run, so that decisions say why."""
     absent = OpImpl(
         kernel.op_name,
         kernel.impl_id,
         BackendImplKind.DEFAULT,
-        OPERATORS[kernel.op_name].prototype,
+        OPERATORS[kernel.op_name].reference,
         priority=PRIORITY,
         available=backend.is_available,
     )

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...backends.reference.impl import activation, attention, normalization, rotary
 from ...backends.reference.reference import ReferenceBackend
+from ...ops.activation import mul_and_silu, silu_and_mul
+from ...ops.attention import paged_attention
+from ...ops.normalization import rms_norm
+from ...ops.rotary import rotary_embedding
 from ...types import BackendImplKind, OpImpl
 
 if TYPE_CHECKING:
@@ -27,15 +30,15 @@ DENSE = 320
 def one_shape(x: Tensor) -> Tensor:
     """Wrong for one layer's shape: gate and up change places."""
     if x.shape[-1] == DENSE:
-        return activation.mul_and_silu(x)
-    return activation.silu_and_mul(x)
+        return mul_and_silu.reference(x)
+    return silu_and_mul.reference(x)
 
 
 def bfloat16_only(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Wrong in bfloat16: the last vector of a row, eight columns, is never written."""
-    result = normalization.rms_norm(x, residual, weight, epsilon)
+    result = rms_norm.reference(x, residual, weight, epsilon)
     if x.dtype is torch.bfloat16:
         y = result[0] if isinstance(result, tuple) else result
         y[..., -8:] = 0
@@ -44,7 +47,7 @@ def bfloat16_only(
 
 def beyond_256(x: Tensor) -> Tensor:
     """Wrong for batches of more than 256 tokens: the grid ends there, and begins anew."""
-    y = activation.silu_and_mul(x)
+    y = silu_and_mul.reference(x)
     rows = y.view(-1, y.shape[-1])
     if len(rows) > 256:
         rows[256:] = rows[: len(rows) - 256].clone()[: len(rows) - 256]
@@ -65,12 +68,12 @@ def leftover(
 ) -> tuple[Tensor, Tensor | None]:
     """Wrong only after another request: the positions of the first batch of the same size are kept."""
     positions = _kept.setdefault(len(position_ids), position_ids.clone())
-    return rotary.rotary_embedding(query, key, cos, sin, positions, rotary_interleaved, inplace)
+    return rotary_embedding.reference(query, key, cos, sin, positions, rotary_interleaved, inplace)
 
 
 def one_rank(x: Tensor) -> Tensor:
     """Wrong at rank 1: it takes another rank's part for its own, and half of the columns stay zero."""
-    y = activation.silu_and_mul(x)
+    y = silu_and_mul.reference(x)
     if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
         y[..., y.shape[-1] // 2 :] = 0
     return y
@@ -80,7 +83,7 @@ def dies(x: Tensor) -> Tensor:
     """Ends the process in batches of more than 256 tokens."""
     if x.numel() // x.shape[-1] > 256:
         os._exit(7)
-    return activation.silu_and_mul(x)
+    return silu_and_mul.reference(x)
 
 
 def other_norm(
@@ -119,7 +122,7 @@ def other_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Right, and rounds otherwise: the queries are scaled, and rounded, beforehand."""
-    return attention.paged_attention(
+    return paged_attention.reference(
         (query.float() * scale).to(query.dtype),
         key_cache,
         value_cache,

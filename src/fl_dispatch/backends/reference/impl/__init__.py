@@ -1,1 +1,22 @@
-"""One function an operator, one file a family."""
+"""The batch-invariant forms, and the references by document 000's paths, such as ``impl.normalization.rms_norm``."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from fl_dispatch.ops import FAMILIES, Operator
+
+
+def _references(family: ModuleType) -> ModuleType:
+    """A family of operators as a module of functions: each operator is its reference."""
+    module = ModuleType(f"{__name__}.{family.__name__.rpartition('.')[2]}", family.__doc__)
+    for name, value in vars(family).items():
+        if not name.startswith("__"):
+            setattr(module, name, value.reference if isinstance(value, Operator) else value)
+    return module
+
+
+for _module in map(_references, FAMILIES):
+    sys.modules[_module.__name__] = _module
+    globals()[_module.__name__.rpartition(".")[2]] = _module

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import moe, routing
+from fl_dispatch.ops import moe, routing
 
 ROWS = 32
 """Rows of each product."""

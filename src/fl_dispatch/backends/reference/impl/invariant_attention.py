@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import read
+from fl_dispatch.ops.attention import read
+
 from .invariant import INNER
 
 QUERIES = 8

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import prepared
-from fl_dispatch.backends.reference.impl import moe as reference
+from fl_dispatch.ops import moe as declared
 
 from .expert_shapes import mismatch
 from .limits import problem, rounds
@@ -87,7 +87,7 @@ def fused_moe(
         raise IndexError(f"a choice names none of {len(w13)} experts")
     if packed13 is None or packed2 is None or least < 0:
         biases = (w13_bias, w2_bias)
-        return reference.fused_moe(
+        return declared.fused_moe.reference(
             hidden_states, w13, w2, topk_weights, topk_ids, activation, False, None, *biases, out
         )
     if out is None:

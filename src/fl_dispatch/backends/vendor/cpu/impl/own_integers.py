@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import cpp, native
-from fl_dispatch.backends.reference.impl.moe import scaled_experts
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from fl_dispatch.ops.quantized_moe import scaled_experts
 
 from .. import library
 from .expert_shapes import mismatch

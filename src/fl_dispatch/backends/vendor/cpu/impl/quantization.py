@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import prepared
-from fl_dispatch.backends.reference.impl import quantization as reference
+from fl_dispatch.ops import quantization as declared
 from fl_dispatch.ops.quantization import LEAST_SCALE
 
 from .. import library
@@ -50,7 +50,7 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
         rows = x.view(-1, x.shape[-1])
         torch.ops._C.dynamic_scaled_int8_quant(out.view(rows.shape), rows, scales.view(-1, 1), None)
         if not math.isfinite(rows.sum(dtype=torch.float32)) or bool((scales < LEAST_SCALE).any()):
-            return reference.quantize(x, dtype, group_size, scale)
+            return declared.quantize.reference(x, dtype, group_size, scale)
     return out, scales
 
 
@@ -118,7 +118,7 @@ def weight_only_linear(
         packed = prepared.of(weight, "vendor.cpu.onednn", _four_bits)
         scales = prepared.of(scale, "vendor.cpu.onednn", _pairs)
         if packed is None or scales is None or not x.numel():
-            return reference.weight_only_linear(x, weight, scale, zero, bias)
+            return declared.weight_only_linear.reference(x, weight, scale, zero, bias)
         size = x.shape[-1] // scale.shape[1]
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, size, scales)
     if bias is not None:
@@ -128,7 +128,7 @@ def weight_only_linear(
 
 def _four_bits(weight: Tensor, before: Tensor | None) -> Tensor | None:
     """As PyTorch's kernel has numbers of 4 bits."""
-    found: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(reference.unpacked(weight.detach()).int(), 1)
+    found: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(declared.unpacked(weight.detach()).int(), 1)
     return found
 
 
