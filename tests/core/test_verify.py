@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from builders import impl
 from fl_dispatch import DispatchError, NotSupported, call_op, get_default_manager
-from fl_dispatch.backends.reference.impl.attention import kv_cache_write
 from fl_dispatch.evidence.pytest_plugin import verified
 from fl_dispatch.evidence.verify import Verification, implementations, verify
 from fl_dispatch.ops import FEW_TERMS, OPERATORS, Sample
@@ -177,7 +176,7 @@ def test_an_output_of_another_dtype_shape_or_layout_is_named(change: Callable[[T
 
 def test_state_that_the_call_does_not_address_may_not_change_at_all() -> None:
     def spill(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-        kv_cache_write(key, value, key_cache, value_cache, slot_mapping)
+        OPERATORS["kv_cache_write"].reference(key, value, key_cache, value_cache, slot_mapping)
         key_cache[-1, -1, -1, -1] += 1e-6
 
     assert "of 'key_cache' that the call does not address" in only_problem(check(spill, "kv_cache_write"))

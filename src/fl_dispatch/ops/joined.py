@@ -283,9 +283,7 @@ def rotary_embedding_kv_cache_write(
     Returns:
         ``(query, key)`` rotated, shapes and dtypes of the inputs, contiguous.
     """
-    turned, keys = rotary_embedding.reference(
-        query, key, cos, sin, position_ids, rotary_interleaved, inplace=False
-    )
+    turned, keys = rotary_embedding.reference(query, key, cos, sin, position_ids, rotary_interleaved, inplace=False)
     assert keys is not None
     kv_cache_write.reference(keys, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     return turned, keys
