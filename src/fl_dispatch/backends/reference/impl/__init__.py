@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from types import ModuleType
 
 from fl_dispatch.ops import FAMILIES, Operator
@@ -10,7 +12,7 @@ from fl_dispatch.ops import FAMILIES, Operator
 
 def _references(family: ModuleType) -> ModuleType:
     """A family of operators as a module of functions: each operator is its reference."""
-    module = ModuleType(f"{__name__}.{family.__name__.rpartition('.')[2]}", family.__doc__)
+    module = module_from_spec(ModuleSpec(f"{__name__}.{family.__name__.rpartition('.')[2]}", None))
     for name, value in vars(family).items():
         if not name.startswith("__"):
             setattr(module, name, value.reference if isinstance(value, Operator) else value)
