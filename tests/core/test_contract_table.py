@@ -1,4 +1,4 @@
-"""``docs/guide/contract.md`` names tests that exist, and every test of the failure rules is named there."""
+"""``docs/evidence/contract.md`` names tests that exist, and every test of the failure rules is named there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parents[1] / "docs/guide/contract.md"
+PAGE = TESTS.parents[1] / "docs/evidence/contract.md"
 NAMED = re.compile(r"`([a-z_/]+)::(test_\w+)`")
 ATTACKS = [f"attacks_{what}" for what in ("binding", "compiled", "policy", "recovery", "snapshots")]
 COMPLETE = ["agreement", "compiled", "freezing", "poison", "promises", "recovery", "untraceable", *ATTACKS]

@@ -70,7 +70,8 @@ def test_what_works_names_a_test_and_what_is_refused_quotes_the_sentence() -> No
 
 
 def test_our_own_sentences_name_the_feature_as_the_code_does() -> None:
-    code = [ast.parse(path.read_text()) for path in (ROOT / "src/vllm_fl").rglob("*.py")]
+    folders = (ROOT / "src/vllm_fl", ROOT / "src/fl_transfer")
+    code = [ast.parse(path.read_text()) for folder in folders for path in folder.rglob("*.py")]
     texts = [
         _pattern(node) for tree in code for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)
     ]
