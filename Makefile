@@ -4,7 +4,7 @@
 # make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/test_moe.py: one file)
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full, with vLLM 0.33 too   make mistakes  do tests notice?
 # make lint   ruff, mypy, prose, site   make bench   what a call costs
-# make site   the pages as a site in build/site; open build/site/index.html
+# make site   the pages as a site; open build/site/index.html, or serve that folder over HTTP for its search
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make changes the next version's part of the changelog, from changes/
 # make hosts  other versions of the hosts, Ray and TRL, for tests that need them   make clean   removes what make made
