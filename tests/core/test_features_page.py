@@ -96,7 +96,7 @@ def test_what_works_was_seen_there(column: str, cell: dict[str, Any]) -> None:
 @each
 def test_what_is_refused_is_refused_in_a_test_by_these_words(column: str, cell: dict[str, Any]) -> None:
     if cell["state"] == "refused":
-        packages = PLUGINS.get(column, ["vllm_fl", "sglang_fl"])
+        packages = [*PLUGINS.get(column, ["vllm_fl", "sglang_fl"]), "fl_dispatch/hosting"]
         assert any(cell["says"] in sources(package) for package in packages)
         for test in cell["tests"]:
             (found,) = (ROOT / "tests").rglob(test)
