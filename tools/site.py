@@ -82,7 +82,8 @@ def folders(top: Path) -> str:
         sentence = re.split(r"(?<=\.)\s", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")[0]
         if sentence:
             purpose = re.sub(r"\s+", " ", sentence).replace("``", "`").replace("|", "\\|")
-            rows.append(f"| `{path.parent.relative_to(top.parent)}` | {purpose} |")
+            name = str(path.parent.relative_to(top)).replace("/", "/<wbr>")
+            rows.append(f"| <code>{top.name if name == '.' else name}</code> | {purpose} |")
     if len(rows) == 2:
         log.warning("%s has no folder with a docstring", top)
     return "\n".join(rows)
