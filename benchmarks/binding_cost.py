@@ -23,7 +23,7 @@ import torch
 
 from fl_dispatch import SelectionPolicy, bind_op, call_op, policy_context, set_global_policy
 from fl_dispatch.cli.output import print_table
-from fl_dispatch.hosting.report import RunReport
+from fl_dispatch.hosting.records.report import RunReport
 from fl_dispatch.ops import OPERATORS
 
 X = torch.ones(1, 2)

@@ -1,4 +1,4 @@
-"""Sums over two GPUs of one machine: the kernel of ``fl_dispatch.hosting.one_shot`` beside NCCL, in captured graphs.
+"""Sums over two GPUs of one machine: ``fl_dispatch.hosting.ranks.one_shot`` beside NCCL, in captured graphs.
 
 Two processes, one a GPU, add bfloat16 tensors; a time is the median of replays of a graph of 20 sums, and the slower
 rank's. It is what an engine measures for its tensor-parallel group when it starts, and logs.
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from fl_dispatch.cli.output import print_table
-from fl_dispatch.hosting import one_shot
-from fl_dispatch.hosting.collectives import TorchCollectives
+from fl_dispatch.hosting.ranks import one_shot
+from fl_dispatch.hosting.ranks.collectives import TorchCollectives
 
 RANKS = 2
 

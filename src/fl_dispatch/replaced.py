@@ -1,7 +1,7 @@
 """Backends that put their kernels in the place of PyTorch's own operators (ATen's), in this process.
 
-A backend registers one :class:`AtenReplacement`. The plugins ask all of them through :mod:`fl_dispatch.hosting.aten`,
-and manifests and lists of operators read what runs from :func:`replaced_operators`.
+A backend registers one :class:`AtenReplacement`. The plugins ask all of them through
+:mod:`fl_dispatch.hosting.start.aten`; manifests and lists of operators read :func:`replaced_operators`.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ __version__ = "0.1.0"
 
 def activate_platform() -> str | None:
     """Entry point ``sglang.srt.platforms``: our platform's class path, or ``None`` where SGLang's own should run."""
-    from . import startup
+    from .platform import startup
 
     return startup.detect()
 
 
 def load_plugin() -> None:
     """Entry point ``sglang.srt.plugins``: registers our hooks, if the platform is ours."""
-    from . import startup
+    from .platform import startup
 
     startup.register_hooks()

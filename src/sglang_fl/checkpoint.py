@@ -13,11 +13,12 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from fl_dispatch.hosting import checkpoint_files, ranks
 from fl_dispatch.hosting.loading import allowed as rules
 from fl_dispatch.hosting.loading.account import Account
 from fl_dispatch.hosting.loading.allowed import Allowed
+from fl_dispatch.hosting.loading.files import head_of_its_own, warn_of_unread
 from fl_dispatch.hosting.loading.refusals import naming, refuse_left, refuse_unfilled
+from fl_dispatch.hosting.ranks import agreement
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def untie(runner: ModelRunner) -> None:
         return
     loader = DefaultModelLoader(LoadConfig(load_format=args.load_format, download_dir=args.download_dir))
     files = loader._prepare_weights(model.model_path, model.revision, fall_back_to_pt=True)[1]
-    if (head := checkpoint_files.head_of_its_own(files)) is not None:
+    if (head := head_of_its_own(files)) is not None:
         logger.warning(
             "config.json of %s ties the head to the embedding, and the file has another head, '%s', which is "
             "served; 'tie_word_embeddings': false says so in config.json",
@@ -101,7 +102,7 @@ def loads(runner: ModelRunner) -> Iterator[None]:
     if left := account.left(allowed):
         left = account.left((*allowed, *rules.ignored(config.hf_config)))
     if parallel.world_group.world_size > 1:
-        left = ranks.on_all(parallel.world_group.cpu_group, left)
+        left = agreement.on_all(parallel.world_group.cpu_group, left)
     refuse_left(account, left)
 
 
@@ -121,7 +122,7 @@ def load_weights_only(
     with naming(account), account.watching():
         original(model, account.see(weights), target_device)
     refuse_unfilled(account, model, (*UNFILLED, *(rules.OF_TARGET if load.drafts else ())))
-    checkpoint_files.warn_of_unread(account.files)
+    warn_of_unread(account.files)
 
 
 def note_files(original: Callable[..., tuple[str, list[str], bool]], loader: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 
 from fl_dispatch import ConfigError
 from fl_dispatch.devices import DeviceSpec
-from fl_dispatch.hosting import collectives
+from fl_dispatch.hosting.ranks import collectives
 from fl_dispatch.settings import get_settings
 
 PREFIXES = ("SGLANG_FL_", "VLLM_FL_")

@@ -5,11 +5,11 @@ Importing it imports nothing of SGLang.
 
 from __future__ import annotations
 
-from fl_dispatch.hosting.host_layers import Host, HostLayers
+from fl_dispatch.hosting.layers.classes import Host, HostLayers
 
 from .bridge import BRIDGES, NATIVE, PENDING
 from .host_facts import FACTS, FUSED_OP
-from .linear import MODULE, NAMES
+from .layers.linear import MODULE, NAMES
 
 HOST = Host(
     name="SGLang",

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.hosting.report import dispatch_report
+from fl_dispatch.hosting.records.report import dispatch_report
 
 from .bridge import fallen_through
-from .loaded import LOADED, PROMPT_GRAPHS
+from .compat.loaded import LOADED, PROMPT_GRAPHS
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine

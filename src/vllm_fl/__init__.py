@@ -11,13 +11,13 @@ _alias.install("vllm_fl.dispatch", "fl_dispatch")
 
 def register_platform() -> str | None:
     """Entry point ``vllm.platform_plugins``: our platform's class path, or ``None`` where vLLM's own should run."""
-    from .startup import detect
+    from .platform.startup import detect
 
     return detect()
 
 
 def register_ops() -> None:
     """Entry point ``vllm.general_plugins``: registers our layers, if the platform is ours."""
-    from . import startup
+    from .platform import startup
 
     startup.register_ops()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .attention import AttentionFLBackend
+from .attention.dense import AttentionFLBackend
 
 
 class AscendAttentionBackend(AttentionFLBackend):

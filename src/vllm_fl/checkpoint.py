@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fl_dispatch.hosting import checkpoint_files, ranks
 from fl_dispatch.hosting.loading import allowed as rules
-from fl_dispatch.hosting.loading import refusals
+from fl_dispatch.hosting.loading import files, refusals
 from fl_dispatch.hosting.loading.account import Account
 from fl_dispatch.hosting.loading.allowed import Allowed
+from fl_dispatch.hosting.ranks import agreement
 
 UNFILLED = (
     Allowed(r".*\._?(q|k|v|prob)_scale", "scales of a KV cache are 1 where a checkpoint has none, and vLLM says so"),
@@ -50,7 +50,7 @@ def close_account(account: Account, model: nn.Module, model_config: Any) -> None
     """
     drafts = model_config.runner_type == "draft"
     refusals.refuse_unfilled(account, model, (*UNFILLED, *(rules.OF_TARGET if drafts else ())))
-    checkpoint_files.warn_of_unread(account.files)
+    files.warn_of_unread(account.files)
     if not drafts:
         _loaded.append(account)
 
@@ -70,4 +70,4 @@ def refuse_left(model_config: Any, everybody: ProcessGroup) -> None:
         left = [] if model_config.runner_type == "pooling" else account.left(allowed)
         if left:
             left = account.left((*allowed, *rules.ignored(model_config.hf_config)))
-        refusals.refuse_left(account, ranks.on_all(everybody, left))
+        refusals.refuse_left(account, agreement.on_all(everybody, left))

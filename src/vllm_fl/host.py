@@ -5,11 +5,11 @@ Importing it imports nothing of vLLM.
 
 from __future__ import annotations
 
-from fl_dispatch.hosting.host_layers import Host, HostLayers
+from fl_dispatch.hosting.layers.classes import Host, HostLayers
 
 from .extensions import facts as extensions_facts
 from .host_facts import FACTS
-from .layers import LAYER_CLASSES
+from .layers.classes import LAYER_CLASSES
 
 _LAYERS = "vllm.model_executor.layers"
 

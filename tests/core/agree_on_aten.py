@@ -17,7 +17,7 @@ from fl_dispatch import RankDivergenceError, freeze_dispatch, thaw_dispatch
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import replacement
 from fl_dispatch.devices import CPU
-from fl_dispatch.hosting import ranks
+from fl_dispatch.hosting.ranks.agreement import agree_on_replaced_operators, refuse_other_manifest
 from fl_dispatch.replaced import register_replacement
 from fl_dispatch.settings import Settings
 
@@ -52,10 +52,10 @@ def replace(rank: int, refused: frozenset[str]) -> None:
 
 def agreement(group: dist.ProcessGroup) -> dict[str, Any]:
     """The operators that this rank replaces and leaves, and whether its manifest is that of the other one."""
-    ranks.agree_on_replaced_operators(group)
+    agree_on_replaced_operators(group)
     manifest = freeze_dispatch()
     try:
-        ranks.refuse_other_manifest(manifest, group)
+        refuse_other_manifest(manifest, group)
         heard = ""
     except RankDivergenceError as error:
         heard = str(error)

@@ -20,8 +20,8 @@ from fl_dispatch import (
     reset_global_policy,
     thaw_dispatch,
 )
-from fl_dispatch.hosting import ranks
-from fl_dispatch.hosting.collectives import Communicator, connect, report
+from fl_dispatch.hosting.ranks import agreement
+from fl_dispatch.hosting.ranks.collectives import Communicator, connect, report
 from fl_dispatch.settings import get_settings, install_settings
 
 SIZES = (None, [2, 2], [1, 3], [4, 0])
@@ -91,8 +91,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def compare(group: dist.ProcessGroup) -> dict[str, str]:
     """The errors about the other rank's choices, and then about its manifest."""
     checks: dict[str, Callable[[], None]] = {
-        "choices": lambda: ranks.refuse_divergence(group, group),
-        "manifests": lambda: ranks.refuse_other_manifest(freeze_dispatch(), group),
+        "choices": lambda: agreement.refuse_divergence(group, group),
+        "manifests": lambda: agreement.refuse_other_manifest(freeze_dispatch(), group),
     }
     heard = {}
     for name, check in checks.items():
@@ -138,7 +138,7 @@ def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
         install_settings(replace(get_settings(), platform_file="/there/chip.yaml (0123456789abcdef)"))
     lacking = compare(group)["choices"]
     library = type(collectives).__name__
-    everywhere = [ranks.everywhere(group, holds) for holds in (True, rank == 0, rank == 1, False)]
+    everywhere = [agreement.everywhere(group, holds) for holds in (True, rank == 0, rank == 1, False)]
     heard = {"alike": alike, "different": different, "lacking": lacking, "everywhere": everywhere}
     return {**got, "library": library, **heard}
 

@@ -28,7 +28,7 @@ def test_every_activation_is_a_layer_of_a_plugin() -> None:
     code = """
 from fl_dispatch.hosting.activations import ACTIVATIONS
 from sglang_fl.bridge import BRIDGES
-from vllm_fl.layers import LAYER_CLASSES
+from vllm_fl.layers.classes import LAYER_CLASSES
 named = {row.name for row in LAYER_CLASSES if row.module.endswith("activation")}
 named |= {row.name for row in BRIDGES if row.module.endswith("activation")}
 assert named - {"XIELU"} == set(ACTIVATIONS), named ^ set(ACTIVATIONS)

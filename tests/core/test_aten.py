@@ -29,9 +29,10 @@ from fl_dispatch.backends.flaggems.aten.slot import slot_of
 from fl_dispatch.cli.doctor import examine
 from fl_dispatch.compiled.freezing import Manifest
 from fl_dispatch.devices import CPU, CUDA
-from fl_dispatch.hosting import aten, oplist, runs
-from fl_dispatch.hosting.report import dispatch_report
-from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.hosting.layers.survey import Survey
+from fl_dispatch.hosting.records import runs
+from fl_dispatch.hosting.records.report import dispatch_report
+from fl_dispatch.hosting.start import aten, oplist
 from fl_dispatch.replaced import register_replacement, replaced_operators
 from fl_dispatch.settings import Settings, load_settings
 

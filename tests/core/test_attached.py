@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from fl_dispatch.hosting.attached import Attached
+from fl_dispatch.hosting.layers.attribute import Attached
 
 NORM = Attached[nn.Module]("fl_norm")
 

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from fl_dispatch.hosting.metrics import RunCollector
+from fl_dispatch.hosting.records.metrics import RunCollector
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fl_dispatch import ConfigError
-from fl_dispatch.hosting import flagcx
+from fl_dispatch.hosting.ranks import flagcx
 
 ADVICE = "unset FLAGCX_PATH to use torch.distributed"
 

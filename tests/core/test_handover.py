@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from fl_dispatch import ConfigError, SelectionPolicy, get_policy, set_global_policy
-from fl_dispatch.hosting import handover
+from fl_dispatch.hosting.start import handover
 from fl_dispatch.settings import Settings, install_settings
 
 ASK = """
 import json, subprocess, sys
 from fl_dispatch import get_policy
-from fl_dispatch.hosting import handover
+from fl_dispatch.hosting.start import handover
 from fl_dispatch.settings import get_settings
 handover.adopt()
 deeper = int(sys.argv[1])

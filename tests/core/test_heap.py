@@ -11,7 +11,7 @@ import pytest
 CODE = """
 import resource, sys
 import torch
-from fl_dispatch.hosting import heap
+from fl_dispatch.hosting.memory import heap
 kept = heap.keep_buffers() if sys.argv[1] == "keep" else None
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

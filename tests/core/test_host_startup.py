@@ -12,7 +12,7 @@ PROGRAM = """
 import multiprocessing, sys
 from types import SimpleNamespace
 from fl_dispatch import ConfigError
-from fl_dispatch.hosting.startup import Startup, is_child, runs_command
+from fl_dispatch.hosting.start.startup import Startup, is_child, runs_command
 from fl_dispatch.settings import get_settings, reset_settings
 
 COMMANDS = ("engine.command",)

@@ -11,7 +11,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from triton.runtime.jit import JITFunction
 
-from fl_dispatch.hosting import kernel_numbers
+from fl_dispatch.hosting.compilation import kernel_numbers
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from fl_dispatch import (
     reset_global_policy,
     set_global_policy,
 )
-from fl_dispatch.hosting import kv_layout
-from fl_dispatch.hosting.kv_layout import KVLayout
+from fl_dispatch.hosting.memory import kv_layout
+from fl_dispatch.hosting.memory.kv_layout import KVLayout
 
 BLOCKS, SLOTS, HEADS, KEY, VALUE = 5, 16, 2, 8, 6
 PAGE = SLOTS * HEADS * (KEY + VALUE)

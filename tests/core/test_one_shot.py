@@ -10,8 +10,8 @@ import torch
 from fl_dispatch import SelectionPolicy, policy_context, reset_global_policy
 from fl_dispatch.devices.cpu import CPU
 from fl_dispatch.devices.cuda import CUDA
-from fl_dispatch.hosting import one_shot_kernel
-from fl_dispatch.hosting.one_shot import DTYPES, RANKS, SIZES, VECTOR, OneShotSums, _refusal, largest_faster
+from fl_dispatch.hosting.ranks import one_shot_kernel
+from fl_dispatch.hosting.ranks.one_shot import DTYPES, RANKS, SIZES, VECTOR, OneShotSums, _refusal, largest_faster
 from interpreting import run
 
 FAST, SLOW = [1.0] * len(SIZES), [2.0] * len(SIZES)
@@ -74,8 +74,8 @@ def test_the_bound_is_the_largest_size_below_which_it_is_faster_throughout() -> 
 
 KERNEL = """
 import json, torch
-from fl_dispatch.hosting import one_shot_kernel as kernel
-from fl_dispatch.hosting.one_shot import DTYPES
+from fl_dispatch.hosting.ranks import one_shot_kernel as kernel
+from fl_dispatch.hosting.ranks.one_shot import DTYPES
 
 found = []
 for dtype in DTYPES:

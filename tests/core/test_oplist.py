@@ -17,7 +17,7 @@ import torch
 
 from builders import impl
 from fl_dispatch import DispatchError, get_default_manager, reset_default_manager, reset_global_policy
-from fl_dispatch.hosting.oplist import flaggems_operators, write_oplist
+from fl_dispatch.hosting.start.oplist import flaggems_operators, write_oplist
 from storm import fork_and_wait
 
 NOBODY, SOMEBODY = 65534, 54321

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fl_dispatch import BackendImplKind, Manifest, OpImpl, SelectionPolicy, get_default_manager, set_global_policy
-from fl_dispatch.hosting.first_choices import boundary, joins, of_one_backend, reference_from
+from fl_dispatch.hosting.start.first_choices import boundary, joins, of_one_backend, reference_from
 from fl_dispatch.manager import reset_default_manager
 from fl_dispatch.settings.selection_policy import TunedRule
 

@@ -11,8 +11,8 @@ from builders import impl
 from fl_dispatch import replaced
 from fl_dispatch.devices import CPU, DeviceSpec
 from fl_dispatch.errors import DispatchError, RegistrationError
-from fl_dispatch.hosting import aten
-from fl_dispatch.hosting.report import dispatch_report
+from fl_dispatch.hosting.records.report import dispatch_report
+from fl_dispatch.hosting.start import aten
 from fl_dispatch.registry import OpRegistry
 from fl_dispatch.replaced import AtenReplacement, ReplacementReport, register_replacement, replaced_operators
 from fl_dispatch.settings import Settings

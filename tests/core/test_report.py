@@ -18,7 +18,7 @@ from fl_dispatch.errors import DispatchError
 from fl_dispatch.evidence.report import build, render
 from fl_dispatch.evidence.report.page import Part
 from fl_dispatch.evidence.report.svg import Interval, Line, intervals, lines
-from fl_dispatch.hosting import runs
+from fl_dispatch.hosting.records import runs
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"

@@ -9,7 +9,7 @@ import torch
 
 from architectures import ARCHITECTURES
 from fl_dispatch.cli.checkpoints import FAMILIES
-from fl_dispatch.hosting import rotary_tables
+from fl_dispatch.hosting.positions import rotary_tables
 
 NAMES = (*FAMILIES, *(name for name in ARCHITECTURES if name not in FAMILIES))
 

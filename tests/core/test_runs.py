@@ -29,8 +29,8 @@ from fl_dispatch import (
 from fl_dispatch.cli import run_view
 from fl_dispatch.cli.doctor import examine
 from fl_dispatch.errors import DispatchError
-from fl_dispatch.hosting import metrics, processes, report, runs
-from fl_dispatch.hosting.survey import LayerChoice, Survey
+from fl_dispatch.hosting.layers.survey import LayerChoice, Survey
+from fl_dispatch.hosting.records import metrics, processes, report, runs
 from fl_dispatch.knowledge.failures import ArgumentKind
 
 SURVEY = Survey("SGLang", {"RMSNorm": ("rms_norm", 13)}, {"Conv2dLayer": 1}, {"RadixAttention": 3})
@@ -202,8 +202,8 @@ def test_a_worker_that_ends_leaves_its_last_word(tmp_path: Path) -> None:
     program = """
 import torch
 from fl_dispatch import get_default_manager, BackendImplKind, OpImpl
-from fl_dispatch.hosting import runs
-from fl_dispatch.hosting.survey import LayerChoice, Survey
+from fl_dispatch.hosting.records import runs
+from fl_dispatch.hosting.layers.survey import LayerChoice, Survey
 import multiprocessing
 def fails(x):
     raise RuntimeError("boom")
@@ -391,8 +391,8 @@ def test_a_run_that_crashed_is_a_problem_and_one_that_ended_well_is_none(
 
 WORKERS = """
 import multiprocessing, os, signal, sys
-from fl_dispatch.hosting import runs
-from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.hosting.records import runs
+from fl_dispatch.hosting.layers.survey import Survey
 def work(how):
     runs.PAUSE = 3600.0
     runs.record("host 1", how, Survey("host", {}, {}, {}), {}, says_end=how != "its host kills it")

@@ -63,8 +63,8 @@ def test_every_variable_of_the_document_has_a_row() -> None:
 
 
 def test_the_attention_class_resolves_outside_an_engine() -> None:
-    assert call_op("attention_backend") == "vllm_fl.attention.AttentionFLBackend"
-    assert resolve_op("attention_backend")(use_mla=True) == "vllm_fl.mla.MLAFLBackend"
+    assert call_op("attention_backend") == "vllm_fl.attention.dense.AttentionFLBackend"
+    assert resolve_op("attention_backend")(use_mla=True) == "vllm_fl.attention.mla.MLAFLBackend"
     available = get_default_manager().registry.get_implementations("attention_backend")
     assert [impl.impl_id for impl in available if impl.is_available()] == ["default.fl"]
 
@@ -77,11 +77,11 @@ from vllm_fl.dispatch.backends.flaggems.impl import attention, mla
 import fl_dispatch
 fl_dispatch.call_op("attention_backend")
 assert "vllm" not in sys.modules
-import vllm_fl.attention, vllm_fl.mla
-assert attention.AttentionFLBackend is vllm_fl.attention.AttentionFLBackend
-assert attention.AttentionFLImpl is vllm_fl.attention.AttentionFLImpl
-assert mla.MLAFLBackend is vllm_fl.mla.MLAFLBackend
-assert mla.MLAFLImpl is vllm_fl.mla.MLAFLImpl
+import vllm_fl.attention.dense, vllm_fl.attention.mla
+assert attention.AttentionFLBackend is vllm_fl.attention.dense.AttentionFLBackend
+assert attention.AttentionFLImpl is vllm_fl.attention.dense.AttentionFLImpl
+assert mla.MLAFLBackend is vllm_fl.attention.mla.MLAFLBackend
+assert mla.MLAFLImpl is vllm_fl.attention.mla.MLAFLImpl
 assert not hasattr(attention, "MLAFLImpl")
 """,
         cold=True,

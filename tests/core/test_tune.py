@@ -29,9 +29,9 @@ from fl_dispatch.evidence.tune.model import Dimensions, dimensions, read_model
 from fl_dispatch.evidence.tune.record import Record, resumed
 from fl_dispatch.evidence.tune.tuning import Plan, steps
 from fl_dispatch.evidence.tune.warmth import compilations
-from fl_dispatch.hosting import runs
-from fl_dispatch.hosting.runs import Sizes
-from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.hosting.layers.survey import Survey
+from fl_dispatch.hosting.records import runs
+from fl_dispatch.hosting.records.runs import Sizes
 from fl_dispatch.ops import Place
 from fl_dispatch.settings import TunedRule, platforms
 from fl_dispatch.types import OpImpl

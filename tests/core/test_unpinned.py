@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch.hosting.unpinned import unpinned
+from fl_dispatch.hosting.memory.pinning import unpinned
 
 
 def pins(value: int, *, times: int = 1) -> list[Tensor]:

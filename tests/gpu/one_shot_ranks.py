@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import two_ranks
-from fl_dispatch.hosting.collectives import Communicator, connect, connect_sums
-from fl_dispatch.hosting.one_shot import DTYPES, SIZES
-from fl_dispatch.hosting.one_shot_kernel import BLOCKS, TILE
+from fl_dispatch.hosting.ranks.collectives import Communicator, connect, connect_sums
+from fl_dispatch.hosting.ranks.one_shot import DTYPES, SIZES
+from fl_dispatch.hosting.ranks.one_shot_kernel import BLOCKS, TILE
 
 ELEMENTS = (8, 4096, 5 * 4096, BLOCKS * TILE + 8, SIZES[-1] // 4)
 """The last two take several turns of the kernel's programs."""

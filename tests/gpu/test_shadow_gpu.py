@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 from engines import STEP, expected_tokens, start
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from fl_dispatch.hosting.runs import recorded
+from fl_dispatch.hosting.records.runs import recorded
 
 pytestmark = pytest.mark.gpu
 GRAPHS = {"enforce_eager": False, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
 from vllm.platforms import current_platform
 
-from vllm_fl.shared_experts import SharedExpertsFL, beside
+from vllm_fl.layers.shared_experts import SharedExpertsFL, beside
 
 pytestmark = pytest.mark.gpu
 FEW, MANY = 256, 257

@@ -24,7 +24,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.ops.inputs.recurrent import Convolutions, DeltaRules
-from vllm_fl import delta_net, short_conv
+from vllm_fl.layers import delta_net, short_conv
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

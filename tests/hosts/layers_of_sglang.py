@@ -51,9 +51,9 @@ def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from sglang_fl import layers
-    from sglang_fl.attention import AttentionFLBackend
-    from sglang_fl.memory import KVPoolFL
+    from sglang_fl.attention.attention_backend import AttentionFLBackend
+    from sglang_fl.attention.pools import KVPoolFL
+    from sglang_fl.layers import classes
 
     table = host_cases.pages()
     pool = KVPoolFL(
@@ -88,7 +88,7 @@ def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
         logit_cap=soft_cap,
         sliding_window_size=-1 if window is None else window - 1,  # the tokens before a token's own
     )
-    layers.prepare(nn.ModuleDict({"attn": layer}))  # as when a model is loaded
+    classes.prepare(nn.ModuleDict({"attn": layer}))  # as when a model is loaded
 
     def step(query: Tensor, key: Tensor, value: Tensor, before: list[int], after: list[int]) -> Tensor:
         slots = [
@@ -153,7 +153,7 @@ def main() -> None:
     from sglang.srt.platforms import current_platform
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_fl import startup
+    from sglang_fl.platform import startup
 
     assert startup.PLATFORM.endswith(type(current_platform).__name__)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from fl_dispatch import bind_op
 from vllm.plugins import load_general_plugins
-from vllm_fl import startup
+from vllm_fl.platform import startup
 
 
 def norm(name: str) -> Callable[[Tensor], Callable[..., Any]]:
@@ -36,8 +36,8 @@ def rotary(size: int, neox: bool) -> Any:
 
 
 def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
-    from vllm_fl.attention import AttentionFLImpl
-    from vllm_fl.attention_metadata import AttentionFLMetadata
+    from vllm_fl.attention.dense import AttentionFLImpl
+    from vllm_fl.attention.metadata import AttentionFLMetadata
 
     layer = AttentionFLImpl(
         HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, sliding_window=window, logits_soft_cap=soft_cap or None
@@ -72,7 +72,7 @@ def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
 def route(logits: Tensor) -> tuple[Tensor, Tensor]:
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
-    from vllm_fl import routers
+    from vllm_fl.layers import routers
 
     theirs = FusedTopKRouter(top_k=TOPK, global_num_experts=host_cases.EXPERTS, renormalize=True)
     found = routers.route(theirs)
@@ -91,7 +91,7 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) ->
         RoutingMethodType,
     )
 
-    from vllm_fl.experts import ExpertsFL, refusal
+    from vllm_fl.layers.modular_experts import ExpertsFL, refusal
 
     config = FusedMoEConfig(
         num_experts=len(w13),

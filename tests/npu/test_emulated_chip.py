@@ -49,7 +49,7 @@ def test_memory_is_counted_and_used_again() -> None:
 
 USAGE = """
 import torch
-from vllm_fl.platform import PlatformFL
+from vllm_fl.platform.out_of_tree import PlatformFL
 torch.npu.set_device(1)
 before = PlatformFL.get_current_memory_usage()
 x = torch.ones(8 << 20, dtype=torch.uint8, device="npu")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fl_dispatch.cli.checkpoints import VOCABULARY, build_checkpoint
-from fl_dispatch.hosting import flagcx
+from fl_dispatch.hosting.ranks import flagcx
 from flagcx_on_npu import check_fault, check_ranks, check_tokens, steps, variables
 from half_on_npu import SIZES
 from processes import finish

@@ -91,7 +91,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("policy_before") is not None:
         set_global_policy(SelectionPolicy.from_dict(**job["policy_before"]))
     import sglang
-    from fl_dispatch.hosting import runs
+    from fl_dispatch.hosting.records import runs
     from sglang_fl import report
 
     engine = sglang.Engine(**job["engine"])

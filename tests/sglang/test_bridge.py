@@ -22,7 +22,7 @@ from fl_dispatch import (
     policy_context,
     reset_default_manager,
 )
-from fl_dispatch.hosting.survey import LayerChoice
+from fl_dispatch.hosting.layers.survey import LayerChoice
 from fl_dispatch.ops import OPERATORS
 from sglang_fl import bridge as bridges
 from sglang_fl.bridge import BRIDGES, Bridge, Unbridged
@@ -270,11 +270,11 @@ CASES = [
 
 def bridge_of(layer: nn.Module) -> Bridge:
     """Bridge a layer, as it happens when a model is loaded."""
-    from sglang_fl import layers
+    from sglang_fl.layers import classes
 
-    layers.prepare(nn.ModuleDict({"layer": layer}))
+    classes.prepare(nn.ModuleDict({"layer": layer}))
     target = getattr(layer, "quant_method", layer)
-    bridge = layers.BRIDGE.find(target)
+    bridge = classes.BRIDGE.find(target)
     assert bridge is not None, f"{type(target).__name__} has no bridge"
     return bridge
 
@@ -599,10 +599,10 @@ def test_experts_are_scaled_once(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> 
     bridge_of(alone)
     from sglang.srt.utils import common
 
-    from sglang_fl import layers
+    from sglang_fl.layers import classes
 
     monkeypatch.setattr(common, "is_cuda", lambda: gpu)
-    layers.prepare(nn.ModuleDict({"mlp": Glm4MoeSparseMoeBlock(held)}))
+    classes.prepare(nn.ModuleDict({"mlp": Glm4MoeSparseMoeBlock(held)}))
     calls = dispatched(normal(TOKENS, MOE_HIDDEN))
     theirs = native_experts(held, calls).hidden_states
     assert calls_of("fused_moe") == 0
@@ -880,10 +880,10 @@ def test_a_call_that_names_a_backend_is_refused_where_our_operator_runs(name: st
 
 
 def test_a_call_that_names_a_backend_is_sglangs_where_its_own_code_runs() -> None:
-    from sglang_fl import layers
+    from sglang_fl.layers import classes
 
     layer, x = in_tree("RMSNorm")(HIDDEN, var_hidden_size=32), normal(TOKENS, HIDDEN)
-    layers.prepare(nn.ModuleDict({"layer": layer}))
+    classes.prepare(nn.ModuleDict({"layer": layer}))
     torch.testing.assert_close(layer(x, backend=backends().TORCH), native(layer, (x,), {}))
 
 
@@ -918,11 +918,11 @@ def test_a_copy_of_a_bridged_layer_has_its_own_weight() -> None:
 
 
 def test_sglangs_choice_is_told_beside_ours() -> None:
-    from sglang_fl import layers
+    from sglang_fl.layers import classes
 
     scaled, pinned = in_tree("RMSNorm")(HIDDEN, var_hidden_size=32), in_tree("RMSNorm")(HIDDEN, force_native=True)
     norms = [in_tree("RMSNorm")(HIDDEN) for _ in range(2)]
-    survey = layers.prepare(nn.ModuleList([*norms, scaled, pinned, in_tree("XIELU")(dtype=F32)]))
+    survey = classes.prepare(nn.ModuleList([*norms, scaled, pinned, in_tree("XIELU")(dtype=F32)]))
     assert set(survey.choices) == {
         LayerChoice("RMSNorm", 2, ("rms_norm",), "forward_native"),
         LayerChoice("RMSNorm", 1, ("rms_norm",), "forward_native", "the mean over a part of the row"),
@@ -962,7 +962,7 @@ def shared_topk(**shared: Any) -> Any:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_layer_that_computes_something_else_stays_sglangs(build: Callable[[], Any], reason: str) -> None:
-    from sglang_fl import layers
+    from sglang_fl.layers import classes
 
     layer = build()
     target = getattr(layer, "quant_method", layer)
@@ -970,7 +970,7 @@ def test_a_layer_that_computes_something_else_stays_sglangs(build: Callable[[], 
     assert row is not None
     with pytest.raises(Unbridged, match=reason):
         row.bridge(target, target.forward_native)
-    survey = layers.prepare(nn.ModuleDict({"layer": layer}))
+    survey = classes.prepare(nn.ModuleDict({"layer": layer}))
     assert survey.native == {type(target).__name__: 1}
     assert target._forward_method.__name__ in ("forward_native", "forward_cpu")
 

@@ -204,7 +204,7 @@ def test_experts_that_are_loaded_in_a_way_of_their_own_are_refused(host: None) -
 
 def test_quantized_experts_are_scaled_once(host: None) -> None:
     """By us, unless the block around them does it."""
-    from sglang_fl import layers
+    from sglang_fl.layers import classes
 
     class Glm4MoeSparseMoeBlock(nn.Module):
         """Stands for the class of this name."""
@@ -219,7 +219,7 @@ def test_quantized_experts_are_scaled_once(host: None) -> None:
         load(layer, "awq")
         layer.quant_method.process_weights_after_loading(layer)
         held = block(layer) if block is Glm4MoeSparseMoeBlock else nn.ModuleDict({"experts": layer})
-        layers.prepare(nn.ModuleDict({"mlp": held}))
+        classes.prepare(nn.ModuleDict({"mlp": held}))
         assert layer.quant_method.kind.fl_scope == "mlp.experts"
         found.append(layer.quant_method.apply(layer, dispatched(x, 0)).hidden_states)
     plain, scaled, by_block = found

@@ -23,7 +23,7 @@ def test_our_methods_take_the_parameters_that_the_table_says(host: None) -> None
 
 @pytest.mark.parametrize("version", [*SMOKE_TESTED_HOSTS, host_version()])
 def test_what_is_hooked_is_what_the_table_says(version: str, host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_fl import compat
+    from sglang_fl.compat import hooked as compat
 
     monkeypatch.setattr(compat, "host_version", lambda: version)
     said = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns(version) for name in fact.plain_names}
@@ -35,7 +35,7 @@ def test_what_is_hooked_is_what_the_table_says(version: str, host: None, monkeyp
 def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_features_need(
     host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_fl import compat
+    from sglang_fl.compat import hooked as compat
     from sglang_fl.host_facts import LATENT, PROMPT_GRAPHS, UPDATER
     from sglang_fl.speculation.hooked import HOOKED as SPECULATIVE
 

@@ -30,7 +30,7 @@ def backend() -> Any:
     """Our backend over a pool of random keys, in which request ``r`` has pages of its own in no order."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from sglang_fl.attention import AttentionFLBackend
+    from sglang_fl.attention.attention_backend import AttentionFLBackend
 
     torch.manual_seed(0)
     rows = {"page_size": PAGE, "dtype": torch.float32, "head_num": KV_HEADS, "head_dim": SIZE, "layer_num": 1}
@@ -53,10 +53,10 @@ def backend() -> Any:
 def layer() -> Any:
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sglang_fl import layers
+    from sglang_fl.layers import classes
 
     layer = RadixAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, 0)
-    layers.prepare(nn.ModuleDict({"attn": layer}))
+    classes.prepare(nn.ModuleDict({"attn": layer}))
     return layer
 
 
@@ -119,7 +119,7 @@ def test_warming_up_calls_attention_for_every_kind_of_batch_and_writes_padding_a
     backend: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fl_dispatch import get_default_manager
-    from sglang_fl import attention_warm_up
+    from sglang_fl.attention import attention_warm_up
 
     monkeypatch.setattr(attention_warm_up, "largest_step", lambda: 64)
     before = [buffer.clone() for buffer in (*backend.token_to_kv_pool.k_buffer, *backend.token_to_kv_pool.v_buffer)]
@@ -143,13 +143,14 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     from fl_dispatch import get_default_manager
-    from sglang_fl import attention, attention_warm_up, layers
+    from sglang_fl.attention import attention_backend, attention_warm_up
+    from sglang_fl.layers import classes
 
     rank, rope = 32, 16
     absorbed = RadixAttention(HEADS, rank + rope, SIZE**-0.5, 1, 0, v_head_dim=rank)
     plain = RadixAttention(HEADS, SIZE + rope, SIZE**-0.5, HEADS, 0, v_head_dim=SIZE)
     model = nn.ModuleDict({"attn_mqa": absorbed, "attn_mha": plain})
-    layers.prepare(model)
+    classes.prepare(model)
     sizes = {"page_size": PAGE, "dtype": torch.float32, "kv_lora_rank": rank, "qk_rope_head_dim": rope, "layer_num": 1}
     runner: Any = SimpleNamespace(
         attention_chunk_size=None,
@@ -165,7 +166,7 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
     manager = get_default_manager()
     manager.set_counting(True)
     manager.reset_counts()
-    calls = attention_warm_up.warm_up(attention.MLAFLBackend(runner), runner)
+    calls = attention_warm_up.warm_up(attention_backend.MLAFLBackend(runner), runner)
     counts = {op: count for (op, _), count in manager.call_counts().items() if count}
     manager.set_counting(False)
     assert counts == {"kv_cache_write": calls, "mla_decode": calls}
@@ -173,7 +174,7 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
 
 def test_nothing_is_captured_of_what_no_graph_can_hold(caplog: pytest.LogCaptureFixture) -> None:
     from fl_dispatch import get_default_manager
-    from sglang_fl.graphs import GraphRunnerFL
+    from sglang_fl.graphs.decode import GraphRunnerFL
 
     runner = object.__new__(GraphRunnerFL)  # SGLang's constructor needs a GPU
     runner.model_runner = with_operators("fused_moe")
@@ -196,8 +197,8 @@ def prompts_of(model_runner: Any) -> Any:
 
 def with_operators(*operators: str) -> Any:
     """A model runner with a loaded model that has layers of ours."""
-    from fl_dispatch.hosting.survey import Survey
-    from sglang_fl.loaded import LOADED, LoadedModel
+    from fl_dispatch.hosting.layers.survey import Survey
+    from sglang_fl.compat.loaded import LOADED, LoadedModel
 
     runner: Any = SimpleNamespace(attn_backend=SimpleNamespace())
     LOADED.give(runner, LoadedModel(Survey("SGLang", {name: (name, 1) for name in operators}, {}, {}, ())))
@@ -208,13 +209,14 @@ def test_graphs_of_prompts_hold_what_decoding_could_not_but_no_layer_that_waits(
     backend: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention is called between pieces, so its references may be."""
-    from sglang_fl import graph_choices, prefill_graphs
-    from sglang_fl.loaded import PROMPT_GRAPHS
+    from sglang_fl.compat.loaded import PROMPT_GRAPHS
+    from sglang_fl.graphs import choices
+    from sglang_fl.graphs import prompts as prefill_graphs
 
     done: list[str] = []
     monkeypatch.setattr(prefill_graphs, "_warm_up", lambda prompts: done.append("warmed up"))
-    monkeypatch.setattr(graph_choices, "freeze_dispatch", lambda compiling: done.append("frozen"))
-    monkeypatch.setattr(graph_choices.distributed, "check_manifest", lambda manifest: done.append("compared"))
+    monkeypatch.setattr(choices, "freeze_dispatch", lambda compiling: done.append("frozen"))
+    monkeypatch.setattr(choices.communicator, "check_manifest", lambda manifest: done.append("compared"))
     batch: Any = SimpleNamespace()
     with policy_context(SelectionPolicy.from_dict(prefer="reference")):
         for operators, captured in (("rms_norm",), True), (("rms_norm", "fused_moe"), False):
@@ -234,11 +236,11 @@ def test_graphs_of_prompts_hold_what_decoding_could_not_but_no_layer_that_waits(
 
 def test_choices_that_are_frozen_for_prompts_are_not_made_again_for_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     from fl_dispatch import get_default_manager
-    from sglang_fl import graph_choices
+    from sglang_fl.graphs import choices
 
     monkeypatch.setattr(type(get_default_manager()), "frozen", property(lambda manager: True))
-    monkeypatch.setattr(graph_choices, "freeze_dispatch", lambda compiling: pytest.fail("frozen twice"))
-    assert graph_choices.fix({"rms_norm"}, "none", "", lambda: pytest.fail("warmed up twice"))
+    monkeypatch.setattr(choices, "freeze_dispatch", lambda compiling: pytest.fail("frozen twice"))
+    assert choices.fix({"rms_norm"}, "none", "", lambda: pytest.fail("warmed up twice"))
 
 
 @pytest.mark.parametrize("share", [None, 0.1])
@@ -247,13 +249,15 @@ def test_shadow_mode_says_that_it_compares_no_step_of_a_graph(
 ) -> None:
     from fl_dispatch import get_default_manager
     from fl_dispatch.shadow.sampling import Sampling, Wish
-    from sglang_fl import graph_choices, graphs, prefill_graphs
+    from sglang_fl.graphs import choices
+    from sglang_fl.graphs import decode as graphs
+    from sglang_fl.graphs import prompts as prefill_graphs
 
     wish = None if share is None else Sampling(Wish(share, None, "reference", ban=False, budget=0.01))
     monkeypatch.setattr(get_default_manager().shadow, "_sampling", wish)
     monkeypatch.setattr(graphs.DecodeCudaGraphRunner, "capture", lambda runner: None)
-    monkeypatch.setattr(graph_choices.distributed, "check_manifest", lambda manifest: None)
-    monkeypatch.setattr(graph_choices, "freeze_dispatch", lambda compiling: None)
+    monkeypatch.setattr(choices.communicator, "check_manifest", lambda manifest: None)
+    monkeypatch.setattr(choices, "freeze_dispatch", lambda compiling: None)
     monkeypatch.setattr(graphs.GraphRunnerFL, "_warm_up", lambda runner: None)
     monkeypatch.setattr(prefill_graphs, "_warm_up", lambda prompts: None)
     decoding = object.__new__(graphs.GraphRunnerFL)  # SGLang's constructor needs a GPU
@@ -268,7 +272,7 @@ def graphs_of(device: Any, before: dict[str, str], **args: Any) -> dict[str, str
     """The kinds of graphs that are left of those asked for."""
     from sglang.srt.model_executor.cuda_graph_config import Phase, default_cuda_graph_config, with_phase
 
-    from sglang_fl import config
+    from sglang_fl.platform import config
 
     graphs = default_cuda_graph_config()
     for phase, kind in before.items():
@@ -309,21 +313,21 @@ def test_nothing_is_captured_where_sglang_has_no_runner_for_it_or_drafts() -> No
 def test_prompts_are_read_eagerly_beside_what_nobody_has_tried_and_the_log_says_why(
     asked: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang_fl import config
+    from sglang_fl.platform import config
 
     if not asked:
         monkeypatch.setattr(config, "host_version", lambda: "0.5.21")
-    with caplog.at_level("INFO", logger="sglang_fl.config"):
+    with caplog.at_level("INFO", logger="sglang_fl.platform.config"):
         assert graphs_of(CUDA, BOTH, **asked) == {**BOTH, "prefill": "disabled"}
     assert caplog.messages == [f"graphs of prefill: 'disabled' instead of 'breakable', because {why}"]
 
 
 def test_sglangs_own_kernels_run_where_its_spec_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_fl import own_kernels
+    from sglang_fl.compat import native_kernels
 
-    assert (own_kernels.key(), own_kernels.capture(), own_kernels.start_triton()) == ("fl", False, False)
-    monkeypatch.setattr(own_kernels, "detect_device", lambda: CUDA)
-    assert (own_kernels.key(), own_kernels.capture()) == ("cuda", True)
+    assert (native_kernels.key(), native_kernels.capture(), native_kernels.start_triton()) == ("fl", False, False)
+    monkeypatch.setattr(native_kernels, "detect_device", lambda: CUDA)
+    assert (native_kernels.key(), native_kernels.capture()) == ("cuda", True)
 
 
 @pytest.mark.parametrize(
@@ -338,11 +342,11 @@ def test_sglangs_own_kernels_run_where_its_spec_says_so(monkeypatch: pytest.Monk
 def test_a_kernel_for_several_layers_runs_only_where_none_of_them_is_ours(
     left: frozenset[str], backends: list[str], expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_fl import own_kernels
+    from sglang_fl.compat import native_kernels
 
     settings = replace(get_settings(), oot_blacklist=left)
-    monkeypatch.setattr(own_kernels, "get_settings", lambda: settings)
-    monkeypatch.setattr(own_kernels, "hosts_own_attention", lambda: backends)
+    monkeypatch.setattr(native_kernels, "get_settings", lambda: settings)
+    monkeypatch.setattr(native_kernels, "hosts_own_attention", lambda: backends)
     yes: Callable[..., bool] = lambda *_: True
-    found = [own_kernels.rotate_and_write(yes, None), own_kernels.norm_queries_and_keys(yes, 128, torch.bfloat16)]
+    found = [native_kernels.rotate_and_write(yes, None), native_kernels.norm_queries_and_keys(yes, 128, torch.bfloat16)]
     assert found == expected

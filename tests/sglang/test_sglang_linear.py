@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_dispatch import SelectionPolicy, get_default_manager, policy_context, prepared
-from fl_dispatch.hosting.layer_kernels import KERNEL, kernels, weights
+from fl_dispatch.hosting.layers.layer_kernels import KERNEL, kernels, weights
 from fl_dispatch.prepared import ATTRIBUTE
 from fl_dispatch.settings import reset_settings
 
@@ -67,9 +67,9 @@ def _multiplied(layer: Any) -> Tensor:
 
 
 def _survey(model: nn.Module) -> Any:
-    from sglang_fl import layers
+    from sglang_fl.layers import classes
 
-    return layers.prepare(model)
+    return classes.prepare(model)
 
 
 def test_a_product_is_one_call_and_what_pytorch_computes(model: Layers, calls: dict[str, int]) -> None:
@@ -136,7 +136,7 @@ def test_a_method_of_another_class_keeps_its_product(model: Layers, calls: dict[
 def test_where_nothing_comes_before_pytorchs_product_it_stays_sglangs(
     model: Layers, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_fl import linear
+    from sglang_fl.layers import linear
 
     monkeypatch.setattr(linear, "has_kernel", lambda op_name: False)
     survey = _survey(model)
@@ -147,7 +147,7 @@ def test_where_nothing_comes_before_pytorchs_product_it_stays_sglangs(
 
 
 def test_forms_of_weights_are_there_before_sglang_measures_memory(model: Layers, calls: dict[str, int]) -> None:
-    from sglang_fl import product_warm_up
+    from sglang_fl.graphs import product_warm_up
 
     _survey(model)
     product_warm_up.keep_forms(model)
@@ -189,7 +189,7 @@ def test_a_rule_for_one_name_of_a_shared_layer_is_refused(model: Layers) -> None
 def test_a_choice_of_sglangs_that_has_no_effect_is_said(
     model: Layers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang_fl import linear
+    from sglang_fl.layers import linear
 
     monkeypatch.setattr(linear, "_backend", lambda: "gemv")
     linear._say_ignored.cache_clear()

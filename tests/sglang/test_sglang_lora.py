@@ -17,7 +17,7 @@ from running import MAX_TOKENS, PROMPTS, expected_tokens
 
 pytest.importorskip("sglang")
 
-from sglang_fl import lora
+from sglang_fl.layers import lora
 
 ADAPTERS = {"one": 1, "two": 2, "late": 3}
 """Name → seed; the last is loaded while the engine serves."""

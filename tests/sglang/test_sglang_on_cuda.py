@@ -73,7 +73,7 @@ def test_experts_that_nobody_computes_are_refused_when_they_are_loaded() -> None
 def test_a_cache_in_fp8_is_served_where_the_device_has_fp8(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sglang_fl import config
+    from sglang_fl.platform import config
     from sglang_fl.quantization import configs
 
     monkeypatch.setattr(configs, "detect_device", lambda: device)
@@ -97,7 +97,7 @@ def test_sums_and_norms_are_no_kernel_of_sglangs_where_norms_are_ours(
     """SGLang takes that kernel by itself for some models on several GPUs."""
     from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
 
-    from sglang_fl import config
+    from sglang_fl.platform import config
 
     settings = replace(get_settings(), oot_blacklist=frozenset(left))
     monkeypatch.setattr(config, "get_settings", lambda: settings)
@@ -109,8 +109,8 @@ def test_sums_and_norms_are_no_kernel_of_sglangs_where_norms_are_ours(
 def test_warming_up_multiplies_by_each_kind_of_weight_once_for_each_size() -> None:
     from sglang.srt.layers.linear import ReplicatedLinear
 
-    from sglang_fl import layers
-    from sglang_fl.product_warm_up import warm_up
+    from sglang_fl.graphs.product_warm_up import warm_up
+    from sglang_fl.layers import classes
 
     experts = {name: mixture(SCHEMES[name].config) for name in ("awq", "compressed-tensors W8A8 int8")}
     for name, layer in experts.items():
@@ -124,7 +124,7 @@ def test_warming_up_multiplies_by_each_kind_of_weight_once_for_each_size() -> No
     plain = [ReplicatedLinear(64, 32, bias=biased, params_dtype=torch.float32) for biased in (True, True)]
     plain.append(ReplicatedLinear(64, 32, params_dtype=torch.bfloat16))  # as a router has another type than its model
     model = nn.ModuleList([*blocks, *plain])
-    layers.prepare(model)
+    classes.prepare(model)
     manager = get_default_manager()
     manager.set_counting(True)
     manager.reset_counts()

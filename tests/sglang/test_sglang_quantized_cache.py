@@ -160,15 +160,15 @@ def test_each_name_of_a_scale_is_that_of_sglangs_parameter(host: None, name: str
 
 
 def test_sglangs_own_attention_has_no_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_fl import memory
+    from sglang_fl.attention import pools
 
     sizes = {"page_size": 16, "layer_num": 1, "device": "cpu", "enable_memory_saver": False}
-    monkeypatch.setattr(memory, "_in_force", memory.DEFAULT)
-    monkeypatch.setattr(memory, "_hosts_own", ("torch_native",))
+    monkeypatch.setattr(pools, "_in_force", pools.DEFAULT)
+    monkeypatch.setattr(pools, "_hosts_own", ("torch_native",))
     with pytest.raises(ValueError, match="does not support a KV cache in fp8 for the attention 'torch_native' yet"):
-        memory.KVPoolFL(64, dtype=torch.float8_e4m3fn, head_num=2, head_dim=8, **sizes)
+        pools.KVPoolFL(64, dtype=torch.float8_e4m3fn, head_num=2, head_dim=8, **sizes)
     with pytest.raises(ValueError, match="does not support a KV cache in fp8 for the attention 'torch_native' yet"):
-        memory.MLAPoolFL(64, dtype=torch.float8_e4m3fn, kv_lora_rank=16, qk_rope_head_dim=8, **sizes)
+        pools.MLAPoolFL(64, dtype=torch.float8_e4m3fn, kv_lora_rank=16, qk_rope_head_dim=8, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_other_caches_are_refused(host: None, asked: dict[str, str], said: str) 
     from sglang.srt.runtime_context import get_server_args
 
     from fl_dispatch.devices import ASCEND, CPU
-    from sglang_fl import config
+    from sglang_fl.platform import config
 
     class Asked:
         """The arguments of the test's SGLang, with others in their place."""

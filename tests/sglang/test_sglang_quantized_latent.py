@@ -198,7 +198,7 @@ def test_kinds_of_weights_are_refused_where_they_would_be_wrong(
     ],
 )
 def test_other_chips_and_loaders_refuse_it(device: DeviceSpec, architecture: str, refused: list[str]) -> None:
-    from sglang_fl import config
+    from sglang_fl.platform import config
 
     said = SimpleNamespace(architectures=[architecture], quantization_config={"quant_method": "fp8"})
     runner = SimpleNamespace(use_mla_backend=True, model_config=SimpleNamespace(quantization="fp8", hf_config=said))

@@ -69,7 +69,8 @@ def test_a_method_that_is_not_served_is_refused_with_what_works(host: None, meth
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
     from fl_dispatch.devices import CPU
-    from sglang_fl import config, quantization
+    from sglang_fl import quantization
+    from sglang_fl.platform import config
 
     quantization.announce()
     assert method in QUANTIZATION_METHODS  # else SGLang says that it does not know it

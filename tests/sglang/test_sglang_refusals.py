@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 
 from fl_dispatch import SelectionPolicy, policy_context
 from fl_dispatch.devices import ASCEND, CPU, CUDA, DeviceSpec
-from sglang_fl import config
+from sglang_fl.platform import config
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "deterministic": (
@@ -93,7 +93,7 @@ def test_layers_with_a_state_are_refused_before_weights_load(device: DeviceSpec,
 
 
 def test_cross_attention_is_refused_in_the_first_batch_that_has_it(host: None) -> None:
-    from sglang_fl.attention import AttentionFLBackend
+    from sglang_fl.attention.attention_backend import AttentionFLBackend
 
     batch: Any = SimpleNamespace(encoder_lens=torch.tensor([3]), forward_mode=None)
     with pytest.raises(NotImplementedError, match="sglang_fl does not support cross attention yet"):

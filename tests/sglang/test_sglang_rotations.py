@@ -16,11 +16,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 import positions
 import rope_kinds
 from fl_dispatch.devices import CPU
-from fl_dispatch.hosting import configurations, rotary_tables
+from fl_dispatch.hosting.positions import configurations, rotary_tables
 from processes import Runs
 from rope_kinds import KINDS, LENGTHS, LONGEST, SIZE, TRAINED
 from sampling import drawn
-from sglang_fl import config, layers, rotations
+from sglang_fl.layers import classes, rotations
+from sglang_fl.platform import config
 
 LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longrope"]
 
@@ -33,7 +34,7 @@ def _runner(kind: str, length: int = LONGEST) -> Any:
     turned = int(SIZE * stated.get("partial_rotary_factor", 1.0))
     layer = get_rope(SIZE, turned, LONGEST, stated["rope_theta"], rope_scaling=stated, dtype=torch.float32)
     model = rope_kinds.placed(layer)
-    layers.prepare(model)
+    classes.prepare(model)
     read = SimpleNamespace(hf_text_config=text, context_len=length, model_path="", revision=None)
     args = SimpleNamespace(json_model_override_args="{}")
     runner = SimpleNamespace(model=model, model_config=read, server_args=args)

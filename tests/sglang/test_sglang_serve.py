@@ -20,7 +20,7 @@ import psutil
 import pytest
 from serving import environment, server_arguments
 
-from fl_dispatch.hosting.runs import Sizes, recorded
+from fl_dispatch.hosting.records.runs import Sizes, recorded
 from processes import free_port
 from running import MAX_TOKENS, PROMPTS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from serving import STEP, python, start
 
-from fl_dispatch.hosting.runs import PAUSE
+from fl_dispatch.hosting.records.runs import PAUSE
 
 pytestmark = pytest.mark.engine
 

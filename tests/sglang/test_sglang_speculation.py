@@ -23,7 +23,8 @@ from sampling import drawn
 
 pytest.importorskip("sglang")
 
-from sglang_fl import config, speculation
+from sglang_fl import speculation
+from sglang_fl.platform import config
 from sglang_fl.speculation import hooked
 
 

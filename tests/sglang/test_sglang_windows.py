@@ -13,10 +13,10 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
 import positions
-from fl_dispatch.hosting import windows
+from fl_dispatch.hosting.positions import windows
 from processes import Runs
 from sampling import drawn
-from sglang_fl import attention_layers
+from sglang_fl.attention import attention_layers
 
 WINDOW = positions.WINDOW
 MIXED = ["sliding_attention", "full_attention"]

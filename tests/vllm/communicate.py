@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import two_ranks
 from fl_dispatch import reset_global_policy
-from fl_dispatch.hosting.collectives import report
-from vllm_fl.distributed import CommunicatorFL
+from fl_dispatch.hosting.ranks.collectives import report
+from vllm_fl.worker.communicator import CommunicatorFL
 
 RANKS = two_ranks.RANKS
 

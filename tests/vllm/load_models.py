@@ -33,7 +33,8 @@ def load(folder: str) -> dict[str, Any]:
     from vllm.model_executor.model_loader import get_model
 
     from fl_dispatch.settings import get_settings
-    from vllm_fl import checkpoint, layers, quantization
+    from vllm_fl import checkpoint, quantization
+    from vllm_fl.layers import classes
 
     kept, refused = Kept(), None
     loggers = [logging.getLogger(name) for name in ("fl_dispatch", "vllm_fl")]
@@ -46,7 +47,7 @@ def load(folder: str) -> dict[str, Any]:
         with set_current_vllm_config(config):
             init_distributed_environment(1, 0, f"file://{folder}.rendezvous", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
-            layers.register(get_settings(), in_worker=True)
+            classes.register(get_settings(), in_worker=True)
             get_model(vllm_config=config)
             checkpoint.refuse_left(config.model_config, get_world_group().cpu_group)
     except Exception as error:  # each job's outcome is the result, whatever it is
@@ -58,8 +59,8 @@ def load(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from vllm_fl import startup
     from vllm_fl.compat import loaders, versions
+    from vllm_fl.platform import startup
 
     startup.activate()
     versions.adapt()

@@ -34,7 +34,7 @@ from vllm.platforms import current_platform
 
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cuda.impl import state_space
-from fl_dispatch.hosting import warm_batches
+from fl_dispatch.hosting.start import warm_batches
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.named import of_arguments
 

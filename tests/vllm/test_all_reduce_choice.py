@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fl_dispatch.devices import CUDA
-from vllm_fl import compile, config
+from vllm_fl.compilation import compile
+from vllm_fl.platform import config
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fl_dispatch.backends.flaggems.impl.custom_attention import attention_backend
-from vllm_fl.attention import AttentionFLBackend, AttentionFLImpl
-from vllm_fl.attention_metadata import AttentionFLMetadata, _token_blocks
+from vllm_fl.attention.dense import AttentionFLBackend, AttentionFLImpl
+from vllm_fl.attention.metadata import AttentionFLMetadata, _token_blocks
 from vllm_fl.compat.v0_26 import attention as v0_26_attention
 
 BLOCKS, HEADS, SLOTS, DIMS = 6, 2, 4, 8
@@ -101,7 +101,7 @@ def test_everything_the_model_asks_for_reaches_the_operator() -> None:
 
 
 def test_the_default_classes_are_ours() -> None:
-    from vllm_fl.mla import MLAFLBackend
+    from vllm_fl.attention.mla import MLAFLBackend
 
     for use_mla, expected in ((False, AttentionFLBackend), (True, MLAFLBackend)):
         module, _, name = attention_backend(use_mla).rpartition(".")

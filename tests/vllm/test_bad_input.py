@@ -19,8 +19,8 @@ import bad_settings
 FORKS = """
 import json, os, sys, traceback
 import vllm_fl
-from vllm_fl import startup
-from vllm_fl.platform import PlatformFL
+from vllm_fl.platform import startup
+from vllm_fl.platform.out_of_tree import PlatformFL
 
 for name, variables in json.loads(sys.argv[1]).items():
     if os.fork() == 0:

@@ -12,7 +12,7 @@ import pytest
 from engines import HERE
 
 import two_ranks
-from vllm_fl.distributed import CommunicatorFL, any_communicator
+from vllm_fl.worker.communicator import CommunicatorFL, any_communicator
 
 LIBRARIES = ("TorchCollectives", "FlagCXCollectives", "OlderFlagCX")
 
@@ -28,7 +28,7 @@ def results(standin: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 def test_vllm_finds_the_communicator_through_the_platform() -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from vllm_fl.platform import PlatformFL
+    from vllm_fl.platform.out_of_tree import PlatformFL
 
     assert resolve_obj_by_qualname(PlatformFL.get_device_communicator_cls()) is CommunicatorFL
 

@@ -28,7 +28,7 @@ PACKAGES = pytest.mark.parametrize(
 )
 """Packages whose classes derive from vLLM's, each with its facts."""
 LISTED = {name for fact in HOST.facts for name in fact.plain_names}
-LEFT_OUT = ("_cuda", ".dispatch", ".v0_26")
+LEFT_OUT = ("platform.cuda", ".dispatch", ".v0_26")
 """Modules that need vLLM's compiled library, are never executed, or are for another version."""
 
 

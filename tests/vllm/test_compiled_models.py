@@ -208,7 +208,7 @@ def test_two_ranks_compile_the_same_choices(
 def _compare_manifests(rank: int, store: str, version: str, answers: Any) -> None:
     import torch.distributed as dist
 
-    from vllm_fl import ranks
+    from vllm_fl.worker import ranks
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     group = SimpleNamespace(world_size=2, ranks=[0, 1], cpu_group=dist.group.WORLD)
@@ -248,7 +248,7 @@ def vllm_config() -> Any:
 def test_inductor_without_a_compiler_is_refused(vllm_config: Any) -> None:
     import torch._inductor.config as inductor
 
-    from vllm_fl import compile
+    from vllm_fl.compilation import compile
 
     compile.refuse_missing_compiler(vllm_config, CPU)
     with (
@@ -261,7 +261,7 @@ def test_inductor_without_a_compiler_is_refused(vllm_config: Any) -> None:
 
 
 def test_python_without_headers_is_refused(vllm_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from vllm_fl import compile
+    from vllm_fl.compilation import compile
 
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match="C headers"):
@@ -271,7 +271,7 @@ def test_python_without_headers_is_refused(vllm_config: Any, monkeypatch: pytest
 def test_what_a_compiled_model_cannot_have_is_switched_off_and_logged(
     vllm_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vllm_fl import compile
+    from vllm_fl.compilation import compile
 
     compilation = vllm_config.compilation_config
     compilation.pass_config.fuse_norm_quant = compilation.pass_config.fuse_attn_quant = True
@@ -287,7 +287,7 @@ def test_what_a_compiled_model_cannot_have_is_switched_off_and_logged(
 
 
 def test_where_no_pass_of_ours_runs_norms_and_activations_stay_apart(vllm_config: Any) -> None:
-    from vllm_fl import compile
+    from vllm_fl.compilation import compile
 
     compilation = vllm_config.compilation_config
     compilation.backend = "eager"
@@ -298,7 +298,7 @@ def test_where_no_pass_of_ours_runs_norms_and_activations_stay_apart(vllm_config
 
 
 def test_a_cache_directory_of_the_user_is_divided_by_choices(vllm_config: Any) -> None:
-    from vllm_fl import compile
+    from vllm_fl.compilation import compile
 
     vllm_config.compilation_config.cache_dir = "/cache"
     compile.enter_cache_key(vllm_config, "abc")
@@ -309,7 +309,7 @@ def test_a_cache_directory_of_the_user_is_divided_by_choices(vllm_config: Any) -
 def test_a_graph_request_is_answered_with_none_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     from vllm.config import CompilationConfig, CUDAGraphMode
 
-    from vllm_fl import config
+    from vllm_fl.platform import config
 
     compilation = CompilationConfig(cudagraph_mode="PIECEWISE")
     with caplog.at_level("INFO", logger="vllm_fl"):

@@ -12,10 +12,10 @@ from vllm.config import CompilationMode
 
 from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, get_default_manager, get_policy, set_global_policy
 from fl_dispatch.devices import CPU
-from fl_dispatch.hosting import inductor
+from fl_dispatch.hosting.compilation import inductor
 from fl_dispatch.manager import reset_default_manager
 from fl_dispatch.settings.origins import DEFAULT, Origin
-from vllm_fl import compile
+from vllm_fl.compilation import compile
 
 
 def configured(mode: CompilationMode | None = None, **given: Any) -> Any:

@@ -15,7 +15,7 @@ from engines import MAX_TOKENS, PROMPTS, RUNNERS, STEP, Runs, expected_tokens, r
 
 from architectures import build_architecture
 from sampling import drawn
-from vllm_fl import delta_net
+from vllm_fl.layers import delta_net
 
 DENSE, EXPERTS = "qwen3_5", "qwen3_next"
 DELTA_LAYERS, ATTENTION_LAYERS = 2, 2

@@ -14,8 +14,9 @@ import pytest
 
 from fl_dispatch.devices import ASCEND, CPU
 from fl_dispatch.devices.cuda import CUDA
-from vllm_fl import platform, worker_gpu
 from vllm_fl.compat import device_memory
+from vllm_fl.platform import out_of_tree
+from vllm_fl.worker import gpu
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +60,8 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> _Allocator:
 
 
 def _available(monkeypatch: pytest.MonkeyPatch, device: Any) -> tuple[bool, bool]:
-    monkeypatch.setattr(platform, "DEVICE", device)
-    ours = platform.PlatformFL()
+    monkeypatch.setattr(out_of_tree, "DEVICE", device)
+    ours = out_of_tree.PlatformFL()
     return ours.is_sleep_mode_available(), ours.is_cumem_allocator_available()
 
 
@@ -80,7 +81,7 @@ def test_it_does_not_where_the_library_is_missing(missing: Exception, monkeypatc
 
 
 def _worker(**asked: bool) -> Any:
-    worker = worker_gpu.GPUWorkerFL.__new__(worker_gpu.GPUWorkerFL)
+    worker = gpu.GPUWorkerFL.__new__(gpu.GPUWorkerFL)
     worker.fl_pools = any(asked.values())
     return worker
 

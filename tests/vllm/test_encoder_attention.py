@@ -13,7 +13,8 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
 from fl_dispatch.settings import get_settings
-from vllm_fl import layers, startup
+from vllm_fl.layers import classes
+from vllm_fl.platform import startup
 
 HEADS, HEAD_SIZE = 4, 16
 
@@ -25,7 +26,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else our platform sets it for this process
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
     config = VllmConfig()
-    layers.register(get_settings())
+    classes.register(get_settings())
     with set_current_vllm_config(config):
         yield
 
@@ -65,10 +66,10 @@ def test_what_the_operator_does_not_say_stays_vllms(keys: int, batch: int, cuts:
 
 
 def test_on_accelerators_it_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "detect_device", lambda: SimpleNamespace(accelerator=True))
-    layers.register(get_settings())
+    monkeypatch.setattr(classes, "detect_device", lambda: SimpleNamespace(accelerator=True))
+    classes.register(get_settings())
     layer = MMEncoderAttention(HEADS, HEAD_SIZE)
     assert type(layer) is MMEncoderAttention
-    found = layers.survey(torch.nn.ModuleList([layer]))
+    found = classes.survey(torch.nn.ModuleList([layer]))
     assert (found.ours, found.native) == ({}, {})
     found.refuse_native_run(get_settings())

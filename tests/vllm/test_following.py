@@ -15,7 +15,9 @@ from vllm.v1.worker.gpu_worker import Worker
 import quantized_checkpoints as checkpoints
 from fl_dispatch import following
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from vllm_fl import compile, config, prompt_graphs, warm_up, worker_gpu
+from vllm_fl.compilation import compile, prompt_graphs
+from vllm_fl.platform import config
+from vllm_fl.worker import gpu, warm_up
 
 EXTENSION = {"worker_extension_cls": "worker_extension.TrainerExtension", "enforce_eager": True}
 NOTING = {"VLLM_FL_PLUGIN_MODULES": "noting_plugin", "VLLM_FL_PER_OP": "scaled_linear=vendor:noting"}
@@ -49,9 +51,9 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
         after = [following.after(weight) for weight in (first, second) if model != "not quantized"]
         batches.append((tokens, any(found is second for found in after)))
 
-    worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
+    worker: Any = object.__new__(gpu.GPUWorkerFL)
     worker.fl_weights = SimpleNamespace(settled=nullcontext)
-    worker.vllm_config, worker.compilation_config = None, SimpleNamespace(cudagraph_mode=worker_gpu.CUDAGraphMode.NONE)
+    worker.vllm_config, worker.compilation_config = None, SimpleNamespace(cudagraph_mode=gpu.CUDAGraphMode.NONE)
     specs = [SimpleNamespace(max_memory_usage_bytes=lambda config: 2)] * 2
     worker.model_runner = SimpleNamespace(
         get_kv_cache_spec=lambda: dict(enumerate(specs)), _dummy_run=lambda tokens, randomize_inputs=False: None
@@ -63,7 +65,7 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     monkeypatch.setattr(compile, "uncompiled", lambda model: nullcontext())
     monkeypatch.setattr(compile, "is_compiled", lambda config: False)
     monkeypatch.setattr(config, "has_experts", lambda vllm_config: model == "experts")
-    monkeypatch.setattr(worker_gpu.logger, "info", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(gpu.logger, "info", lambda text, *values: lines.append(text % values))
     monkeypatch.setattr(warm_up, "token_counts", lambda vllm_config: [1, 2, 4])
     worker.available_kv_cache_memory_bytes = 7
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 7, raising=False)

@@ -13,9 +13,10 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.utils import system_utils
 
 from fl_dispatch import devices
-from fl_dispatch.hosting import startup as hosting
-from vllm_fl import compile, config, startup
+from fl_dispatch.hosting.start import startup as hosting
 from vllm_fl.compat import streams
+from vllm_fl.compilation import compile
+from vllm_fl.platform import config, startup
 
 
 class Stream: ...

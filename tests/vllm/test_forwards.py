@@ -14,14 +14,15 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 
 from fl_dispatch.settings import get_settings
-from vllm_fl import layers, startup
+from vllm_fl.layers import classes
+from vllm_fl.platform import startup
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 9, 4, 2, 32
 POSITIONS = 64
 F32 = torch.float32
 FAMILIES = ("activation", "layernorm", "rotary_embedding")  # the modules of vLLM whose classes are compared here
 LAYERS = tuple(f"vllm.model_executor.layers.{family}" for family in FAMILIES)
-ROWS = {row.name: row for row in layers.LAYER_CLASSES if row.module.startswith(LAYERS)}
+ROWS = {row.name: row for row in classes.LAYER_CLASSES if row.module.startswith(LAYERS)}
 
 # class → several sets of its arguments
 ROTARY: dict[str, list[dict[str, Any]]] = {
@@ -98,7 +99,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else our platform sets it for this process
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
     config = VllmConfig()
-    layers.register(get_settings())
+    classes.register(get_settings())
     config.model_config = SimpleNamespace(max_model_len=POSITIONS)
     with set_current_vllm_config(config):
         yield
@@ -108,7 +109,7 @@ def make(name: str, *args: Any, **options: Any) -> tuple[Any, list[str]]:
     """A layer, as vLLM makes it, and a list that grows by every call of our operator."""
     torch.manual_seed(zlib.crc32(name.encode()))
     layer = ROWS[name].in_tree()(*args, **options)
-    assert isinstance(layer, layers.DispatchedLayer)
+    assert isinstance(layer, classes.DispatchedLayer)
     assert layer.fl_runs()
     calls: list[str] = []
     ours = layer.fl_call
@@ -182,7 +183,7 @@ def test_long_rope_takes_the_table_that_vllm_takes(original: int) -> None:
         "long_factor": [2.0 + 3 * index for index in range(HEAD_DIM // 4)],
     }
     layer = get_rope(HEAD_DIM, 2 * POSITIONS, rope_parameters=rope, dtype=F32)
-    assert isinstance(layer, layers.DispatchedLayer)
+    assert isinstance(layer, classes.DispatchedLayer)
     assert layer.use_long_rope == (original == 16)
     calls: list[str] = []
     ours = layer.fl_call
@@ -194,9 +195,9 @@ def test_long_rope_takes_the_table_that_vllm_takes(original: int) -> None:
 def test_switching_long_rope_off_gives_vllms_class_back() -> None:
     from vllm.model_executor.layers import rotary_embedding
 
-    layers.register(get_settings())
-    assert issubclass(rotary_embedding.Phi3LongRoPEScaledRotaryEmbedding, layers.DispatchedLayer)
-    layers.register(SimpleNamespace(registers=lambda *names: False, oot_whitelist=None, oot_blacklist=frozenset()))
+    classes.register(get_settings())
+    assert issubclass(rotary_embedding.Phi3LongRoPEScaledRotaryEmbedding, classes.DispatchedLayer)
+    classes.register(SimpleNamespace(registers=lambda *names: False, oot_whitelist=None, oot_blacklist=frozenset()))
     assert rotary_embedding.Phi3LongRoPEScaledRotaryEmbedding is ROWS[LONG_ROPE].in_tree()
 
 
@@ -252,7 +253,7 @@ def _norm_behind_a_state_space(
     monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_world_size", lambda: ranks)
     monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_rank", lambda: 0)
     layer = mamba_mixer2.Mixer2RMSNormGated(HEAD_DIM, groups, eps=1e-5, **options)
-    assert isinstance(layer, layers.DispatchedLayer)
+    assert isinstance(layer, classes.DispatchedLayer)
     calls: list[str] = []
     ours = layer.fl_call
     layer.fl_call = lambda *operands: calls.append(layer.fl_operator) or ours(*operands)

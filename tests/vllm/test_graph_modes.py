@@ -21,7 +21,9 @@ from fl_dispatch import (
 from fl_dispatch.backends.vendor.ascend.register_ops import OUTSIDE_GRAPHS
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.ops import OPERATORS
-from vllm_fl import compile, config, delta_net, state_space
+from vllm_fl.compilation import compile
+from vllm_fl.layers import delta_net, mamba2
+from vllm_fl.platform import config
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 WAITING = tuple(name for name, operator in OPERATORS.items() if operator.waits)
@@ -157,7 +159,7 @@ def test_batches_whose_products_are_pytorchs_are_compiled_apart(
 
 
 def test_states_are_in_whole_graphs_of_the_v2_runner_alone(caplog: pytest.LogCaptureFixture) -> None:
-    for op in {*delta_net.OPERATORS, *state_space.OPERATORS}:
+    for op in {*delta_net.OPERATORS, *mamba2.OPERATORS}:
         register(op, "vendor.nimbus.states", 600)
     assert mode(states=True) == FULL
     with caplog.at_level("INFO", logger="vllm_fl"):

@@ -13,8 +13,8 @@ import torch
 from engines import Runs, ran, start
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from vllm_fl.attention_metadata import AttentionFLMetadataBuilder, has_exact_host_lengths, host_lengths
-from vllm_fl.slots import real, step
+from vllm_fl.attention.cache_slots import real, step
+from vllm_fl.attention.metadata import AttentionFLMetadataBuilder, has_exact_host_lengths, host_lengths
 
 HINTED = {
     "VLLM_FL_PLUGIN_MODULES": "hinted_plugin",

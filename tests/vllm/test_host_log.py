@@ -49,4 +49,4 @@ def test_the_trace_of_functions_shows_whom_our_worker_calls(
     assert results["traced"]["steps"][0]["tokens"] == [expected("qwen3")[0][:4]]
     (trace,) = traces.rglob("VLLM_TRACE_FUNCTION_for_process_*.log")
     with trace.open() as lines:
-        assert any("Call to load_model in" in line and "vllm_fl/worker.py" in line for line in lines)
+        assert any("Call to load_model in" in line and "vllm_fl/worker/base.py" in line for line in lines)

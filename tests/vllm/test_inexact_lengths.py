@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_fl.attention_metadata import has_exact_host_lengths
+from vllm_fl.attention.metadata import has_exact_host_lengths
 
 
 @pytest.mark.parametrize(

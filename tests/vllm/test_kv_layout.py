@@ -26,10 +26,10 @@ from fl_dispatch import (
     reset_global_policy,
     set_global_policy,
 )
-from fl_dispatch.hosting.kv_layout import OPERATORS
+from fl_dispatch.hosting.memory.kv_layout import OPERATORS
 from fl_dispatch.settings import TunedRule
-from vllm_fl import kv_layout
-from vllm_fl.attention import AttentionFLBackend, AttentionFLImpl
+from vllm_fl.attention import kv_layout
+from vllm_fl.attention.dense import AttentionFLBackend, AttentionFLImpl
 from vllm_fl.compat.v0_26 import attention as v0_26_attention
 
 TRANSPOSED = "HDN/HND"

@@ -16,12 +16,12 @@ from vllm.model_executor.hw_agnostic import custom_op as hw_agnostic
 from fl_dispatch import SelectionPolicy
 from fl_dispatch.settings import Settings, get_settings
 from vllm import forward_context
-from vllm_fl import layers
-from vllm_fl.states import StateLayer
+from vllm_fl.layers import classes
+from vllm_fl.layers.states import StateLayer
 
 ALWAYS = [
     row
-    for row in layers.LAYER_CLASSES
+    for row in classes.LAYER_CLASSES
     if row.custom_op and not row.own_kernel and not row.transformers and not row.creates_context
 ]
 """Rows that every process registers, for every model."""
@@ -41,39 +41,39 @@ def settings(**changes: Any) -> Settings:
 
 
 def test_every_class_of_the_table_exists_and_runs_its_base_forward() -> None:
-    for row in layers.LAYER_CLASSES:
+    for row in classes.LAYER_CLASSES:
         base = row.in_tree()
         assert base is not None, row.name
-        ancestors = [other.in_tree() for other in layers.LAYER_CLASSES if other.mixin is row.mixin]
+        ancestors = [other.in_tree() for other in classes.LAYER_CLASSES if other.mixin is row.mixin]
         defining = next((cls for cls in base.__mro__ if {"forward", "forward_native"} & vars(cls).keys()), base)
         if not row.transformers:  # its forward gathers what ranks hold, and calls its base's
             assert defining in ancestors, f"{row.name} has a forward of its own"
 
 
 def test_registering_twice_changes_nothing(registered: dict[str, Any]) -> None:
-    layers.register(settings())
+    classes.register(settings())
     first = dict(registered)
-    layers.register(settings())
+    classes.register(settings())
     assert registered == first
     assert set(first) == {row.name for row in ALWAYS}
 
 
 def test_layers_of_the_transformers_backend_are_registered_for_its_models_only(registered: dict[str, Any]) -> None:
-    layers.register(settings())
+    classes.register(settings())
     others = set(registered)
-    layers.register(settings(), transformers=True)
+    classes.register(settings(), transformers=True)
     assert set(registered) - others == {"TPAwareRMSNorm", "TPAwareGemmaRMSNorm"}
 
 
 def test_a_class_goes_into_the_registry_that_it_asks(registered: dict[str, Any]) -> None:
-    layers.register(settings())
+    classes.register(settings())
     assert {"RMSNorm", "SiluAndMul"} <= set(hw_agnostic.op_registry_oot)
     assert not set(map(id, hw_agnostic.op_registry_oot.values())) & set(map(id, registered.values()))
 
 
 def test_a_class_that_another_plugin_registered_stays(registered: dict[str, Any]) -> None:
     theirs = registered["RMSNorm"] = type("RMSNormOfSomebody", (torch.nn.Module,), {})
-    layers.register(settings())
+    classes.register(settings())
     assert registered["RMSNorm"] is theirs
 
 
@@ -87,32 +87,32 @@ def test_a_class_that_another_plugin_registered_stays(registered: dict[str, Any]
     ],
 )
 def test_the_lists_decide(changes: dict[str, Any], expected: set[str], registered: dict[str, Any]) -> None:
-    layers.register(settings())
-    layers.register(settings(**changes))
+    classes.register(settings())
+    classes.register(settings(**changes))
     assert set(registered) == expected
 
 
 def test_a_blacklist_leaves_out_what_it_names_and_nothing_else(registered: dict[str, Any]) -> None:
-    layers.register(settings(oot_blacklist=frozenset({"rotary_embedding", "RMSNorm"})))
+    classes.register(settings(oot_blacklist=frozenset({"rotary_embedding", "RMSNorm"})))
     kept = {row.name for row in ALWAYS if "rotary_embedding" not in row.operators}
     assert set(registered) == kept - {"RMSNorm"}
 
 
 def test_a_class_of_the_same_name_elsewhere_is_not_counted() -> None:
     model = torch.nn.Sequential(torch.nn.LayerNorm(4))
-    assert layers.survey(model) == layers.Survey("vLLM", ours={}, native={}, attention={})
+    assert classes.survey(model) == classes.Survey("vLLM", ours={}, native={}, attention={})
 
 
 def test_a_survey_without_a_layer_of_ours_is_refused_unless_that_is_meant() -> None:
-    survey = layers.Survey("vLLM", ours={}, native={"RMSNorm": 3}, attention={})
+    survey = classes.Survey("vLLM", ours={}, native={"RMSNorm": 3}, attention={})
     with pytest.raises(RuntimeError, match="RMSNorm"):
         survey.refuse_native_run(settings())
     survey.refuse_native_run(settings(oot_enabled=False))
-    layers.Survey("vLLM", ours={}, native={}, attention={}).refuse_native_run(settings())
+    classes.Survey("vLLM", ours={}, native={}, attention={}).refuse_native_run(settings())
 
 
 @pytest.mark.parametrize(
-    "mixin", sorted({row.mixin for row in layers.LAYER_CLASSES if issubclass(row.mixin, StateLayer)}, key=str)
+    "mixin", sorted({row.mixin for row in classes.LAYER_CLASSES if issubclass(row.mixin, StateLayer)}, key=str)
 )
 def test_a_layer_with_a_state_refuses_a_batch_with_drafts(
     mixin: type[StateLayer], monkeypatch: pytest.MonkeyPatch
@@ -143,7 +143,7 @@ def create():
 
 sys.modules["triton.runtime.driver"]._create_driver = create
 from fl_dispatch.settings import get_settings
-from vllm_fl import layers
+from vllm_fl.layers import classes as layers
 
 layers.register(get_settings())
 before = len(made)

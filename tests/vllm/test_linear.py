@@ -14,10 +14,10 @@ from vllm.model_executor.layers import linear as vllm_linear
 from vllm.platforms import current_platform
 
 from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, policy_context, prepared
-from fl_dispatch.hosting import first_choices
+from fl_dispatch.hosting.start import first_choices
 from fl_dispatch.settings import Settings
-from vllm_fl import layers, linear
 from vllm_fl.compat import layer_classes
+from vllm_fl.layers import classes, linear
 
 
 def method(**attributes: Any) -> Any:
@@ -110,8 +110,8 @@ def test_a_weight_that_a_trainer_replaced_is_followed() -> None:
 
 def test_a_subclass_of_vllms_is_still_one_for_lora(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks ``isinstance(layer, the class that replaces ReplicatedLinear)``."""
-    (row,) = (row for row in layers.LAYER_CLASSES if row.name == "ReplicatedLinear")
-    replacement = layers._replacement(row, vllm_linear.ReplicatedLinear)
+    (row,) = (row for row in classes.LAYER_CLASSES if row.name == "ReplicatedLinear")
+    replacement = classes._replacement(row, vllm_linear.ReplicatedLinear)
     derived = type("Router", (vllm_linear.ReplicatedLinear,), {})
     assert isinstance(object.__new__(derived), replacement)
     assert isinstance(object.__new__(replacement), replacement)
@@ -147,7 +147,7 @@ def test_a_kernel_for_a_single_layer_is_one(policy: dict[str, Any], has: bool, m
     manager = OpManager(registry, register_builtins=False)
     monkeypatch.setattr(first_choices, "get_default_manager", lambda: manager)
     with policy_context(SelectionPolicy.from_dict(**policy)):
-        assert layers.has_kernel("linear") is has
+        assert classes.has_kernel("linear") is has
 
 
 def test_only_workers_ask_whether_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +157,13 @@ def test_only_workers_ask_whether_there_is_a_kernel(monkeypatch: pytest.MonkeyPa
 
     registered: dict[str, Any] = {}
     monkeypatch.setattr(custom_op, "op_registry_oot", registered)
-    monkeypatch.setattr(layers, "has_kernel", lambda op_name: True)
-    layers.register(get_settings())
+    monkeypatch.setattr(classes, "has_kernel", lambda op_name: True)
+    classes.register(get_settings())
     assert "RowParallelLinear" not in registered
-    layers.register(get_settings(), in_worker=True)
+    classes.register(get_settings(), in_worker=True)
     assert registered["RowParallelLinear"].__mro__[1:3] == (linear.LinearLayer, linear.DispatchedLayer)
-    monkeypatch.setattr(layers, "has_kernel", lambda op_name: False)
-    layers.register(get_settings(), in_worker=True)
+    monkeypatch.setattr(classes, "has_kernel", lambda op_name: False)
+    classes.register(get_settings(), in_worker=True)
     assert "RowParallelLinear" not in registered
 
 
@@ -187,11 +187,11 @@ def test_a_list_that_asks_for_layers_without_a_kernel_is_told(
     from vllm.model_executor import custom_op
 
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
-    monkeypatch.setattr(layers, "has_kernel", lambda op_name: has_kernel)
+    monkeypatch.setattr(classes, "has_kernel", lambda op_name: has_kernel)
     settings = Settings(oot_whitelist=None if listed is None else frozenset(listed))
     with caplog.at_level("WARNING", "vllm_fl"):
-        layers.register(settings)
+        classes.register(settings)
         assert "has no effect" not in caplog.text
-        layers.register(settings, in_worker=True)
+        classes.register(settings, in_worker=True)
     assert ("has no effect" in caplog.text) is (told is not None)
     assert told is None or f"{told} in the white-list" in caplog.text

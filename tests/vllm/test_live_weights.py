@@ -12,7 +12,7 @@ import torch
 from engines import MAX_TOKENS, PROMPTS, Runs, expected_tokens, start_features
 
 import variants
-from vllm_fl import sleep
+from vllm_fl.worker import sleep
 
 CACHE = 256 << 20
 GENERATE = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}}

@@ -292,7 +292,7 @@ def _update(wrapper: Any, prefill: bool, requests: list[int], tokens: list[int])
 
 
 def _wrapper(prefill: bool, requests: list[int], tokens: list[int]) -> Any:
-    from vllm_fl.lora import PunicaWrapperFL
+    from vllm_fl.layers.lora import PunicaWrapperFL
 
     wrapper = PunicaWrapperFL(16, 4, "cpu", lora_config=SimpleNamespace(max_loras=2))
     _update(wrapper, prefill, requests, tokens)
@@ -358,7 +358,7 @@ def test_tokens_without_an_adapter_get_nothing_from_fully_sharded_layers(prefill
 
 
 def test_the_logits_of_a_prompt_get_the_adapter_of_its_tokens() -> None:
-    from vllm_fl.lora import prompt_logits
+    from vllm_fl.layers.lora import prompt_logits
 
     wrapper = _wrapper(True, [2, 0, 1], [2, 2, 0, 0, 0, 1])
     torch.manual_seed(0)
@@ -380,7 +380,7 @@ def test_the_logits_of_a_prompt_get_the_adapter_of_its_tokens() -> None:
 
 
 def test_the_logits_of_drafts_get_the_adapter_of_their_request() -> None:
-    from vllm_fl.lora import draft_logits
+    from vllm_fl.layers.lora import draft_logits
 
     wrapper = _wrapper(True, [2, 0, 1], [2, 2, 0, 0, 0, 1])
     torch.manual_seed(0)

@@ -18,12 +18,14 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from fl_dispatch import SelectionPolicy, get_default_manager, policy_context
 from fl_dispatch.ops import OPERATORS
-from vllm_fl import mla, startup, warm_up
+from vllm_fl.attention import mla
+from vllm_fl.attention.mla import MLAFLBackend, MLAFLImpl
+from vllm_fl.attention.mla_metadata import MLAFLMetadataBuilder, prefill_starts
+from vllm_fl.attention.mla_prefill import MLAFLPrefillBackend, merge
 from vllm_fl.compat import accelerator
 from vllm_fl.compat.v0_26.latent import NumberedChunks, with_chunks, with_longest_query
-from vllm_fl.mla import MLAFLBackend, MLAFLImpl
-from vllm_fl.mla_metadata import MLAFLMetadataBuilder, prefill_starts
-from vllm_fl.mla_prefill import MLAFLPrefillBackend, merge
+from vllm_fl.platform import startup
+from vllm_fl.worker import warm_up
 
 HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 4, 16, 12, 8, 10, 4
 CONTEXT, NEW = [10, 0, 5, 13], [3, 2, 1, 4]  # tokens of each request: cached, and of this step

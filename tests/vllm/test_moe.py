@@ -46,7 +46,7 @@ def test_two_ranks_give_the_same_tokens_through_the_same_implementations(
 def assert_routes_like(theirs: Any, native: Any, experts: int) -> None:
     """Our router in the place of ``theirs`` gives what vLLM's ``native`` gives, whatever the order of the experts."""
     from fl_dispatch import bind_op
-    from vllm_fl import routers
+    from vllm_fl.layers import routers
 
     found = routers.route(theirs)
     assert found is not None
@@ -97,7 +97,7 @@ def test_a_biased_router_chooses_by_the_bias_and_scales_the_weights() -> None:
 def test_a_models_own_routing_function_stays() -> None:
     from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 
-    from vllm_fl import routers
+    from vllm_fl.layers import routers
 
     assert routers.route(CustomRoutingRouter(2, 8, lambda **_: None)) is None
     assert not our_runner(CustomRoutingRouter(2, 8, lambda **_: None)).fl_runs()
@@ -109,7 +109,7 @@ def test_every_router_of_vllm_has_an_operator_or_is_known_to_be_python_or_is_ref
 
     import vllm.model_executor.layers.fused_moe.router as theirs
 
-    from vllm_fl import routers
+    from vllm_fl.layers import routers
 
     for module in pkgutil.iter_modules(theirs.__path__, f"{theirs.__name__}."):
         if module.name.endswith("_router"):
@@ -122,7 +122,7 @@ def test_every_router_of_vllm_has_an_operator_or_is_known_to_be_python_or_is_ref
 
 
 def test_a_router_of_another_plugin_stays() -> None:
-    from vllm_fl import routers
+    from vllm_fl.layers import routers
 
     parts = {"__module__": "other_plugin", "_compute_routing": None, "routing_method_type": None}
     assert routers.route(object.__new__(type("Theirs", (routers.BaseRouter,), parts))) is None
@@ -136,9 +136,9 @@ class Runner:
 
 
 def our_runner(router: Any) -> Any:
-    from vllm_fl import moe
+    from vllm_fl.layers import mixture
 
-    return type("RunnerFL", (moe.RunnerLayer, Runner), {})(layer_name="model.layers.7.experts", router=router)
+    return type("RunnerFL", (mixture.RunnerLayer, Runner), {})(layer_name="model.layers.7.experts", router=router)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_a_routing_without_an_operator_is_refused_by_name(router: str, arguments
 def test_a_router_whose_operator_is_on_the_blacklist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
-    from vllm_fl import moe
+    from vllm_fl.layers import mixture
 
     assert our_runner(FusedTopKRouter(2, 8)).fl_runs()
     without = replace(get_settings(), oot_blacklist=frozenset({"topk_softmax"}))
-    monkeypatch.setattr(moe, "get_settings", lambda: without)
+    monkeypatch.setattr(mixture, "get_settings", lambda: without)
     assert our_runner(FusedTopKRouter(2, 8, scoring_func="sigmoid")).fl_runs()
     with pytest.raises(ValueError, match=r"model\.layers\.7\.experts needs 'topk_softmax'"):
         our_runner(FusedTopKRouter(2, 8))
@@ -220,7 +220,7 @@ def experts_config(**changes: Any) -> Any:
     ],
 )
 def test_experts_that_the_operator_cannot_compute_are_named(changes: dict[str, Any], named: str | None) -> None:
-    from vllm_fl import experts
+    from vllm_fl.layers import modular_experts as experts
 
     reason = experts.refusal(experts_config(**changes))
     assert reason is None if named is None else named in str(reason)

@@ -157,7 +157,7 @@ def test_products_are_joined_unless_something_speaks_against_it(
 ) -> None:
     from vllm.config import CompilationConfig
 
-    from vllm_fl import compile, one_token
+    from vllm_fl.compilation import compile, one_token
 
     rules: dict[str, Any] = {
         "a rule for the norm": {"per_op_order": (("rms_norm", ("vendor",)),)},
@@ -185,7 +185,7 @@ def test_products_are_joined_unless_something_speaks_against_it(
 def test_a_users_own_graph_of_one_token_joins_nothing_that_failed_before_it(
     fails: bool, one_vendor: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_fl import one_token, passes
+    from vllm_fl.compilation import one_token, passes
 
     failed = {one_token.FUSED: "x"} if fails else {}
     monkeypatch.setattr(passes.VllmInductorPass, "__init__", lambda self, config: None)
@@ -302,7 +302,7 @@ def by_references(x: Tensor, residual: Tensor, *given: Tensor) -> tuple[Tensor, 
 
 
 def joined(graph: GraphModule) -> int:
-    from vllm_fl import one_token
+    from vllm_fl.compilation import one_token
 
     found = one_token.join(graph.graph, frozenset(one_token.PRODUCTS))
     graph.graph.lint()

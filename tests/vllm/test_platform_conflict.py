@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.startup import START
+from vllm_fl.platform.startup import START
 
 
 @pytest.fixture

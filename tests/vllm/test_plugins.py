@@ -12,9 +12,9 @@ import pytest
 from engines import Finished, Runs, background, python, start
 
 from fl_dispatch.devices import CPU
-from fl_dispatch.hosting import startup as hosting
-from vllm_fl import startup
+from fl_dispatch.hosting.start import startup as hosting
 from vllm_fl.compat import detection
+from vllm_fl.platform import startup
 
 ENTRY_POINTS = """
 [vllm.platform_plugins]

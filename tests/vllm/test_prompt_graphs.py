@@ -19,10 +19,12 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from fl_dispatch import ConfigError
 from fl_dispatch.devices import detect_device
 from vllm import envs
-from vllm_fl import compile, config, prompt_graphs, ranks, startup, worker_gpu
-from vllm_fl.attention import AttentionFLImpl
-from vllm_fl.prompt_graphs import Batch, limits, sizes
-from vllm_fl.states import StateLayer
+from vllm_fl.attention.dense import AttentionFLImpl
+from vllm_fl.compilation import compile, prompt_graphs
+from vllm_fl.compilation.prompt_graphs import Batch, limits, sizes
+from vllm_fl.layers.states import StateLayer
+from vllm_fl.platform import config, startup
+from vllm_fl.worker import gpu, ranks
 
 captured_sizes = st.integers(1, 1024)
 token_limits = st.integers(1, 1 << 16)
@@ -272,14 +274,14 @@ def test_decoding_of_all_requests_has_a_whole_graph(taking: Callable[..., None])
 
 def test_a_runner_that_draws_no_tokens_keeps_vllms_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in vLLM 0.26: tokens that are all alike go to the same experts."""
-    worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
+    worker: Any = object.__new__(gpu.GPUWorkerFL)
     worker.model_runner = SimpleNamespace(_dummy_run=lambda tokens, is_profile=False, **others: None)
     monkeypatch.setattr(prompt_graphs, "add", lambda *given: pytest.fail("measured"))
     assert worker._add_prompt_graphs(1 << 30) == 0
 
 
 def test_layers_of_several_kinds_are_counted_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
+    worker: Any = object.__new__(gpu.GPUWorkerFL)
     specs = {name: SimpleNamespace(max_memory_usage_bytes=lambda config, size=size: size) for name, size in NEEDS}
     worker.model_runner = SimpleNamespace(
         _dummy_run=lambda tokens, randomize_inputs=False: None, get_kv_cache_spec=lambda: specs

@@ -33,8 +33,9 @@ from fl_dispatch.devices import ASCEND, CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, reset_settings
-from vllm_fl import config, environment, invariance, refusals, startup
+from vllm_fl import environment
 from vllm_fl.compat import model_runner, versions
+from vllm_fl.platform import config, invariance, refusals, startup
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -616,7 +617,7 @@ def test_kernels_of_fp8_are_not_for_a_chip_without_it(monkeypatch: pytest.Monkey
 
 def test_a_quantization_on_an_untested_host_is_named_as_the_checkpoint_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_fl.compat import versions
-    from vllm_fl.platform import PlatformFL
+    from vllm_fl.platform.out_of_tree import PlatformFL
 
     monkeypatch.setattr(versions, "host_version", lambda: "0.26")
     with pytest.raises(ValueError, match=r"'gptq' on vLLM 0.26 yet \(only on 0.32, 0.33\)"):
@@ -635,7 +636,7 @@ def test_a_scheme_of_compressed_tensors_is_named() -> None:
 
 
 def test_an_attention_type_is_named() -> None:
-    from vllm_fl.attention import AttentionFLImpl
+    from vllm_fl.attention.dense import AttentionFLImpl
 
     with pytest.raises(NotImplementedError, match="'encoder'"):
         AttentionFLImpl(4, 16, 0.25, attn_type="encoder")
@@ -697,22 +698,22 @@ def test_switching_every_layer_off_is_refused_before_the_model_loads(configure: 
 
 
 def test_a_rule_for_one_of_several_layers_that_share_a_module_is_refused() -> None:
-    from vllm_fl import forwards, layers
+    from vllm_fl.layers import classes, forwards
 
     shared = type("Rope", (forwards.RotaryLayer, torch.nn.Module), {})()
     alone, both = torch.nn.ModuleDict({"0": shared}), torch.nn.ModuleDict({"0": shared, "1": shared})
     policy = SelectionPolicy.from_dict(per_op_order={"rotary_embedding@layers.0": ["reference"]})
     with policy_context(policy):
-        layers.bind_scopes(torch.nn.ModuleDict({"layers": alone}))
+        classes.bind_scopes(torch.nn.ModuleDict({"layers": alone}))
         with pytest.raises(ValueError, match="share one module"):
-            layers.bind_scopes(torch.nn.ModuleDict({"layers": both}))
+            classes.bind_scopes(torch.nn.ModuleDict({"layers": both}))
 
 
 def test_an_attention_backend_of_the_users_that_is_not_taken_is_told(caplog: pytest.LogCaptureFixture) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from vllm_fl.platform import PlatformFL
+    from vllm_fl.platform.out_of_tree import PlatformFL
 
     startup.activate()
     wanted = AttentionSelectorConfig(head_size=32, dtype=torch.float32, kv_cache_dtype=None, block_size=16)

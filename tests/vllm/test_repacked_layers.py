@@ -24,15 +24,16 @@ from vllm.v1.worker.gpu_worker import Worker
 import variants
 from fl_dispatch import call_op, get_default_manager, prepared
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from vllm_fl import layers, linear, worker
-from vllm_fl.moe import ExpertsLayer
+from vllm_fl.layers import classes, linear
+from vllm_fl.layers.mixture import ExpertsLayer
+from vllm_fl.worker import base as worker
 
 
 def replaced(name: str) -> type:
-    (row,) = (row for row in layers.LAYER_CLASSES if row.name == name)
+    (row,) = (row for row in classes.LAYER_CLASSES if row.name == name)
     base = row.in_tree()
     assert base is not None
-    return layers._replacement(row, base)
+    return classes._replacement(row, base)
 
 
 @pytest.fixture

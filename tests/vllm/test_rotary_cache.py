@@ -148,7 +148,7 @@ def test_graphs_are_cut_at_the_write_unless_it_can_be_joined(
     from vllm.config import CompilationConfig
     from vllm.utils import torch_utils
 
-    from vllm_fl import compile
+    from vllm_fl.compilation import compile
 
     compilation = CompilationConfig(mode="VLLM_COMPILE", backend="inductor", cudagraph_mode="FULL")
     compilation.use_inductor_graph_partition = refused == "Inductor divides"
@@ -184,7 +184,7 @@ def test_graphs_are_cut_at_the_write_unless_it_can_be_joined(
 
 
 def layer(**options: Any) -> Any:
-    from vllm_fl.attention import AttentionFLImpl
+    from vllm_fl.attention.dense import AttentionFLImpl
 
     return AttentionFLImpl(4, 8, 0.5, 2, **options)
 
@@ -235,7 +235,7 @@ def pieces() -> Iterator[Callable[..., tuple[Graph, bool]]]:
 
     from fl_dispatch.compiled.views import view
     from fl_dispatch.ops import OPERATORS
-    from vllm_fl import rotary_cache
+    from vllm_fl.compilation import rotary_cache
 
     manager = get_default_manager()
     manager.ensure_initialized()

@@ -14,10 +14,10 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, get_rope
 
 import positions
 import rope_kinds
-from fl_dispatch.hosting import rotary_tables
+from fl_dispatch.hosting.positions import rotary_tables
 from rope_kinds import KINDS, LENGTHS, LONGEST, SIZE, TRAINED
 from sampling import drawn
-from vllm_fl import rotations
+from vllm_fl.layers import rotations
 
 LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longrope"]
 

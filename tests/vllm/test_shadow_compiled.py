@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engines import start
 
-from fl_dispatch.hosting.runs import recorded
+from fl_dispatch.hosting.records.runs import recorded
 
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
 VARIABLES = {

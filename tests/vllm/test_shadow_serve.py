@@ -19,7 +19,7 @@ import pytest
 from engines import MAX_TOKENS, PROMPTS, environment, serve_command
 
 import processes
-from fl_dispatch.hosting.runs import Sizes, recorded
+from fl_dispatch.hosting.records.runs import Sizes, recorded
 
 READY_WITHIN = 240.0
 SEEN_WITHIN = 20.0

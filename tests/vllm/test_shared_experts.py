@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
 
 from fl_dispatch.devices import CUDA
-from vllm_fl import shared_experts
+from vllm_fl.layers import shared_experts
 
 PLAIN: dict[str, Any] = {"enable_eplb": False, "all2all_backend": "", "use_fi_nvl_two_sided_kernels": False}
 

@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 from vllm.forward_context import create_forward_context, override_forward_context
 
 from fl_dispatch import OpImpl, SelectionPolicy, get_default_manager, policy_context, reset_default_manager
-from fl_dispatch.hosting import warm_batches
+from fl_dispatch.hosting.start import warm_batches
 from fl_dispatch.settings import TunedRule
 from fl_dispatch.types import BackendImplKind
-from vllm_fl import mamba1, state_space, warm_up
 from vllm_fl.compat import accelerator
-from vllm_fl.states import Step
+from vllm_fl.layers import mamba1, mamba2
+from vllm_fl.layers.states import Step
+from vllm_fl.worker import warm_up
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TOKENS, REQUESTS = 300, 40
@@ -31,7 +32,7 @@ INNER = HEADS * HEAD_DIM
 CHANNELS = INNER + 2 * STATE
 
 
-class Mamba2(state_space.StateSpaceLayer, torch.nn.Module):
+class Mamba2(mamba2.StateSpaceLayer, torch.nn.Module):
     """Our part of ``MambaMixer2``, which gets what vLLM's projects."""
 
     def __init__(self, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
@@ -93,7 +94,7 @@ def met() -> Iterator[Met]:
     """(operator, implementation) → rows of each call, for implementations ``default.1`` to ``3`` of the operators."""
     manager, found = get_default_manager(), Met()
     manager.ensure_initialized()
-    for operator in state_space.OPERATORS:
+    for operator in mamba2.OPERATORS:
         fn = manager.registry.get_implementation(operator, "reference.torch").fn
         for number in (1, 2, 3):
             rows = found.setdefault((operator, f"default.{number}"), [])
@@ -116,11 +117,11 @@ def _rules(*bounds: tuple[int, int | None]) -> tuple[TunedRule, ...]:
 def test_each_implementation_that_is_first_for_some_tokens_is_called_by_the_start(met: Met) -> None:
     accelerator.silence_accelerator()
     bounds = (9, 9), (11, 22), (27, None)
-    policy = SelectionPolicy(op_tuned=tuple((operator, _rules(*bounds)) for operator in state_space.OPERATORS))
+    policy = SelectionPolicy(op_tuned=tuple((operator, _rules(*bounds)) for operator in mamba2.OPERATORS))
     with policy_context(policy):
         runs = warm_up.states(torch.nn.ModuleList([Mamba2(), Mamba2()]), _config())
     assert runs == len(list(warm_batches.state_batches(TOKENS, REQUESTS, {9, 10, 11, 23, 27})))
-    for operator in state_space.OPERATORS:
+    for operator in mamba2.OPERATORS:
         for place, (low, high) in enumerate(bounds, start=1):
             rows = met[operator, f"default.{place}"]
             assert low in rows, (operator, place)
@@ -130,13 +131,13 @@ def test_each_implementation_that_is_first_for_some_tokens_is_called_by_the_star
 
 def test_the_order_of_one_operator_is_who_the_start_calls_for_every_batch(met: Met) -> None:
     accelerator.silence_accelerator()
-    order = {operator: ["impl:default.1"] for operator in state_space.OPERATORS}
+    order = {operator: ["impl:default.1"] for operator in mamba2.OPERATORS}
     with policy_context(SelectionPolicy.from_dict(per_op_order=order)):
         warm_up.states(Mamba2(), _config())
     batches = list(warm_batches.state_batches(TOKENS, REQUESTS))
     single = [one for one, _ in batches if one]
     prompts = [sum(lengths) for _, lengths in batches if lengths]
-    for operator in state_space.OPERATORS:
+    for operator in mamba2.OPERATORS:
         assert met[operator, "default.1"] == (single if operator.endswith("update") else prompts)
 
 
@@ -226,7 +227,7 @@ def test_a_kernel_whose_limits_leave_a_models_calls_to_the_reference_is_none(ope
         manager.registry.register_impl(impl)
     layer = Mamba2()
     for name in ("wide", "narrow"):
-        order = {each: ["impl:default.1"] for each in state_space.OPERATORS}
+        order = {each: ["impl:default.1"] for each in mamba2.OPERATORS}
         order[operator] = [f"impl:default.{name}", "reference"]
         with policy_context(SelectionPolicy.from_dict(per_op_order=order)):
             layer.fl_bind(layer.prefix)

@@ -15,7 +15,7 @@ from engines import MAX_TOKENS, PROMPTS, RUNNERS, STEP, Runs, expected_tokens, r
 
 from architectures import build_architecture
 from sampling import drawn
-from vllm_fl import short_conv, state_space
+from vllm_fl.layers import mamba2, short_conv
 
 ALONE = {"mamba2": "MambaMixer2", "mamba": "MambaMixer", "falcon_mamba": "MambaMixer"}
 """Models without attention, and the class of their layers with a state."""
@@ -32,7 +32,7 @@ MISTAKES = {
         *([] if name == CONVOLUTIONS else [ONE_LAYER]),
         *([("rms_norm_gated", "vendor.wrong")] if name == "granitemoehybrid" else []),
     ]
-    for name, module in (*((name, state_space) for name in HYBRIDS), (CONVOLUTIONS, short_conv))
+    for name, module in (*((name, mamba2) for name in HYBRIDS), (CONVOLUTIONS, short_conv))
 }
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "compiled": {"enforce_eager": False},
@@ -166,5 +166,5 @@ def test_however_it_runs_the_tokens_are_the_same(
     norms_over_ranks = {"Mixer2RMSNormGated": 2} if (name, way) == ("granitemoehybrid", "two ranks") else {}
     for report in results[name, way]["reports"]:
         operators = {key.split(" ")[0] for key in report["counts"]}
-        assert set((short_conv if name == CONVOLUTIONS else state_space).OPERATORS) <= operators
+        assert set((short_conv if name == CONVOLUTIONS else mamba2).OPERATORS) <= operators
         assert report["native_layers"] == norms_over_ranks

@@ -27,8 +27,8 @@ from fl_dispatch.backends.triton.impl.launch import Launcher
 from fl_dispatch.backends.triton.impl.products import linear, scaled_linear, weight_only_linear
 from fl_dispatch.backends.triton.impl.rows import activation, normalization, quantization
 from fl_dispatch.backends.triton.impl.states import convolution, delta_rule, state_space
-from fl_dispatch.hosting import warm_batches
-from vllm_fl import warm_up
+from fl_dispatch.hosting.start import warm_batches
+from vllm_fl.worker import warm_up
 
 META = torch.device("meta")
 Keys = set[tuple[Any, ...]]

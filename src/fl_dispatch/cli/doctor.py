@@ -20,7 +20,7 @@ import typer
 from ..devices import CPU, detect_device, device_specs, load_failures
 from ..discovery import get_discovered_plugins, slow_imports
 from ..errors import DispatchError
-from ..hosting.runs import named, recorded
+from ..hosting.records.runs import named, recorded
 from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings, register_layers, reset_settings
 from . import run_view

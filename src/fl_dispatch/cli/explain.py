@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import NoImplementationError
-from ..hosting import runs
+from ..hosting.records import runs
 from ..manager import get_default_manager
 from ..ops import OPERATORS
 from ..settings.names import suggestion

@@ -13,8 +13,8 @@ from importlib.metadata import packages_distributions, version
 from typing import Any
 
 from ..hosting.host_facts import Findings, HostFact, check
-from ..hosting.host_layers import Host, Judgement
 from ..hosting.host_source import SourceTree
+from ..hosting.layers.classes import Host, Judgement
 from .output import print_table
 
 PLUGINS = {"vllm": "vllm_fl", "sglang": "sglang_fl"}

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..hosting.checkpoint_files import unread_by_engines
+from ..hosting.loading.files import unread_by_engines
 
 
 def network(model: str | Path, dtype: Any) -> Any:

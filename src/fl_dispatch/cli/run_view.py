@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import typer
 
-from ..hosting import runs
-from ..hosting.runs import Run
+from ..hosting.records import runs
+from ..hosting.records.runs import Run
 from .output import console, fail, print_json, print_table
 
 T = TypeVar("T")

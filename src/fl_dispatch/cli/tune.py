@@ -23,8 +23,9 @@ from ..evidence.tune.race import LEAST_SECONDS, REPEATS
 from ..evidence.tune.record import TOGETHER, Record, read_record, resumed, winners_of
 from ..evidence.tune.rules import agreement, merge
 from ..evidence.tune.tuning import Plan, seed, steps
-from ..hosting import inductor, runs
-from ..hosting.runs import Sizes
+from ..hosting.compilation import inductor
+from ..hosting.records import runs
+from ..hosting.records.runs import Sizes
 from ..manager import get_default_manager
 from ..ops import OPERATORS, Place
 from ..policy import get_policy, policy_context

@@ -16,9 +16,9 @@ from ..errors import DispatchError
 from ..logger_manager import get_logger
 from ..version import __version__
 from .host_facts import HostFact, check
-from .host_layers import Host
 from .host_source import SourceTree
-from .private_file import write_private
+from .layers.classes import Host
+from .records.private_file import write_private
 
 logger = get_logger(__name__)
 

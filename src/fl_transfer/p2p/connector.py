@@ -139,7 +139,7 @@ class P2pConnector(KVConnectorBase_V1):
 
 
 def _refuse_unsupported(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse caches that this connector does not hand over; ``vllm_fl.refusals`` has asked for everything else.
+    """Refuse caches that this connector does not hand over; ``vllm_fl.platform.refusals`` has asked for the rest.
 
     Raises:
         ValueError: in one sentence that names it.

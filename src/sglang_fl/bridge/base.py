@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fl_dispatch.hosting.bound_layer import BoundLayer
+from fl_dispatch.hosting.layers.bound_layer import BoundLayer
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)

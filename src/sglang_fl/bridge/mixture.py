@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_dispatch.hosting.attached import Attached
+from fl_dispatch.hosting.layers.attribute import Attached
 
 from .base import Unbridged
 

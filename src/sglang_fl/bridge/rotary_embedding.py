@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch.hosting import multimodal_rotary
+from fl_dispatch.hosting.positions import multimodal_rotary
 
 from .base import Bridge
 
@@ -68,7 +68,7 @@ class LongRopeBridge(RotatingBridge):
     """``Phi3LongRoPEScaledRotaryEmbedding``: ``forward(positions, query, key, offsets=None)``.
 
     The table for short texts lies before that for long ones. Positions are rows where each request has its own table
-    (:mod:`sglang_fl.rotations`); else the first position that only the latter has moves a whole step to it.
+    (:mod:`sglang_fl.layers.rotations`); else the first position that only the latter has moves a whole step to it.
     """
 
     table_name = "long_short_cos_sin_cache"

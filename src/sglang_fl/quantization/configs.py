@@ -21,9 +21,9 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import get_server_args
 
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import blocks, joined, orders, remedies
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
+from fl_dispatch.hosting.start.first_choices import without_graphs
 
 from . import FP8_CACHE, experts, latent, refused, schemes
 from .cache import CacheScales

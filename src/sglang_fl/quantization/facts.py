@@ -164,7 +164,7 @@ FACTS = (
         f"{_LAYERS}.radix_attention:RadixAttention",
         ("k_scale_float", "v_scale_float"),
         "reads",
-        "attention",
+        "attention.attention_backend",
         "Scales of a cache in fp8.",
         since=_SINCE,
     ),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fl_dispatch.hosting.layer_kernels import kernels
+from fl_dispatch.hosting.layers.layer_kernels import kernels
 from fl_dispatch.hosting.quantized.layers import QuantizedLayer
 
 from . import refused

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import attention
-from ..config import ATTENTION
+from ..attention import attention_backend
+from ..platform.config import ATTENTION
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -25,7 +25,7 @@ class DraftSteps:
 
     def __init__(self, runner: ModelRunner, tokens: int, branches: int) -> None:
         self.branches = branches
-        self.attn_backends = [attention.create(runner) for _ in range(tokens - 1)]
+        self.attn_backends = [attention_backend.create(runner) for _ in range(tokens - 1)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Describe the batch of each token: the one that is drafted at last is in the cache as well."""
@@ -44,5 +44,5 @@ def create_backend(
     """SGLang's choice among the backends that it knows, with ours."""
     runner, steps = factory.draft_model_runner, kwargs.get("stamps_children", False)
     sizes = factory.speculative_num_steps, factory.topk
-    make = (lambda: DraftSteps(runner, *sizes)) if steps else (lambda: attention.create(runner))
+    make = (lambda: DraftSteps(runner, *sizes)) if steps else (lambda: attention_backend.create(runner))
     return original(factory, backend_name, {**backend_map, ATTENTION: lambda: (ATTENTION, make())}, *args, **kwargs)

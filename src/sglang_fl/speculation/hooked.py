@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fl_dispatch.devices import detect_device
 
-from .. import own_kernels
+from ..compat import native_kernels
 from . import BY_LOOK_UP, attention, forms, serves
 from .facts import EAGLE, FACTORY, KERNELS, UTILITIES, WORKER
 
@@ -31,7 +31,7 @@ def _unless_triton(form: Callable[..., Any]) -> Callable[..., Any]:
     """Our form of a kernel, where SGLang starts no Triton kernel of its own."""
 
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return (original if own_kernels.start_triton() else form)(*args, **kwargs)
+        return (original if native_kernels.start_triton() else form)(*args, **kwargs)
 
     return run
 
@@ -108,7 +108,7 @@ def prepare(algorithm: str) -> None:
 @contextmanager
 def stand_in() -> Iterator[None]:
     """While SGLang imports what needs it, a library in the place of :data:`COMPILED`; its GPU code needs none."""
-    if COMPILED in sys.modules or own_kernels.start_triton():
+    if COMPILED in sys.modules or native_kernels.start_triton():
         yield
         return
     library, part = ModuleType(COMPILED), ModuleType(f"{COMPILED}.speculative")

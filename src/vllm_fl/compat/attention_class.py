@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from .. import kv_layout
+from ..attention import kv_layout
 
 if TYPE_CHECKING:
     from vllm.platforms.interface import DeviceCapability
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CacheQuestions:
-    """Questions that vLLM asks an attention class about the KV cache, which :mod:`vllm_fl.kv_layout` decides."""
+    """vLLM's questions to an attention class about the KV cache, answered by :mod:`~vllm_fl.attention.kv_layout`."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

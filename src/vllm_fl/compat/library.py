@@ -69,7 +69,7 @@ def do_without_library() -> None:
     from vllm.utils import torch_utils
     from vllm.v1.worker import gpu_worker
 
-    from ..distributed import ORIGINAL, any_communicator
+    from ..worker.communicator import ORIGINAL, any_communicator
 
     buffers: Any = importlib.import_module(BUFFERS)
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view

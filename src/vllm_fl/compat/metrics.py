@@ -6,7 +6,7 @@ import sys
 from functools import wraps
 from typing import Any
 
-from fl_dispatch.hosting import metrics
+from fl_dispatch.hosting.records import metrics
 
 ROUTER = "vllm.entrypoints.serve.instrumentator.metrics"
 """It takes the function by name when a server's routes are made, which may have happened."""

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from fl_dispatch.hosting.quantized import experts, orders
 
-from ..experts import ExpertsFL, refusal
+from ..layers.modular_experts import ExpertsFL, refusal
 
 SCALES = ("weight_scale", "weight_scale_inv", "scales", "input_scale")
 """The ends of the names of weights' and inputs' scales."""

@@ -54,7 +54,7 @@ class RecordedGraph:
 
 def load() -> None:
     from fl_dispatch.devices import CUDA
-    from sglang_fl import config
+    from sglang_fl.platform import config
 
     torch.cuda.CUDAGraph = RecordedGraph  # type: ignore[assignment, misc]
     torch.cpu.graph_pool_handle = lambda: (0, 0)  # type: ignore[attr-defined]

@@ -5,9 +5,9 @@ import torch
 from fl_dispatch import BackendImplKind, OpImpl
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS
-from vllm_fl import delta_net, state_space
+from vllm_fl.layers import delta_net, mamba2
 
-NAMES = sorted({*delta_net.OPERATORS, *state_space.OPERATORS})
+NAMES = sorted({*delta_net.OPERATORS, *mamba2.OPERATORS})
 
 
 def forgetful(name):

@@ -1,6 +1,6 @@
 """An attention class that a vendor could bring, wrong on purpose: it attends to nothing."""
 
-from vllm_fl.attention import AttentionFLBackend, AttentionFLImpl
+from vllm_fl.attention.dense import AttentionFLBackend, AttentionFLImpl
 
 
 class ForgetfulImpl(AttentionFLImpl):

@@ -12,7 +12,7 @@ import torch
 
 from ...devices import detect_device
 from ...errors import DispatchError, text_of
-from ...hosting.runs import folder as runs_folder
+from ...hosting.records.runs import folder as runs_folder
 from ...version import __version__
 from ..bench import machine
 from . import accuracy, engines, selection, shadow, speed, tuning, verification

@@ -12,7 +12,7 @@ import torch
 
 from ... import prepared
 from ...errors import NotSupported, text_of
-from ...hosting.kv_layout import LAYOUT, KVLayout
+from ...hosting.memory.kv_layout import LAYOUT, KVLayout
 from ...manager import OpManager
 from ...ops import OPERATORS, Sample
 from ...run.plan import direct_function, why_declined

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import text_of
-from ...hosting.warm_batches import DECODE_KEYS, REQUESTS, attention_batches, token_counts
+from ...hosting.start.warm_batches import DECODE_KEYS, REQUESTS, attention_batches, token_counts
 from ...ops import Place
 from ...ops.inputs import shapes
 from .calls import TunedCase, attention_calls, row_calls

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import checkpoint_files
-from ..filled import Place
+from . import files
 from .allowed import CACHE_SCALES, ORDER, ZEROS, Allowed, matching
+from .filled import Place
 from .origins import NOTHING, Origin, Storage, key
 from .watching import Kind, Named, unwatched, watching
 
@@ -200,18 +200,18 @@ class Account:
         """Whether a tensor that may be left has the values that it must have, if a file of safetensors has it."""
         if not rule.equal or not (file := self.file_of(name)):
             return True
-        values = checkpoint_files.read(file, name)
+        values = files.read(file, name)
         if rule.equal == ORDER:
             return bool((values.diff() >= 0).all())
         if rule.equal == ZEROS:
             return not values.any()
         others = (other for other in self.tensors if re.fullmatch(rule.equal, other))
-        return any(torch.equal(values, checkpoint_files.read(self.file_of(other), other)) for other in others)
+        return any(torch.equal(values, files.read(self.file_of(other), other)) for other in others)
 
     def file_of(self, name: str) -> str:
         """The file of safetensors that has a tensor; an empty string where none says so."""
         if not self._file_of:
-            self._file_of = checkpoint_files.files_by_name(self.files)
+            self._file_of = files.files_by_name(self.files)
         return self._file_of.get(name, "")
 
     def is_quantized(self) -> bool:

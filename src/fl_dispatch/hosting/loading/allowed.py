@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...logger_manager import get_logger
-from ..checkpoint_files import EMBEDDING, HEAD
+from .files import EMBEDDING, HEAD
 
 logger = get_logger(__name__)
 

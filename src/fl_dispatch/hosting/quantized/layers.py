@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ... import bind_op
 from ...devices import detect_device
 from ...ops.quantization import TENSOR
-from ..layer_kernels import KERNEL, LayerKernel
+from ..layers.layer_kernels import KERNEL, LayerKernel
 from . import blocks, orders
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ... import kv_layout
-from ...attention import AttentionFLBackend
+from ...attention import kv_layout
+from ...attention.dense import AttentionFLBackend
 
 
 def get_kv_cache_shape(

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_dispatch.hosting.unpinned import unpinned
+from fl_dispatch.hosting.memory.pinning import unpinned
 
-from ...mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
-from ...mla_prefill import MLAFLPrefillBackend
+from ...attention.mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
+from ...attention.mla_prefill import MLAFLPrefillBackend
 
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 

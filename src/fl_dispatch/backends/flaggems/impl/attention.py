@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from fl_dispatch.backends.elsewhere import names_of
 
-__getattr__ = names_of("vllm_fl.attention", "AttentionFLBackend", "AttentionFLImpl")
+__getattr__ = names_of("vllm_fl.attention.dense", "AttentionFLBackend", "AttentionFLImpl")

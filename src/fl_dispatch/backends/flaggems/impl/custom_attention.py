@@ -5,8 +5,8 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, OpImpl
 
-BACKEND = "vllm_fl.attention.AttentionFLBackend"
-MLA_BACKEND = "vllm_fl.mla.MLAFLBackend"
+BACKEND = "vllm_fl.attention.dense.AttentionFLBackend"
+MLA_BACKEND = "vllm_fl.attention.mla.MLAFLBackend"
 
 
 def attention_backend(use_mla: bool = False) -> str:

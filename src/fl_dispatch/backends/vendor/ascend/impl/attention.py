@@ -23,7 +23,7 @@ from .limits import HALVES, LARGEST_COUNT, problem
 __getattr__ = names_of("vllm_fl.attention_ascend", "AscendAttentionBackend")
 
 BACKEND = f"{__name__}.AscendAttentionBackend"
-MLA_BACKEND = "vllm_fl.mla.MLAFLBackend"
+MLA_BACKEND = "vllm_fl.attention.mla.MLAFLBackend"
 KV_LAYOUT = "(NHD|NHD)"
 """All keys of a layer, then all values, each contiguous: slots (N), heads and dimensions of a block in this order."""
 BLOCK_MULTIPLE = 128

@@ -1,0 +1,1 @@
+"""Compiled models: what Inductor fuses, and equal numbers for equal kernels."""

@@ -1,0 +1,39 @@
+"""Models that Inductor compiles to C++: whether it can here, and the operators whose references it fuses."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from ... import get_default_manager, get_policy
+from ...settings.selection_policy import PREFER_DEFAULT
+from ...types import INDUCTOR
+
+
+def missing_for_cpp() -> str | None:
+    """The thing that it needs to build C++ and that is not here, or ``None``."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler (g++, or the one that the environment variable CXX names)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else f"Python's C headers ({header})"
+
+
+def fused(operators: Iterable[str]) -> list[str]:
+    """The operators whose reference is to run, fused, in a model that is compiled under the policy in force.
+
+    Their first choices are all slower than that. Orders of the user's stay: rules for an operator, and a preference. A
+    platform's file that repeats the default preference, as those of ``fl tune`` do, wishes nothing.
+    """
+    policy, manager = get_policy(), get_default_manager()
+    preference = policy.origin("prefer")
+    if not (preference.shipped or (preference.platform and policy.prefer == PREFER_DEFAULT)):
+        return []
+    ruled = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned)}
+    firsts = {op: manager.first_choices(op) for op in operators if op not in ruled}
+    return [op for op, impls in firsts.items() if impls and all(i.properties.get(INDUCTOR) is False for i in impls)]

@@ -1,0 +1,108 @@
+"""Which layer classes of a host run our operators, which could, and which stay the host's for a reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..host_facts import HostFact
+from ..host_source import Class, SourceTree
+
+State = Literal["replaced", "left", "pending", "unjudged"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The fate of one layer class of a host.
+
+    Args:
+        cls: the class.
+        state: our forward runs; the host's on purpose; the host's until somebody does the work; nobody has looked.
+        why: the reason; empty for what is replaced, or not judged.
+    """
+
+    cls: Class
+    state: State
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class HostLayers:
+    """A plugin's statement about its host's layer classes.
+
+    Args:
+        roots: ``module:Class`` of the classes that the host's exchangeable layers derive from.
+        replaced: ``module:Class`` of those whose forward is ours.
+        left: why others stay the host's: a class's name, or the dotted name of a module for all classes below it.
+        inherited: a subclass gets what its base has, unless it has a forward of its own; else each class is replaced
+            by its exact name.
+        pending: as ``left``, for those that could run an operator of ours and do not yet: which, and what is missing.
+    """
+
+    roots: tuple[str, ...]
+    replaced: frozenset[str]
+    left: Mapping[str, str]
+    inherited: bool
+    pending: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The classes that a user's list may name."""
+        return frozenset(
+            {path.partition(":")[2] for path in self.replaced}
+            | {n for n in (*self.left, *self.pending) if "." not in n}
+        )
+
+    def judge(self, tree: SourceTree, package: str) -> list[Judgement]:
+        """Every layer class of a host, in the order of the source."""
+        return [self._judgement(cls, tree) for cls in tree.subclasses(package, self.roots)]
+
+    def _judgement(self, cls: Class, tree: SourceTree) -> Judgement:
+        for base in tree.ancestors(cls) if self.inherited else [cls]:
+            if base.path in self.replaced:
+                return Judgement(cls, "replaced")
+            if (why := _reason(base, self.pending)) is not None:
+                return Judgement(cls, "pending", why)
+            if (why := _reason(base, self.left)) is not None:
+                return Judgement(cls, "left", why)
+            if not _only_wraps(base):
+                break
+        return Judgement(cls, "unjudged")
+
+
+def _reason(cls: Class, reasons: Mapping[str, str]) -> str | None:
+    modules = (name for name in reasons if "." in name and f"{cls.module.name}.".startswith(f"{name}."))
+    return reasons.get(cls.node.name) or next((reasons[name] for name in modules), None)
+
+
+def _only_wraps(cls: Class) -> bool:
+    """Whether a class has no forward, or one that calls its base's."""
+    forwards = [node for node in cls.node.body if isinstance(node, ast.FunctionDef) and node.name.startswith("forward")]
+    aliases = [
+        target.id
+        for node in cls.node.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.startswith("forward")
+    ]
+    wrapped = all(node.name == "forward" and "super().forward(" in ast.unparse(node) for node in forwards)
+    return wrapped and not aliases
+
+
+@dataclass(frozen=True)
+class Host:
+    """A plugin's knowledge of its host.
+
+    Args:
+        name: as messages say it.
+        package: its Python package, and its distribution.
+        facts: what the plugin relies on.
+        layers: its layer classes.
+    """
+
+    name: str
+    package: str
+    facts: tuple[HostFact, ...]
+    layers: HostLayers

@@ -1,0 +1,53 @@
+"""The product of a host's layer that is ours: an object at the layer, which the layer calls with its parameters.
+
+The layer stays the host's, with all else that it does: loading and dividing weights, gathering, summing over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from ... import bind_op
+from .attribute import Attached
+
+
+class LayerKernel:
+    """The operators of one layer, bound for its prefix."""
+
+    fl_operator: str
+    fl_weights: tuple[str, ...]
+    """The layer's parameters that stay from call to call, so that implementations may keep forms of them."""
+    fl_traced = True
+    """Whether compiled code of a host contains the call."""
+    fl_call: Callable[..., Tensor]
+    fl_scope: str | None
+
+    def __init__(self) -> None:
+        self.fl_bind(None)
+
+    def fl_bind(self, scope: str | None) -> None:
+        """Bind the operators for the layer with this prefix; ``None`` while it is not known."""
+        self.fl_scope, self.fl_call = scope, bind_op(self.fl_operator, scope)
+
+    def fl_name(self, layer: nn.Module) -> str:
+        """The name under which reports count the layer."""
+        return type(self).__name__
+
+
+KERNEL = Attached[LayerKernel]("fl_kernel")
+"""The kernel of ours that computes a layer."""
+
+
+def kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKernel]]:
+    """The layers of a model that such a kernel computes: prefix, layer and kernel."""
+    for prefix, module in model.named_modules():
+        if (kernel := KERNEL.find(module)) is not None:
+            yield prefix, module, kernel
+
+
+def weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Those layers, each with the names of the parameters that stay from call to call."""
+    for _, layer, kernel in kernels(model):
+        yield from ((layer, name) for name in kernel.fl_weights if getattr(layer, name, None) is not None)

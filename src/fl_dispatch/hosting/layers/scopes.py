@@ -1,0 +1,26 @@
+"""Rules of a policy for single layers, where a host lets layers share a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...policy import get_policy
+
+
+def refuse_partial_rules(op_name: str, shared: Sequence[str]) -> None:
+    """Hosts let layers share modules (one rotary embedding for all, say): a rule holds for all of them or for none.
+
+    Args:
+        op_name: the operator that the module runs.
+        shared: the prefixes of all layers that the module is.
+
+    Raises:
+        ValueError: a rule names some of them.
+    """
+    policy = get_policy()
+    for name, rules in (("per_op_order", policy.get_per_op_order), ("op_tuned", policy.get_tuned_rules)):
+        if len({str(rules(op_name, prefix)) for prefix in shared}) > 1:
+            raise ValueError(
+                f"{policy.origin(name)}: a rule for '{op_name}' names some of the layers that share one module here "
+                f"({', '.join(shared[:3])}, ...: {len(shared)} in all); name all of them, or none"
+            )

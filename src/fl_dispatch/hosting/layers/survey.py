@@ -1,0 +1,78 @@
+"""Which layers of a loaded model run through the dispatch core."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from ...logger_manager import get_logger
+from ...settings import Settings
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """Layers of one class that a host chooses a forward for: its choice and ours side by side.
+
+    Args:
+        layer: the class.
+        count: how many layers.
+        operators: of ours that they run, or could run.
+        host: the host's choice, by its own name.
+        kept: why that is what runs; empty where our operator does.
+    """
+
+    layer: str
+    count: int
+    operators: tuple[str, ...]
+    host: str
+    kept: str = ""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Which layers of a loaded model are ours.
+
+    Args:
+        host: the host's name, for messages.
+        ours: class name → (operator, how many).
+        native: class name → how many; layers that we have an operator for but the host's own code runs.
+        attention: attention class name → how many layers.
+        choices: the host's choices beside ours, from a host that chooses among implementations too.
+    """
+
+    host: str
+    ours: dict[str, tuple[str, int]]
+    native: dict[str, int]
+    attention: dict[str, int]
+    choices: tuple[LayerChoice, ...] = ()
+
+    def describe(self) -> str:
+        """One line for the log."""
+        ours = ", ".join(f"{name} {count} ({op})" for name, (op, count) in self.ours.items()) or "none"
+        native = ", ".join(f"{name} {count}" for name, count in self.native.items()) or "none"
+        attention = ", ".join(f"{name} {count}" for name, count in self.attention.items()) or "none"
+        return f"layers through fl_dispatch: {ours}; attention: {attention}; left to {self.host}'s own code: {native}"
+
+    def as_data(self) -> dict[str, Any]:
+        """A worker's report of it: ``layers`` and ``native_layers`` are class name → how many."""
+        layers = {name: count for name, (_, count) in self.ours.items()}
+        return {"layers": layers, "native_layers": self.native, "attention": self.attention}
+
+    def refuse_native_run(self, settings: Settings) -> None:
+        """Raise ``RuntimeError`` if nothing is ours although something could be: it must not go unnoticed."""
+        if settings.policy.enabled and settings.oot_enabled and self.native and not self.ours:
+            raise RuntimeError(
+                f"no layer of this model runs through fl_dispatch, although it has {', '.join(self.native)}: a list or "
+                f"an option of {self.host} leaves them all out; set VLLM_FL_OOT_ENABLED=0 if that is meant"
+            )
+
+
+def warn_of_unknown_layers(settings: Settings, known: Set[str]) -> None:
+    """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
+    for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
+        logger.warning(
+            "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
+        )

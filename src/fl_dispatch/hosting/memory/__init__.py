@@ -1,0 +1,1 @@
+"""Memory of a worker: the layout of its caches, glibc's heap, and pinning."""

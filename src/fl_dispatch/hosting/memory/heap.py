@@ -1,0 +1,41 @@
+"""glibc's heap, where main memory is the device: buffers of a step are taken again in the next one.
+
+glibc asks the system for every buffer of 32 MiB and more, and gives it back at once; the system then clears each of its
+pages anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from ...logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+MIB = 1 << 20
+LARGEST_BUFFER, KEPT = 256 * MIB, 512 * MIB
+"""Buffers below the first are taken from the heap, which keeps at most the second beyond what is in use at its end."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
+
+
+def give_back() -> None:
+    """Return what the heap keeps to the system, wherever it lies."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def keep_buffers() -> bool:
+    """Have this process keep its large buffers, unless a variable sets glibc's own limits.
+
+    Returns:
+        Whether it does; other C libraries have no such limits.
+    """
+    own = [name for name, value in os.environ.items() if name.startswith("MALLOC_") or "glibc.malloc" in value]
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if own or mallopt is None:
+        logger.info("heap: left as it is (%s)", ", ".join(own) or "not glibc's")
+        return False
+    done = bool(mallopt(_MMAP_THRESHOLD, LARGEST_BUFFER) and mallopt(_TRIM_THRESHOLD, KEPT))
+    logger.info("heap: keeps up to %d MiB for buffers of the next step: %s", KEPT // MIB, done)
+    return done

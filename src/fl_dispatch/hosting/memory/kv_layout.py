@@ -1,0 +1,217 @@
+"""How keys and values lie in the memory of a KV cache: the layouts that implementations may require, as strided views.
+
+An implementation that needs its keys in a certain order says so: ``requires={"kv_layout": "HDN/HND"}``. A host lays its
+cache so, and every other implementation reads and writes the same cache through views. A layout is a string. The
+letters are a block's axes from the outermost to the innermost: its slots (``N``), the heads (``H``), a head's
+dimensions (``D``).
+
+=============  =====================================================================================================
+``NHD``        one array a block; its ``D`` has a head's key, then its value
+``HDN/HND``    an array a block, along the first axis, which is both's: the keys' part of it, then the values'
+``(NHD|NHD)``  all keys of the layer, a block after the other, then all values; no block is in one piece
+=============  =====================================================================================================
+
+Any order of the axes is possible in each. ``requires={"kv_block_multiple": 128}`` asks for blocks of so many slots, or
+of a multiple.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+
+from torch import Tensor
+
+from ... import get_default_manager
+from ...logger_manager import get_logger
+from ...types import KV_BLOCK, KV_LAYOUT, OpImpl
+
+logger = get_logger(__name__)
+
+OPERATORS = ("paged_attention", "kv_cache_write")
+LAYOUT, MULTIPLE = KV_LAYOUT, "kv_block_multiple"
+"""Requirements; an implementation that is merely faster with a layout has it among its properties."""
+_ORDERS = "|".join("".join(order) for order in permutations("NHD"))
+_GRAMMAR = re.compile(rf"(?P<joint>{_ORDERS})|(?P<open>\()?(?P<keys>{_ORDERS})(?P<mark>[/|])(?P<values>{_ORDERS})\)?")
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """One layout.
+
+    Args:
+        name: as implementations require it.
+        keys, values: order of the axes of each.
+        whole_blocks: whether a block's keys and values are one piece of memory, so that blocks can be copied.
+        joint: whether both are one array.
+    """
+
+    name: str
+    keys: str
+    values: str
+    whole_blocks: bool
+    joint: bool
+
+    @classmethod
+    @cache
+    def parse(cls, name: str) -> KVLayout:
+        """The layout that a string states.
+
+        Raises:
+            ValueError: it states none.
+        """
+        found = _GRAMMAR.fullmatch(name) if isinstance(name, str) else None
+        if found and found["joint"]:
+            return cls(name, name, name, True, True)
+        if found and found["mark"] == "|" and name == f"({found['keys']}|{found['values']})":
+            return cls(name, found["keys"], found["values"], False, False)
+        if found and name == f"{found['keys']}/{found['values']}" and found["keys"][0] == found["values"][0] != "D":
+            return cls(name, found["keys"], found["values"], True, False)
+        raise ValueError(
+            f"{name!r} is no layout of a KV cache: it is axes from the outermost to the innermost (N slots, H heads, D "
+            "dimensions) such as 'NHD', 'HDN/HND' with one first axis, N or H, or '(NHD|NHD)'"
+        )
+
+    def split(self, memory: Tensor, slots: int, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as views ``[blocks, slots, heads, size]`` of a layer's memory.
+
+        Args:
+            memory: its first axis is blocks; each of them is one piece of ``slots * heads * (key_size + value_size)``
+                elements, in whatever shape.
+            slots, heads, key_size, value_size: of a block.
+
+        Raises:
+            ValueError: the layout needs all blocks in one piece, and they are not.
+        """
+        blocks, rows = memory.shape[0], slots * heads
+        block = memory.stride(0)
+        if not self.whole_blocks and blocks > 1 and block != rows * (key_size + value_size):
+            raise ValueError(f"layout {self.name} needs a layer's blocks in one piece, but they lie {block} apart")
+        views = []
+        for order, size, other, before in (
+            (self.keys, key_size, value_size, 0),
+            (self.values, value_size, key_size, key_size),
+        ):
+            extent = {"N": slots, "H": heads, "D": size + other if self.joint else size}
+            stride = {axis: math.prod(extent[inner] for inner in order[at + 1 :]) for at, axis in enumerate(order)}
+            apart = block
+            if self.joint:
+                start = before * stride["D"]
+            elif self.whole_blocks:
+                first = order[0]
+                start = before * rows // extent[first]
+                stride[first] += other * rows // extent[first]
+            else:
+                start, apart = blocks * rows * before, rows * size
+            strides = (apart, stride["N"], stride["H"], stride["D"])
+            views.append(memory.as_strided((blocks, slots, heads, size), strides, memory.storage_offset() + start))
+        return views[0], views[1]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Requirements that the implementations that come first have of a cache.
+
+    Args:
+        layout: the one that the first of them requires, or is faster with, or ``None``.
+        multiple: slots of a block are a multiple of it.
+        block: slots that a block should have at least, where nobody chose a size: it is faster.
+        optional: whether the layout is merely faster, in blocks of a multiple of ``block`` slots.
+    """
+
+    layout: KVLayout | None = None
+    multiple: int = 1
+    block: int = 1
+    optional: bool = False
+
+
+def wish() -> Wish:
+    """Requirements of the implementations that come first in the policy's order, of attention before that of writing.
+
+    Whoever is merely faster with a layout is asked where nobody requires something. For an operator with conditional
+    rules the first rule counts whose choice has a wish.
+    """
+    first = _first()
+    for how in ("needs", "is faster with"):
+        for op, impl in first:
+            if not (asked := _asked(impl, how)):
+                continue
+            try:
+                found = _needed_by(impl)
+            except ValueError:  # state() says it, with what runs instead
+                continue
+            logger.info("KV cache: '%s' of '%s' %s %s", impl.impl_id, op, how, asked)
+            return found
+    return Wish()
+
+
+def _asked(impl: OpImpl, how: str) -> str:
+    """An implementation's wishes for a cache of one kind, in words, or an empty string."""
+    asked = impl.requires if how == "needs" else impl.properties
+    return ", ".join(f"{name}={asked[name]}" for name in (LAYOUT, MULTIPLE) if name in asked)
+
+
+def state(layout: KVLayout, block_size: int) -> None:
+    """State to the dispatch core how the cache lies, and say by name who therefore does not run.
+
+    Args:
+        layout: of this process's cache.
+        block_size: slots of a block.
+    """
+    wanted = _first()
+    divisors = frozenset(number for number in range(1, block_size + 1) if block_size % number == 0)
+    manager = get_default_manager()
+    manager.set_facts(**{LAYOUT: layout.name, MULTIPLE: divisors})
+    now = {op: manager.explain(op) for op in OPERATORS}
+    for op, impl in wanted:
+        instead = now[op].first_choices
+        if impl not in instead:
+            why = _unstated(impl) or next(entry.reason for entry in now[op].considered if entry.impl is impl)
+            logger.warning("'%s' of '%s' does not run: %s; %s runs", impl.impl_id, op, why, _named(instead))
+    for op, other in (OPERATORS, OPERATORS[::-1]):
+        mine, theirs = now[op].first_choices, now[other].first_choices
+        tied = [impl for impl in mine if LAYOUT in impl.requires]
+        if tied and not any(LAYOUT in impl.requires for impl in theirs):
+            logger.warning(
+                "'%s' of '%s' has the cache laid as %s, and has no partner for '%s': %s runs on that layout",
+                tied[0].impl_id,
+                op,
+                layout.name,
+                other,
+                _named(theirs),
+            )
+
+
+def _needed_by(impl: OpImpl) -> Wish:
+    """The requirements of one implementation.
+
+    Raises:
+        ValueError: nothing can meet one of them.
+    """
+    multiple = impl.requires.get(MULTIPLE, 1)
+    if type(multiple) is not int or multiple < 1:
+        raise ValueError(f"{MULTIPLE} is a whole number above 0, not {multiple!r}")
+    wanted = impl.requires.get(LAYOUT, impl.properties.get(LAYOUT))
+    layout, block = None if wanted is None else KVLayout.parse(wanted), int(impl.properties.get(KV_BLOCK, 1))
+    return Wish(layout, multiple, block, layout is not None and LAYOUT not in impl.requires)
+
+
+def _unstated(impl: OpImpl) -> str:
+    """Why nothing can meet what an implementation requires, or an empty string."""
+    try:
+        _needed_by(impl)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _first() -> list[tuple[str, OpImpl]]:
+    """The first choices for each operator of the pair."""
+    return [(op, impl) for op in OPERATORS for impl in get_default_manager().first_choices(op)]
+
+
+def _named(impls: list[OpImpl]) -> str:
+    return ", ".join(f"'{impl.impl_id}'" for impl in impls) or "nothing"

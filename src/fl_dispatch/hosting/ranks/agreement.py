@@ -1,0 +1,113 @@
+"""Whether all ranks of an engine run the same. Groups are those that exchange Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ...compiled.manifest import Manifest
+from ...errors import RankDivergenceError
+from ...manager import get_default_manager
+from ...settings import get_settings
+from ..start import aten
+
+Choices = dict[str, Any]
+
+
+def refuse_divergence(everybody: ProcessGroup, same_layers: ProcessGroup) -> None:
+    """Compare this rank's choices with the others'. Every rank must call it.
+
+    The choice for an operator must be the same everywhere. Choices for single layers, and failures, are compared within
+    ``same_layers``: the ranks that compute parts of this rank's layers together.
+
+    Raises:
+        RankDivergenceError: on every rank that sees a difference, with all of them; or with the platforms' files that
+            the ranks read, if these differ.
+    """
+    _refuse_other_files(everybody)
+    operators, layers = _choices()
+    differences = [*_differences(everybody, operators), *_differences(same_layers, layers)]
+    if differences:
+        raise RankDivergenceError(f"the ranks chose different implementations: {'; '.join(differences)}")
+
+
+def _refuse_other_files(everybody: ProcessGroup) -> None:
+    """Name the ranks that read another platform's file than the first one, or none."""
+    read = [file or "none" for file in _gather(everybody, get_settings().platform_file)]
+    ranks = dist.get_process_group_ranks(everybody)
+    contents = [file.rpartition("(")[2] for file in read]  # the same content may lie elsewhere
+    if len(set(contents)) > 1:
+        named = "; ".join(f"rank {rank}: {file}" for rank, file in zip(ranks, read, strict=True))
+        raise RankDivergenceError(
+            f"the ranks read different files with the platform's defaults: {named}; copy one file to every machine"
+        )
+
+
+def agree_on_replaced_operators(everybody: ProcessGroup) -> None:
+    """ATen operators that a backend gets wrong on one rank are PyTorch's on all. Every rank must call it.
+
+    It belongs where learning ends, before the ranks compare their manifests, which name what is replaced.
+    """
+    ranks = dist.get_process_group_ranks(everybody)
+    for rank, wrong in zip(ranks, _gather(everybody, aten.settle()), strict=True):
+        told = {name: {key: f"on rank {rank}: {why}" for key, why in keys.items()} for name, keys in wrong.items()}
+        aten.leave(told)
+
+
+def refuse_other_manifest(manifest: Manifest, same_layers: ProcessGroup) -> None:
+    """Compare this rank's manifest with those of a group that computes the same layers. Every rank must call it.
+
+    Raises:
+        RankDivergenceError: on every rank that sees another one, with what differs.
+    """
+    ranks = dist.get_process_group_ranks(same_layers)
+    for rank, other in zip(ranks, _gather(same_layers, manifest.as_data()), strict=True):
+        if different := manifest.differences(Manifest.from_data(other)):
+            raise RankDivergenceError(f"the ranks froze different choices: {'; '.join(different)} (there: rank {rank})")
+
+
+def warn_of_unmatched_scopes(stages: ProcessGroup) -> None:
+    """Log each rule that fits no layer of any pipeline stage; the first stage does. Every rank must call it."""
+    manager = get_default_manager()
+    unmatched = _gather(stages, manager.unmatched_scopes())
+    if dist.get_rank(stages) == 0:
+        manager.warn_of_unmatched_scopes(*unmatched[1:])
+
+
+def everywhere(everybody: ProcessGroup, holds: bool) -> bool:
+    """Whether something holds on all ranks. Every rank must call it."""
+    return all(_gather(everybody, holds))
+
+
+def on_all(everybody: ProcessGroup, names: Sequence[str]) -> list[str]:
+    """The names that all ranks have, in this rank's order. Every rank must call it."""
+    common = set(names).intersection(*_gather(everybody, list(names)))
+    return [name for name in names if name in common]
+
+
+def _gather(group: ProcessGroup, mine: Any) -> list[Any]:
+    """Everybody's, in the order of the ranks."""
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, mine, group=group)
+    return everybody
+
+
+def _choices() -> tuple[Choices, Choices]:
+    """The candidates of each branch, best first, by operator; and the same by layer, with what has failed."""
+    manager = get_default_manager()
+    operators: Choices = {}
+    layers: Choices = {f"{op} failed": sorted(ids) for op, ids in manager.get_failed_impls().items()}
+    for key, plan in manager.table_keeper.root.plans.items():
+        chosen = [[impl.impl_id for impl in branch.candidates] for branch in plan.decision.branches]
+        (layers if "@" in key else operators)[key] = chosen
+    return operators, layers
+
+
+def _differences(group: ProcessGroup, mine: Choices) -> list[str]:
+    """The differences within a group, in words."""
+    everybody, ranks = _gather(group, mine), dist.get_process_group_ranks(group)
+    keys = [key for key in sorted(set().union(*everybody)) if len({str(other.get(key)) for other in everybody}) > 1]
+    return [f"{key}: {[other.get(key) for other in everybody]} on ranks {ranks}" for key in keys]

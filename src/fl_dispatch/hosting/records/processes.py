@@ -1,0 +1,48 @@
+"""Facts about processes of this machine, from ``/proc``; elsewhere nothing is known of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...devices import detect_device
+from ...errors import text_of
+
+MOST_ANCESTORS = 32
+
+
+def began(pid: int) -> int | None:
+    """When a process began, in the kernel's ticks since the machine did; ``None`` if there is none of that number."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else int(fields[19])
+
+
+def ancestors(pid: int) -> list[tuple[int, int]]:
+    """The processes that a process descends from, nearest first, each with when it began."""
+    found: list[tuple[int, int]] = []
+    fields = _stat(pid)
+    while fields is not None and len(found) < MOST_ANCESTORS:
+        parent = int(fields[1])
+        if parent <= 1:
+            break
+        fields = _stat(parent)
+        if fields is not None:
+            found.append((parent, int(fields[19])))
+    return found
+
+
+def device_name() -> str:
+    """The name of this process's device."""
+    device = detect_device()
+    try:
+        return device.device_name(0)
+    except Exception as error:  # a vendor's code; a record is no reason to stop
+        return f"{device.name} ({text_of(error)})"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` from the state on, which follow the command's name in parentheses."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,127 @@
+"""Report of what runs in a serving process, as plain data that a host can send between processes."""
+
+from __future__ import annotations
+
+import os
+from operator import is_not
+from typing import Any
+
+from ...fixed import data
+from ...manager import OpManager, get_default_manager
+from ...settings import ITEMS, get_settings
+from ...shadow.sampling import Sampling
+from ..ranks import collectives
+from ..start import aten, handover
+
+Choices = dict[str, Any]
+"""The part of a process's record that may change, as plain data."""
+
+
+def dispatch_report() -> dict[str, Any]:
+    """The dispatch core's part of a worker's report.
+
+    ``settings`` is their JSON with the policy that holds, and the origin of each value; ``counts`` is ``"operator
+    implementation"`` → calls; ``decisions`` is operator → what ``fl explain --json`` prints; ``failed`` is operator →
+    ids; ``communication`` is group → collective → calls; ``manifest`` is what was frozen, or ``None``; ``aten`` is
+    backend → which operators of PyTorch it replaces, see :class:`~fl_dispatch.replaced.ReplacementReport`.
+    """
+    manager = get_default_manager()
+    manifest = manager.freezer.manifest
+    return {
+        "pid": os.getpid(),
+        **handover.pack(),
+        "counts": {" ".join(key): calls for key, calls in sorted(manager.call_counts().items()) if calls},
+        "decisions": {op: manager.explain(op).as_data() for op in manager.registry.list_operators()},
+        "failed": {op: sorted(ids) for op, ids in manager.get_failed_impls().items()},
+        "communication": collectives.report(),
+        "manifest": None if manifest is None else manifest.as_data(),
+        "aten": aten.report(),
+    }
+
+
+class RunReport:
+    """The part of this process's record that may change. It is put together anew only where something has changed.
+
+    The thread that asks for it shares Python's lock with the one that serves, and a report of hundreds of layers takes
+    tens of milliseconds (``benchmarks/binding_cost.py``), in which each launch of a kernel may wait for the lock.
+    """
+
+    def __init__(self) -> None:
+        self._made_of: tuple[object, ...] = ()
+        self._sizes: tuple[int, ...] = ()
+        self._choices: Choices = {}
+
+    def choices(self) -> Choices:
+        """The result of :func:`run_choices`, and ``shadow``: what shadow mode did and found, or ``None``."""
+        manager = get_default_manager()
+        state, root, shadow = manager.state, manager.table_keeper.root, manager.shadow
+        # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow.
+        answers = state.availability.answers
+        made_of: tuple[object, ...] = (manager, get_settings(), root.plans, root.stale, manager.freezer.manifest)
+        made_of += (root.current, state.failures.failures(), answers, state.facts, shadow.findings.banned)
+        sizes = len(root.plans), len(answers), len(state.traces.untraceable())
+        if sizes != self._sizes or any(map(is_not, made_of, self._made_of)):
+            self._choices = run_choices(manager)
+            self._made_of, self._sizes = made_of, sizes
+        return {**self._choices, "shadow": None if shadow.sampling is None else _shadow(manager, shadow.sampling)}
+
+
+def run_choices(manager: OpManager) -> Choices:
+    """Choices of this process and events since its start.
+
+    ``settings`` is setting → value and origin; ``decisions`` is operator → what ``fl explain --json`` prints; ``used``
+    are the operators that a layer is bound to, or of which an implementation has run;
+    ``layers`` is ``operator@layer`` → the same, for layers that run something else; ``failed`` are the bans, each with
+    ``fallbacks``, the calls that failed and that another implementation took over.
+    """
+    settings, state, manifest = get_settings(), manager.state, manager.freezer.manifest
+    return {
+        "settings": {item.field: [str(settings.value(item.field)), str(settings.origin(item.field))] for item in ITEMS},
+        "decisions": {op: manager.explain(op).as_data() for op in manager.registry.list_operators()},
+        "used": sorted(_used(manager)),
+        "layers": _layers_apart(manager),
+        "manifest": None if manifest is None else manifest.as_data(),
+        "failed": [
+            {
+                "operator": op_name,
+                "implementation": impl_id,
+                "kind": str(kind),
+                "cause": failure.cause,
+                "fallbacks": 0 if (op_name, impl_id, kind) in manager.shadow.findings.banned else failure.count,
+            }
+            for (op_name, impl_id), kinds in state.failures.failures().items()
+            for kind, failure in kinds.items()
+        ],
+    }
+
+
+def _used(manager: OpManager) -> set[str]:
+    bound = {plan.op_name for plan in dict(manager.table_keeper.root.plans).values() if plan.scope is not None}
+    return bound | manager.state.proofs.operators()
+
+
+def _layers_apart(manager: OpManager) -> dict[str, Any]:
+    plans, apart = dict(manager.table_keeper.root.plans), {}
+    for key, plan in plans.items():
+        common = plans.get(plan.op_name)
+        if plan.scope is None or common is None or plan.decision is common.decision:
+            continue
+        choices = [data(manager.state.choices(each.decision)) for each in (plan, common)]
+        if choices[0] != choices[1]:
+            apart[key] = {**plan.decision.as_data(), "runs": choices[0]}
+    return apart
+
+
+def _shadow(manager: OpManager, sampling: Sampling) -> dict[str, Any]:
+    wish, findings = sampling.wish, manager.shadow.findings
+    return {
+        "share": wish.share,
+        "second": wish.second,
+        "action": "ban" if wish.ban else "log",
+        "budget": wish.budget,
+        "compared": {" ".join(pair): calls for pair, calls in sorted(findings.compared_calls().items())},
+        "passed_over": sampling.passed_over,
+        "share_of_time": round(sampling.share_of_time(), 6),
+        "not_compared": dict(findings.unfit),
+        "findings": [found.as_data() for found in findings.found()],
+    }

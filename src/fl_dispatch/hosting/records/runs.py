@@ -1,0 +1,316 @@
+"""Records of what this user's workers run, on disk, because commands and a host's front end are processes of their own.
+
+A worker's record is written when its model is loaded, again when something in it changes, and when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_state_path
+
+from ...errors import DispatchError, text_of
+from ...logger_manager import get_logger
+from ..layers.survey import Survey
+from ..start import aten
+from . import processes
+from .private_file import write_private
+from .report import Choices, RunReport
+
+logger = get_logger(__name__)
+
+KEPT = 64
+"""Files; older ones are removed."""
+
+PAUSE = 2.0
+"""Seconds between two looks at whether something has changed: a record is at most so much older than its worker."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of an engine's steps, from which the shapes of its calls follow.
+
+    Args:
+        dtype: of activations, such as ``bfloat16``.
+        tensor_parallel: ranks that share each layer.
+        requests: the most that a step decodes.
+        step_tokens: the most tokens of a step.
+        eager: nothing is captured.
+        compiled: the model is compiled, which an older record does not say.
+    """
+
+    dtype: str
+    tensor_parallel: int
+    requests: int
+    step_tokens: int
+    eager: bool
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """One worker.
+
+    Args:
+        host: the host and its version.
+        pid: the worker's process.
+        model: the checkpoint.
+        time: seconds since the epoch.
+        layers: class name → (operator, how many) for layers that run through the core.
+        native: class name → how many are left to the host's own code.
+        undispatched: operator → layers whose operator was claimed and never dispatched.
+        aten: PyTorch's own operators, in one line: which are replaced, and which of them were called until then.
+        rank: the worker's number in its engine.
+        device: its device's name.
+        began: when the process began, which tells it from a later one of the same number.
+        ancestors: the processes that it descends from, nearest first, each with when it began.
+        updated: when the record was written, in seconds since the epoch.
+        runner: which of the host's model runners it has, and why; empty for a host with one.
+        choices: what runs, see :class:`~fl_dispatch.hosting.records.report.RunReport`.
+        layer_choices: the host's own choices beside ours, see :class:`~fl_dispatch.hosting.layers.survey.LayerChoice`.
+        sizes: those of :class:`Sizes`; empty in an older record.
+        says_end: a worker of this host that ends well says so, because its host does not kill it.
+        ended: the error that the process ended with, empty for none; ``None`` while it has not said.
+    """
+
+    host: str
+    pid: int
+    model: str
+    time: float
+    layers: dict[str, tuple[str, int]]
+    native: dict[str, int]
+    undispatched: dict[str, list[str]]
+    aten: str = ""
+    rank: int = 0
+    device: str = ""
+    began: int = 0
+    ancestors: list[tuple[int, int]] = field(default_factory=list)
+    updated: float = 0.0
+    runner: str = ""
+    choices: Choices = field(default_factory=dict)
+    layer_choices: list[dict[str, Any]] = field(default_factory=list)
+    sizes: dict[str, Any] = field(default_factory=dict)
+    says_end: bool = False
+    ended: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is still there."""
+        began = processes.began(self.pid)
+        return began is not None and self.began in (0, began)
+
+    @property
+    def crash(self) -> str:
+        """The way in which the process ended before its time, as the end of a sentence; empty if it did not."""
+        if self.alive or (self.ended is None and not self.says_end):
+            return ""
+        if self.ended is None:
+            return "ended without a last word, as a process does that crashed or was killed; its log may say more"
+        return self.ended and f"ended with {self.ended}"
+
+    def descends_from(self, pid: int) -> bool:
+        """Whether it is the worker of a process that runs now, or this process itself."""
+        family = [(self.pid, self.began), *map(tuple, self.ancestors)]
+        return (pid, processes.began(pid)) in family
+
+    def names(self, pid: int) -> bool:
+        """Whether a number is its own or that of a process that it descends from, also after their end."""
+        return pid == self.pid or any(pid == ancestor for ancestor, _ in self.ancestors)
+
+
+def folder() -> Path:
+    """The directory of the files, below the user's own state directory."""
+    return user_state_path("fl_dispatch") / "runs"
+
+
+class Recorder:
+    """Keeps this process's record up to date, in a thread that looks for changes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._run: Run | None = None
+        self._report = RunReport()
+        self._written: Choices = {}
+        self._pid = 0
+        self._refused = False
+
+    def begin(self, run: Run) -> None:
+        """Write a record, in the place of an earlier one of this process, and look for changes from now on."""
+        forked = self._pid != os.getpid()
+        if forked:  # another thread of the parent may have held it
+            self._lock, self._pid = threading.Lock(), os.getpid()
+        with self._lock:
+            self._run, self._written = run, {}
+        self.update()
+        if forked:
+            atexit.register(self.end)
+            util.Finalize(None, self.end, exitpriority=100)  # a child of multiprocessing runs no atexit functions
+            threading.Thread(target=self._watch, args=(self._pid,), name="fl_dispatch run record", daemon=True).start()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Write the record for the last time, with the error that ends the process: this one, or the one at work."""
+        if self._run is None or self._run.ended is not None:
+            return
+        error = error or sys.exception() or getattr(sys, "last_value", None)
+        planned = error is None or isinstance(error, SystemExit | KeyboardInterrupt)
+        said = "" if error is None or planned else _first_line(error)
+        self._run, self._written = replace(self._run, ended=said), {}
+        self.update()
+
+    def update(self) -> None:
+        """Write the record if something in it has changed. That it cannot be written is one WARNING."""
+        if self._run is None or self._pid != os.getpid():  # a forked child leaves its parent's record alone
+            return
+        with self._lock:
+            choices = self._report.choices()
+            if choices == self._written:
+                return
+            run = replace(self._run, choices=choices, updated=time.time(), aten=aten.describe())
+            try:
+                write_private(_file(run.pid), json.dumps(asdict(run)), "the record of this run")
+            except DispatchError as error:
+                if not self._refused:
+                    logger.warning("fl doctor will not show this process: %s", error)
+                self._refused = True
+                return
+            self._written = choices
+
+    def _watch(self, pid: int) -> None:
+        while os.getpid() == pid:
+            time.sleep(PAUSE)
+            self.update()
+
+
+_recorder = Recorder()
+
+
+def record(
+    host: str,
+    model: str,
+    survey: Survey,
+    undispatched: dict[str, list[str]],
+    rank: int = 0,
+    runner: str = "",
+    sizes: Sizes | None = None,
+    *,
+    says_end: bool = False,
+) -> None:
+    """Leave a file about this process and keep it up to date. That it cannot be written is a WARNING, nothing more."""
+    pid = os.getpid()
+    run = Run(
+        host, pid, model, time.time(), survey.ours, survey.native, undispatched,
+        rank=rank,
+        device=processes.device_name(),
+        began=processes.began(pid) or 0,
+        ancestors=processes.ancestors(pid),
+        runner=runner,
+        layer_choices=[asdict(choice) for choice in survey.choices],
+        sizes={} if sizes is None else asdict(sizes),
+        says_end=says_end,
+    )  # fmt: skip
+    _recorder.begin(run)
+    with suppress(OSError):  # another worker may be removing the same
+        for old in sorted(folder().glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Say in this process's record which error ends it, because its host kills a process that raised one."""
+    try:
+        yield
+    except Exception as error:
+        _recorder.end(error)
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    return text_of(error).partition("\n")[0][:300]
+
+
+def _file(pid: int) -> Path:
+    return folder() / f"{pid}.json"
+
+
+def recorded(place: Path | None = None) -> list[Run]:
+    """The records in a directory (this user's by default), newest first; files that are no records are passed over."""
+    found = []
+    for file in (folder() if place is None else place).glob("*.json"):
+        with suppress(OSError, ValueError, TypeError):
+            found.append(Run(**json.loads(file.read_text(encoding="utf-8"))))
+    return sorted(found, key=lambda run: run.time, reverse=True)
+
+
+def named(place: str) -> list[Run]:
+    """The workers of one engine, by rank.
+
+    Args:
+        place: the process number of a worker or of the server that started it, or a directory of records.
+
+    Raises:
+        DispatchError: there is no such run; it says which there are.
+    """
+    if not place.isdigit():
+        found = recorded(Path(place))
+        if not found:
+            raise DispatchError(f"--run {place}: no such directory, or no record of a worker in it")
+        return in_order(found)
+    found = [run for run in recorded() if run.names(int(place))]
+    if alive := [run for run in found if run.descends_from(int(place))]:
+        found = alive  # an earlier process had the same number
+    if not found:
+        known = ", ".join(f"{run.pid} ({run.host}, {'running' if run.alive else 'ended'})" for run in recorded()[:5])
+        raise DispatchError(f"--run {place}: no worker of that process left a record; the newest are {known or 'none'}")
+    return in_order(found)
+
+
+def of_engine() -> list[Run]:
+    """The workers that run now and belong to the engine that this process is the front end of.
+
+    They descend from this process; or from its parent, where it is one of several front ends that the parent started.
+    """
+    alive = [run for run in recorded() if run.alive]
+    for root in (os.getpid(), os.getppid()):
+        if mine := [run for run in alive if run.descends_from(root)]:
+            return in_order(mine)
+    return []
+
+
+def in_order(found: Iterable[Run]) -> list[Run]:
+    """By rank, then by process."""
+    return sorted(found, key=lambda run: (run.rank, run.pid))
+
+
+def differences(found: list[Run]) -> dict[str, dict[str, list[int]]]:
+    """Operators that ranks chose differently for: operator → what runs → the ranks."""
+    different = {}
+    for op_name in sorted({op_name for run in found for op_name in run.choices.get("decisions", {})}):
+        ranks: dict[str, list[int]] = {}
+        for run in found:
+            ranks.setdefault(chosen(run, op_name), []).append(run.rank)
+        if len(ranks) > 1:
+            different[op_name] = ranks
+    return different
+
+
+def used(run: Run) -> list[str]:
+    """The operators that the model's layers are bound to or that ran; all of them in an older record."""
+    found = run.choices.get("used")
+    return list(run.choices.get("decisions") or () if found is None else found)
+
+
+def chosen(run: Run, op_name: str) -> str:
+    """The implementation that a worker runs for an operator, or ``none``."""
+    decision: dict[str, Any] = run.choices.get("decisions", {}).get(op_name, {})
+    return next((each["impl_id"] for each in decision.get("considered", ()) if each["status"] == "chosen"), "none")

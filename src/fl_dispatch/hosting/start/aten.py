@@ -1,0 +1,71 @@
+"""PyTorch's own operators in a worker: replaced by the backends that registered a replacement, sealed, reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...devices import DeviceSpec
+from ...errors import DispatchError
+from ...manager import get_default_manager
+from ...replaced import ReplacementReport, replacements
+from ...settings import Settings
+
+
+def replace(settings: Settings, device: DeviceSpec) -> None:
+    """Let every backend replace what the settings ask for, and begin to learn. Idempotent.
+
+    It belongs after the weights, which are PyTorch's own work. Every rank must call it with the same settings.
+
+    Raises:
+        DispatchError: two backends replace one operator, or one that the user asked for does not load.
+    """
+    get_default_manager().ensure_initialized()  # backends register their replacements
+    owners: dict[str, str] = {}
+    for found in replacements():
+        found.replace(settings, device)
+        for operator in found.operators():
+            if (other := owners.setdefault(operator, found.NAME)) != found.NAME:
+                raise DispatchError(
+                    f"{operator} is replaced by two backends, {other} and {found.NAME}: only one kernel can take the "
+                    "place of PyTorch's. Take the operator out of one of them by its settings"
+                )
+
+
+def settle() -> dict[str, Mapping[str, str]]:
+    """End learning: backend → operator → why it was taken out."""
+    return {found.NAME: found.settle() for found in replacements()}
+
+
+def leave(operators: Mapping[str, Mapping[str, str]]) -> None:
+    """Give operators back to PyTorch: backend → operator → why."""
+    for found in replacements():
+        found.leave(operators.get(found.NAME, {}))
+
+
+def seal() -> None:
+    """Compile and tune nothing from now on."""
+    for found in replacements():
+        found.seal()
+
+
+def is_active() -> bool:
+    """Whether a backend replaces operators in this process."""
+    return any(not found.report()["why_not"] for found in replacements())
+
+
+def report() -> dict[str, ReplacementReport]:
+    """Backend → its state as plain data."""
+    return {found.NAME: found.report() for found in replacements()}
+
+
+def describe() -> str:
+    """The same in one line."""
+    return "; ".join(_line(name, found) for name, found in report().items()) or "none: no backend replaces any"
+
+
+def _line(name: str, found: ReplacementReport) -> str:
+    if found["why_not"]:
+        return f"none by {name}: {found['why_not']}"
+    called = ", ".join(f"{key} {calls}" for key, calls in found["calls"].items()) or "none"
+    wrong = f"; wrong and left to PyTorch: {', '.join(found['wrong'])}" if found["wrong"] else ""
+    return f"{len(found['replaced'])} replaced by {name}; called: {called}{wrong}"

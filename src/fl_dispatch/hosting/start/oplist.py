@@ -1,0 +1,46 @@
+"""The list of operators that FlagGems runs, written to ``FLAGGEMS_ENABLE_OPLIST_PATH`` by every worker.
+
+One name a line: ours, for which FlagGems is the first choice, and ``aten::mm.out`` for each of PyTorch's that it
+replaces.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...manager import OpManager
+from ...replaced import replaced_operators
+from ...selection.refusals import FLAGGEMS_ID
+from ...settings import Settings
+from ..records.private_file import write_private
+
+
+def flaggems_operators(manager: OpManager) -> list[str]:
+    """The operators for which FlagGems is the first choice, sorted."""
+    manager.ensure_initialized()
+    chosen = {op: manager.explain(op).chosen for op in manager.registry.list_operators()}
+    return sorted(op for op, impl in chosen.items() if impl is not None and impl.impl_id == FLAGGEMS_ID)
+
+
+def record(manager: OpManager, settings: Settings, rank: int | None = None) -> Path | None:
+    """Write the list where the settings say; with the default place only if FlagGems runs anything.
+
+    Raises:
+        DispatchError: see :func:`write_oplist`.
+    """
+    operators = [*flaggems_operators(manager), *replaced_operators()]
+    if not operators and settings.origin("oplist_path").source == "default":
+        return None
+    return write_oplist(settings.oplist_path, operators, rank)
+
+
+def write_oplist(path: Path, operators: list[str], rank: int | None = None) -> Path:
+    """Write the list; with a rank, to a file of that rank's own (``name.rank1.txt``).
+
+    Raises:
+        DispatchError: see :func:`~fl_dispatch.hosting.records.private_file.write_private`.
+    """
+    if rank is not None and path.name not in ("", ".."):  # those name no file
+        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    write_private(path, "".join(f"{name}\n" for name in operators), "FLAGGEMS_ENABLE_OPLIST_PATH")
+    return path

@@ -1,0 +1,122 @@
+"""The attention layers of a model: which can be served, and the operators of each, bound for its prefix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from torch import nn
+
+from fl_dispatch import bind_op
+from fl_dispatch.hosting.layers.attribute import Attached
+from fl_dispatch.hosting.positions import windows
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class BoundOperators:
+    """An attention layer's operators, bound for its prefix, which is their scope."""
+
+    scope: str | None
+    write: Callable[..., Any]
+    attend: Callable[..., Any]
+    attend_latent: Callable[..., Any]
+
+
+NAMES = ("kv_cache_write", "paged_attention", "mla_decode")
+OPERATORS = Attached[BoundOperators]("fl_operators")
+
+
+def bind(layer: RadixAttention, scope: str | None) -> None:
+    """Bind a layer's operators, again for its prefix."""
+    OPERATORS.give(layer, BoundOperators(scope, *(bind_op(name, scope) for name in NAMES)))
+
+
+def refusal(layer: RadixAttention) -> str | None:
+    """Why a layer's attention cannot run here, or ``None``."""
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.attn_type is AttentionType.DECODER_BIDIRECTIONAL:
+        return "attention to later tokens in a decoder"
+    if layer.pos_encoding_mode != "NONE":
+        return f"attention with position encoding '{layer.pos_encoding_mode}'"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"attention scores limited by '{layer.logit_capping_method}'"
+    if layer.xai_temperature_len > 0:
+        return "attention with a temperature by length"
+    return None
+
+
+def kept_aside(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
+    """The layers of ``--model-impl transformers``, whose model has them in a dictionary beside its modules.
+
+    Each has the prefix that it would have below the attention of Hugging Face that calls it.
+    """
+    aside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
+    for prefix, module in model.named_modules():
+        if type(module).__name__.endswith("Attention") and (number := getattr(module, "layer_idx", None)) in aside:
+            yield f"{prefix}.attn", aside[number]
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
+    """Every attention layer with a prefix."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            yield prefix, module
+    yield from kept_aside(model)
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def window(layer: RadixAttention) -> int | None:
+    """Tokens that a token of the layer sees, itself among them; ``None`` for all before it."""
+    before = layer.sliding_window_size  # the tokens before a token's own
+    return None if before is None or before < 0 else int(before) + 1
+
+
+def give_windows(model: nn.Module, config: Any, host_backends: list[str]) -> None:
+    """Give causal layers the window that the configuration states, where SGLang's class gives them none.
+
+    A window of another size is SGLang's decision, and is logged.
+
+    Args:
+        model: a loaded model.
+        config: its text model's configuration.
+        host_backends: SGLang's own attention backends in force, which have made no room for these windows.
+
+    Raises:
+        ValueError: a window is missing, and one of SGLang's own backends attends.
+    """
+    stated = windows.windows(config)
+    if stated is None:
+        return
+    differing: Counter[tuple[int | None, int | None]] = Counter()
+    for _, layer in layers(model):
+        if layer.attn_type is AttentionType.DECODER and 0 <= layer.layer_id < len(stated):
+            has, wanted = window(layer), stated[layer.layer_id]
+            if has != wanted:
+                differing[has, wanted] += 1
+            if has is None and wanted is not None:
+                layer.sliding_window_size = wanted - 1
+    for (has, wanted), count in differing.items():
+        name = type(model).__name__
+        said = f"the configuration (sliding_window, layer_types) gives {count} layers {_tokens(wanted)}"
+        if has is not None:
+            logger.warning("%s, SGLang's %s gives them %s, which holds", said, name, _tokens(has))
+        elif host_backends:
+            raise ValueError(
+                f"{said}, SGLang's {name} and its attention backend '{host_backends[0]}' have none for them: "
+                "leave --attention-backend unset, or give 'fl'"
+            )
+        else:
+            logger.info("%s, which SGLang's %s leaves out: they have it", said, name)
+
+
+def _tokens(size: int | None) -> str:
+    return "no window" if size is None else f"a window of {size} tokens"

@@ -1,0 +1,1 @@
+"""Every place where SGLang is hooked, and every difference between its versions."""

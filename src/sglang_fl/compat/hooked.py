@@ -1,0 +1,157 @@
+"""Every place where SGLang is hooked or extended at run time, and every difference between its versions.
+
+Nothing else in this package replaces SGLang's attributes, but :func:`.speculation.hooked.prepare` kernels that SGLang
+has none of. :func:`all_hooks` lists the hooks with their reasons; :func:`~sglang_fl.compat.hooks.refuse_unhooked`
+refuses to serve where SGLang did not apply one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from fl_dispatch.devices.triton import why_unserved
+from fl_dispatch.hosting import checked_host
+
+from ..host import HOST
+from ..host_facts import (
+    ADAPTERS,
+    BATCH,
+    DUAL_PRODUCT,
+    FUSED_OP,
+    GROUP,
+    HOOKED,
+    LATENT,
+    LOADER,
+    NORMS,
+    OLDER_OP,
+    PROMPT_GRAPHS,
+    RUNNER,
+    SCHEDULER,
+    UPDATER,
+)
+from ..platform.config import ATTENTION
+from ..version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
+from . import native_kernels
+from .hooks import Hook, Kind
+
+
+@cache
+def warn_of_untested_host() -> None:
+    """One WARNING on an SGLang that the tests did not run on, with what does not hold there of what we rely on."""
+    checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, SMOKE_TESTED_HOSTS)
+
+
+def _supports_triton(original: Any, backend: str) -> bool:
+    return (backend != ATTENTION or native_kernels.start_triton()) and bool(original(backend))
+
+
+def _last_locations(original: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    find = original if native_kernels.start_triton() else get_last_loc_torch
+    return find(req_to_token, req_pool_indices, prefix_lens)
+
+
+def _cap_logits(original: Any, logits: Any, cap: float) -> Any:
+    return logits.div_(cap).tanh_().mul_(cap) if why_unserved() else original(logits, cap)
+
+
+def _unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    return model_config
+
+
+def dispatch_target() -> str:
+    """The function that this version's layers call to choose their forward."""
+    from sglang.kernels.fused_op import BaseFusedOp
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    fused = issubclass(RMSNorm, BaseFusedOp)
+    return f"{FUSED_OP}._resolve_forward_method" if fused else f"{OLDER_OP}.dispatch_forward"
+
+
+_REASONS = {f"{fact.owner}.{name}": fact.why for fact in HOOKED for name in fact.plain_names}
+
+
+def _hook(target: str, call: Any, kind: Kind) -> Hook:
+    """A hook with the reason that the table of facts has; ``target`` is ``module:Class.name`` or ``module.name``."""
+    return Hook(target.replace(":", "."), call, kind, _REASONS[target])
+
+
+@cache
+def all_hooks() -> tuple[Hook, ...]:
+    """The hooks of this package whose targets the version of SGLang beside us should have."""
+    version = host_version()
+    targets = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns(version) for name in fact.plain_names}
+    present = {target.replace(":", ".") for target in targets}
+    return tuple(hook for hook in _hooks() if hook.target in present)
+
+
+def _hooks() -> tuple[Hook, ...]:
+    from .. import checkpoint
+    from ..layers import classes, lora
+    from ..worker import communicator, data_parallel, metrics, runner
+    from . import backend_choice
+
+    return (
+        _hook(dispatch_target(), classes.resolve, "around"),
+        _hook("sglang.kernels.fused_op.set_fused_op_backend", backend_choice.force, "around"),
+        _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
+        _hook(f"{RUNNER}.forward", runner.forward, "around"),
+        _hook(f"{LOADER}.load_weights_only", checkpoint.load_weights_only, "around"),
+        _hook(f"{LOADER}._prepare_weights", checkpoint.note_files, "around"),
+        _hook(f"{RUNNER}.init_lora_manager", lora.init_lora_manager, "around"),
+        _hook(f"{ADAPTERS}.validate_new_adapter", lora.validate_new_adapter, "around"),
+        _hook("sglang.srt.utils.common.support_triton", _supports_triton, "around"),
+        _hook("sglang.srt.utils.common.add_prometheus_middleware", metrics.join_metrics, "after"),
+        _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "around"),
+        _hook("sglang.srt.layers.logits_processor.fused_softcap", _cap_logits, "around"),
+        _hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _unpadded, "replace"),
+        _hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", native_kernels.rotate_and_write, "around"),
+        _hook(f"{DUAL_PRODUCT}._select_mode", native_kernels.multiply_and_activate, "around"),
+        _hook(f"{NORMS}.can_use_fused_inplace_qknorm", native_kernels.norm_queries_and_keys, "around"),
+        _hook(f"{BATCH}.prepare_mlp_sync_batch", data_parallel.prepare_mlp_sync_batch, "around"),
+        _hook("sglang.srt.layers.dp_attention.memcpy", data_parallel.memcpy, "around"),
+        *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in communicator.HOOKED),
+        *(_hooks_of_tested_hosts() if host_version() in TESTED_HOSTS else ()),
+    )
+
+
+def _hooks_of_tested_hosts() -> Iterator[Hook]:
+    """Hooks of features that are served on tested versions only: another one may have renamed what they hook."""
+    from ..graphs import prompts
+    from ..layers import rotations
+    from ..quantization import check_experts, latent, updates
+    from ..quantization.cache import keep_own_name
+    from ..speculation import hooked
+
+    yield _hook(f"{PROMPT_GRAPHS}.capture", prompts.capture, "around")
+    yield _hook(f"{PROMPT_GRAPHS}.can_run_graph", prompts.can_run_graph, "around")
+    yield _hook(f"{PROMPT_GRAPHS}.execute", prompts.execute, "around")
+    yield _hook(f"{SCHEDULER}.init_req_max_new_tokens", rotations.choose, "around")
+    yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
+    yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")
+    yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")
+    for way in updates.ANSWERS:
+        yield _hook(f"{UPDATER}.{way}", updates.refusing(way), "around")
+    for target, call in hooked.HOOKED:
+        yield _hook(target, call, "around")
+
+
+def extend_host() -> None:
+    """Add what SGLang has a place for: our attention, methods for ``Engine.collective_rpc``, names of quantization."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+
+    from .. import quantization, report
+    from ..attention import attention_backend
+
+    register_attention_backend(ATTENTION)(attention_backend.create)
+    AttentionBackendRegistry.register(ATTENTION, attention_backend.absorb_always)
+    add_attention_backend_choices([ATTENTION])
+    for method in report.SCHEDULER_METHODS:
+        setattr(Scheduler, method.__name__, method)
+    quantization.announce()

@@ -1,0 +1,60 @@
+"""SGLang's own kernels for the device, and its runner of graphs, which run beside our operators.
+
+On a device that SGLang serves by itself (:attr:`DeviceSpec.host_kernels`) layers without an operator of ours run
+SGLang's kernels for it. Elsewhere nothing of that is started. SGLang has kernels for several layers together; one of
+them is not taken if any of its layers is ours, because nobody would see that the operator is never called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from fl_dispatch.devices import detect_device
+from fl_dispatch.devices.triton import why_unserved
+from fl_dispatch.settings import get_settings
+
+from ..host import HOST
+from ..platform.config import hosts_own_attention
+
+NATIVE_KEY = "fl"
+"""SGLang looks for methods ``forward_<key>`` of its layers; none has this one, so what is not bridged is native."""
+
+
+def key() -> str:
+    """The end of the name of the forwards that SGLang's layers run where no operator of ours does."""
+    return detect_device().host_kernels.get(HOST.name, NATIVE_KEY)
+
+
+@cache
+def start_triton() -> bool:
+    """Whether SGLang's own Triton kernels are started."""
+    return HOST.name in detect_device().host_kernels and not why_unserved()
+
+
+def capture() -> bool:
+    """Whether SGLang's runner of graphs captures the decoding of our operators."""
+    device = detect_device()
+    return device.graphs and HOST.name in device.host_kernels
+
+
+def rotate_and_write(original: Callable[[Any], bool], batch: Any) -> bool:
+    """Whether SGLang's kernel rotates and writes the cache in one: only if neither is an operator of ours."""
+    ours = get_settings().registers("RotaryEmbedding", "rotary_embedding") or not hosts_own_attention()
+    return not ours and bool(original(batch))
+
+
+def norm_queries_and_keys(original: Callable[..., bool], head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether SGLang's kernel computes the norms of queries and keys in one: only if norms are no operators of ours."""
+    return not get_settings().registers("RMSNorm", "rms_norm") and bool(original(head_dim, dtype))
+
+
+def multiply_and_activate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """How SGLang's kernel multiplies and activates in one; ``None``, not at all, if the activation is ours.
+
+    Only Blackwell GPUs have that kernel, but SGLang imports its compiler on all of NVIDIA's to find that out.
+    """
+    return None if get_settings().registers("SiluAndMul", "silu_and_mul") else original(*args, **kwargs)

@@ -1,0 +1,94 @@
+"""Choices before SGLang captures graphs: no graph holds what waits for the device, kernels are warm, all is frozen.
+
+A captured graph goes on with what it holds, and a failure during capture could not be told from a failed graph. So
+implementations prove themselves in eager batches first; what runs then is fixed. SGLang captures graphs of prompts
+before those of decoding, and one step makes the choices of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import TYPE_CHECKING, Any
+
+from fl_dispatch import freeze_dispatch, get_default_manager
+from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting.start.first_choices import without_graphs
+from fl_dispatch.hosting.start.warm_batches import token_counts
+from fl_dispatch.logger_manager import get_logger
+
+from ..attention import attention_warm_up
+from ..attention.attention_backend import ours
+from ..compat.loaded import LOADED
+from ..platform.config import largest_step
+from ..worker import communicator
+from . import product_warm_up
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner.base_cuda_graph_runner import BaseCudaGraphRunner
+
+logger = get_logger(__name__)
+
+
+def of_layers(runner: ModelRunner) -> set[str]:
+    """The operators of a model's layers, without those of attention."""
+    return {operator for operator, _ in LOADED.of(runner).survey.ours.values()}
+
+
+def of_attention(backend: AttentionBackend) -> set[str]:
+    """The operators of attention, if it is ours."""
+    found = ours(backend)
+    return set() if found is None else {"kv_cache_write", found.operator}
+
+
+def fix(operators: Set[str], graphs: str, not_compared: str, warm_up: Callable[[], None]) -> bool:
+    """Freeze what runs, if graphs can hold the first choices for operators.
+
+    Args:
+        operators: those that are captured.
+        graphs: what would be captured, for the WARNING that names what none can hold.
+        not_compared: the WARNING of shadow mode.
+        warm_up: runs every kind of batch that may come, which nobody needs again once all is frozen.
+
+    Returns:
+        Whether graphs can be captured.
+    """
+    if not _can_be_held(operators, graphs):
+        return False
+    manager = get_default_manager()
+    if not manager.frozen:
+        warm_up()
+        if not _can_be_held(operators, graphs):  # what failed in a batch has left its place to another implementation
+            return False
+        communicator.check_manifest(freeze_dispatch(compiling=False))
+    if manager.shadow.sampling is not None:
+        logger.warning(not_compared)
+    return True
+
+
+def _can_be_held(operators: Set[str], graphs: str) -> bool:
+    impls = without_graphs(sorted(operators))
+    if impls:
+        named = ", ".join(f"'{impl.impl_id}' of '{impl.op_name}'" for impl in impls)
+        logger.warning("%s are captured, because none can hold %s", graphs, named)
+    return not impls
+
+
+def warm_up(runner: BaseCudaGraphRunner, most_requests: int, buffers: Any) -> None:
+    """Meet the kernels of every kind of batch: attention and products, other layers where they decode.
+
+    Args:
+        runner: of either kind of graphs.
+        most_requests: of a batch that decodes; 0 if none does.
+        buffers: SGLang's tensors of such a batch.
+    """
+    calls, model_runner = 0, runner.model_runner
+    if (backend := ours(model_runner.attn_backend)) is not None:
+        calls = attention_warm_up.warm_up(backend, model_runner)
+    products = product_warm_up.warm_up(model_runner.model, largest_step(), model_runner.dtype)
+    with runner.model_context():  # a router reads there whether its shared experts are among the others
+        for requests in token_counts(most_requests) if most_requests else ():
+            runner._dummy_run(requests, buffers=buffers)
+    detect_device().synchronize()
+    logger.info("operators are warm: %d calls of attention, %d of products", calls, products)

@@ -1,0 +1,72 @@
+"""Products with weights before graphs are captured, in batches of every size up to that of a prompt's step.
+
+A batch that decodes has few tokens, and the products of prompts run kernels of their own. From the capture on choices
+are fixed, and a failure ends the engine, so each kernel is met before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fl_dispatch.hosting.layers.layer_kernels import LayerKernel, kernels
+from fl_dispatch.hosting.quantized.experts import QuantizedExperts
+from fl_dispatch.hosting.start import warm_batches
+
+from ..bridge.mixture import MIXTURE
+from ..layers.linear import Product
+
+
+def warm_up(model: nn.Module, most_tokens: int, dtype: torch.dtype) -> int:
+    """Multiply zeros by the weights of each kind; returns the number of calls.
+
+    Args:
+        most_tokens: of a step.
+        dtype: of the model.
+    """
+    layers: dict[Any, tuple[nn.Module, LayerKernel]] = {}
+    for _, layer, kernel in kernels(model):
+        layers.setdefault(_kind(layer, kernel), (layer, kernel))
+    counts = warm_batches.token_counts(most_tokens)
+    return sum(_try(layer, kernel, tokens, dtype) for layer, kernel in layers.values() for tokens in counts)
+
+
+@torch.no_grad()
+def keep_forms(model: nn.Module) -> None:
+    """Multiply once by each plain weight, so that the forms that implementations keep take their memory now.
+
+    SGLang measures what is left for its cache after the model is loaded, and calls no layer before.
+    """
+    for _, layer, kernel in kernels(model):
+        if isinstance(kernel, Product) and kernel.fl_weights:
+            weight: Any = layer.weight
+            kernel.apply_weights(layer, weight.new_zeros(1, weight.shape[1]))
+
+
+def _kind(layer: nn.Module, kernel: LayerKernel) -> tuple[Any, ...]:
+    """Layers of one kind call the operators with arguments of the same kind."""
+    tensors = [(name, value.shape, value.dtype) for name, value in layer.named_parameters(recurse=False)]
+    return type(kernel), str(tensors), *warm_batches.rules((kernel.fl_operator, "quantize"), kernel.fl_scope)
+
+
+def _try(layer: Any, kernel: Any, tokens: int, dtype: torch.dtype) -> int:
+    """Multiply zeros; returns the number of calls."""
+    if isinstance(kernel, Product):  # a router's may be wider than the model, and ranks but the first pass no bias
+        x = layer.weight.new_zeros(tokens, layer.weight.shape[1])
+        biases = (None,) if layer.bias is None else (layer.bias, None)
+        for bias in biases:
+            kernel.apply_weights(layer, x, bias)
+        return len(biases)
+    x = torch.zeros(tokens, layer.quant_method.inner, dtype=dtype, device=next(layer.parameters()).device)
+    if not isinstance(kernel, QuantizedExperts):
+        kernel.apply_weights(layer, x, getattr(layer, "bias", None))
+        return 1
+    mixture = MIXTURE.of(layer)
+    chosen, experts = mixture.config.top_k or 1, kernel.weight_of(layer, "w2")[0].shape[0]
+    ids = torch.arange(tokens * chosen, dtype=torch.int32, device=x.device).view(tokens, chosen) % experts
+    weights = torch.zeros(tokens, chosen, dtype=torch.float32, device=x.device)
+    on_input = mixture.config.apply_router_weight_on_input
+    kernel.apply_experts(layer, x, weights, ids, mixture.activation, on_input, None, None)
+    return 1

@@ -1,0 +1,70 @@
+"""Hooks of SGLang's runner of prompts' graphs, whose pieces hold our operators; attention runs eagerly between them.
+
+A graph of prompts is as many pieces as a model has attention layers, and one more: SGLang ends a piece in
+``RadixAttention``, calls the attention backend for the tokens that are no padding, and begins the next piece. The step
+is eager again behind the last layer. So a batch is described as one of an eager step is, and operators of attention may
+do what no graph can hold. SGLang asks no platform for the class of this runner, so its methods are hooked.
+
+SGLang captures these graphs before those of decoding, and no step is eager before them. So the choices of both are
+fixed here, and a batch of ours is the first forward pass, which is watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting.start.warm_batches import token_counts
+from fl_dispatch.settings import get_settings
+
+from ..compat.loaded import PROMPT_GRAPHS, PromptGraphs
+from ..layers import classes
+from ..worker import runner
+from . import choices
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+NONE = "no graphs of prompts"
+NOT_COMPARED = (
+    "shadow: SGLang reads prompts from captured graphs, whose steps run attention alone eagerly, so other calls of "
+    "prompts are compared in batches that no graph holds (--cuda-graph-backend-prefill disabled: all are)"
+)
+
+
+def capture(original: Callable[..., Any], prompts: PrefillCudaGraphRunner) -> None:
+    """Capture pieces for each number of tokens; nothing, if what comes first in the policy can be in no graph."""
+    graphs = PromptGraphs()
+    PROMPT_GRAPHS.give(prompts, graphs)
+    operators = choices.of_layers(prompts.model_runner)
+    if choices.fix(operators, NONE, NOT_COMPARED, partial(_warm_up, prompts)):
+        original(prompts)
+        graphs.captured = True
+
+
+def can_run_graph(original: Callable[..., Any], prompts: PrefillCudaGraphRunner, forward_batch: ForwardBatch) -> bool:
+    return PROMPT_GRAPHS.of(prompts).captured and bool(original(prompts, forward_batch))
+
+
+def execute(original: Callable[..., Any], prompts: PrefillCudaGraphRunner, *args: Any, **kwargs: Any) -> Any:
+    PROMPT_GRAPHS.of(prompts).replays += 1
+    return original(prompts, *args, **kwargs)
+
+
+@torch.no_grad()
+def _warm_up(prompts: PrefillCudaGraphRunner) -> None:
+    """Meet every kernel: what graphs of decoding need to be met before, and layers where they read prompts."""
+    model_runner = prompts.model_runner
+    requests = (prompts._widest_decode_rows() or 0) if model_runner.is_generation else 0
+    buffers = prompts._alloc_dummy_decode_buffers(requests, allocate_logits_buffer=False) if requests else None
+    choices.warm_up(prompts, requests, buffers)
+    with prompts.model_context():
+        for tokens in token_counts(prompts.max_num_tokens):
+            runner.watched(model_runner, partial(prompts._run_dummy_forward, tokens), inside=prompts.layer_model)
+    detect_device().synchronize()
+    classes.judge(runner.missed(model_runner), get_settings().policy.strict)

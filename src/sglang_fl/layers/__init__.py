@@ -1,0 +1,1 @@
+"""SGLang's layers over our operators: which classes, their products, adapters and rotations."""

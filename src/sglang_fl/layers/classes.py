@@ -1,0 +1,281 @@
+"""Which layers of a model run our operators: bridges where SGLang asks for a forward, bound to prefixes after loading.
+
+:func:`resolve` is the hook that SGLang's layers ask once each. After the model is loaded every layer is prepared with
+its prefix as scope. During the first forward pass calls are counted: an operator whose layers the pass reached, and
+which was never dispatched, means that SGLang's own code runs in its place unseen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import nn
+
+from fl_dispatch import get_default_manager, prepared
+from fl_dispatch.hosting.layers.attribute import Attached
+from fl_dispatch.hosting.layers.bound_layer import bind_for
+from fl_dispatch.hosting.layers.layer_kernels import kernels, weights
+from fl_dispatch.hosting.layers.scopes import refuse_partial_rules
+from fl_dispatch.hosting.layers.survey import LayerChoice, Survey, warn_of_unknown_layers
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import Settings, get_settings
+
+from ..attention import attention_backend, attention_layers
+from ..bridge import BRIDGES, Bridge, Unbridged, find
+from ..bridge.mixture import MIXTURE
+from ..compat import backend_choice
+from ..quantization import latent
+from . import linear
+
+logger = get_logger(__name__)
+
+
+# -- one layer --------------------------------------------------------------------------------------------------------
+
+
+def resolve(original: Callable[[BaseFusedOp], Callable[..., Any]], layer: BaseFusedOp) -> Callable[..., Any]:
+    """The forward of a layer that SGLang asks for: our bridge's, or SGLang's own."""
+    native = original(layer)
+    row = find(type(layer))
+    bridge = None if row is None or row.own_forward else _bridge(layer, native)
+    return native if bridge is None else bridge.forward
+
+
+BRIDGE = Attached[Bridge]("fl_bridge")
+"""The bridge of a layer that runs our operator."""
+KEPT = Attached[str]("fl_kept")
+"""Why a layer that was asked for a bridge has none."""
+
+
+def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
+    """The layer's bridge, made at the first question; ``None`` where SGLang's own code runs."""
+    if (present := BRIDGE.find(layer)) is not None:
+        return present
+    row = find(type(layer))
+    names, settings = (type(layer).__name__, row.name) if row else (), get_settings()
+    if row is None:
+        return None
+    if not any(settings.registers(*names, operator) for operator in row.bridge.fl_operators()):
+        KEPT.give(layer, linear.UNREGISTERED)
+        return None
+    try:
+        bridge = row.bridge(layer, native)
+    except Unbridged as reason:
+        _say_unbridged(type(layer).__name__, str(reason))
+        KEPT.give(layer, str(reason))
+        return None
+    if not settings.registers(*names, bridge.fl_operator):
+        KEPT.give(layer, linear.UNREGISTERED)
+        return None
+    BRIDGE.give(layer, bridge)
+    return bridge
+
+
+def _installed(layer: Any) -> Bridge | None:
+    """The bridge of a layer, which runs from now on; ``None`` where SGLang's own code runs."""
+    row = find(type(layer))
+    assert row is not None
+    if row.own_forward:  # SGLang never asks this layer
+        bridge = _bridge(layer, layer.forward)
+        if bridge is not None:
+            vars(layer)["forward"] = bridge.forward
+        return bridge
+    if layer._forward_method is None:  # else its constructor has pinned SGLang's own code, or it was called before
+        layer._forward_method = layer._resolve_forward_method()
+    bridge = BRIDGE.find(layer)
+    if bridge is not None:
+        backend_choice.keep(layer, bridge.forward)
+    return bridge
+
+
+def _choice(layer: Any, bridge: Bridge | None, unused: str | None) -> LayerChoice:
+    """SGLang's choice for one layer beside ours; ``unused`` is why the model never calls it."""
+    name, row = type(layer).__name__, find(type(layer))
+    assert row is not None
+    if bridge is not None:
+        return LayerChoice(name, 1, (bridge.fl_operator,), backend_choice.name_of(bridge.native))
+    if unused is not None:
+        return LayerChoice(name, 1, row.bridge.fl_operators(), "never called", unused)
+    chosen = layer.forward if row.own_forward else layer._forward_method
+    kept = KEPT.find(layer) or "its constructor has pinned it"
+    return LayerChoice(name, 1, row.bridge.fl_operators(), backend_choice.name_of(chosen), kept)
+
+
+@cache
+def _say_unbridged(name: str, reason: str) -> None:
+    logger.warning("%s stays with SGLang's own code: %s", name, reason)
+
+
+# -- a loaded model ---------------------------------------------------------------------------------------------------
+
+UNUSED = {("Gemma3Attention", "rotary_emb"): "Gemma 3 rotates with tables of its own"}
+"""Layers that a model has and never calls, and what it does instead: class of the module above, name → reason."""
+
+
+def _unused(model: nn.Module, prefix: str) -> str | None:
+    above, _, name = prefix.rpartition(".")
+    return UNUSED.get((type(model.get_submodule(above)).__name__, name))
+
+
+def is_called(model: nn.Module, prefix: str) -> bool:
+    """Whether the model calls a layer that it has."""
+    return _unused(model, prefix) is None
+
+
+def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Every bridged class and attention layer, with all its prefixes: layers may share a module."""
+    prefixes: dict[nn.Module, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, RadixAttention) or find(type(module)) is not None:
+            prefixes.setdefault(module, []).append(prefix)
+    for prefix, layer in attention_layers.kept_aside(model):
+        prefixes.setdefault(layer, []).append(prefix)
+    yield from prefixes.items()
+
+
+def prepare(model: nn.Module) -> Survey:
+    """Bind every layer of a loaded model for its prefix, and count which are ours.
+
+    Raises:
+        ValueError: an attention layer that cannot be served, or a rule for one of several layers that share a module.
+    """
+    ours: dict[str, tuple[str, int]] = {}
+    native: Counter[str] = Counter()
+    attending: Counter[str] = Counter()
+    choices: Counter[LayerChoice] = Counter()
+    for module, prefixes in _named_layers(model):
+        name = type(module).__name__
+        if isinstance(module, RadixAttention):
+            if (why := attention_layers.refusal(module)) is not None:
+                raise ValueError(f"sglang_fl does not support {why} yet ({prefixes[0]})")
+            attention_layers.bind(module, prefixes[0])
+            attending[name] += 1
+            continue
+        reason = _unused(model, prefixes[0])
+        if reason is not None:
+            _say_unbridged(name, reason)
+        bridge = _installed(module) if reason is None else None
+        choices[_choice(module, bridge, reason)] += 1
+        if bridge is None:
+            native[name] += 1
+            continue
+        bind_for(bridge, prefixes)
+        bridge.place(model, prefixes[0])
+        ours[name] = (bridge.fl_operator, ours.get(name, ("", 0))[1] + 1)
+    for layer in model.modules():
+        if (choice := linear.install(layer)) is not None:
+            choices[choice] += 1
+    prefixes_of: dict[nn.Module, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        prefixes_of.setdefault(module, []).append(prefix)
+    for prefix, layer, kernel in kernels(model):
+        refuse_partial_rules(kernel.fl_operator, prefixes_of[layer])
+        kernel.fl_bind(prefix)
+        if (mixture := MIXTURE.find(layer)) is not None:
+            mixture.place(model, prefix)
+        name = kernel.fl_name(layer)
+        ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
+    latent.split(model)
+    for layer, parameter in weights(model):
+        prepared.declare(getattr(layer, parameter))
+    said = tuple(replace(choice, count=count) for choice, count in choices.items())
+    return Survey("SGLang", ours, dict(native), dict(attending), said)
+
+
+def warn_of_unknown_names(settings: Settings) -> None:
+    """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
+    known = {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())}
+    warn_of_unknown_layers(settings, {*known, *linear.NAMES, linear.Product.fl_operator})
+
+
+# -- the first forward pass -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FirstPass:
+    """Whether what we claim is what runs, seen in one forward pass.
+
+    Args:
+        claims: layer's prefix → the operator that it is to run.
+    """
+
+    claims: dict[str, str]
+    _before: dict[str, int] = field(default_factory=dict)
+    _was_counting: bool = False
+    _entered: set[str] = field(default_factory=set)
+    _handles: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def watch(cls, model: nn.Module, backend: AttentionBackend, inside: nn.Module | None = None) -> FirstPass:
+        """Start counting, and notice which modules that contain a claimed layer are entered.
+
+        The model is, and so is ``inside``: a module whose forward the pass calls, which nobody notices.
+        """
+        modules = dict(model.named_modules())
+        claims = {
+            prefix: found.fl_operator for prefix, layer in modules.items() if (found := BRIDGE.find(layer)) is not None
+        }
+        claims |= {prefix: kernel.fl_operator for prefix, _, kernel in kernels(model)}
+        if (ours := attention_backend.ours(backend)) is not None:
+            claims.update(dict.fromkeys(dict(attention_layers.layers(model)), ours.operator))
+        entered = {"", *(prefix for prefix, module in modules.items() if module is inside)}
+        watch, manager = cls(claims, _entered=entered), get_default_manager()  # SGLang calls the model's forward itself
+        watch._was_counting = manager.state.counter.on
+        manager.set_counting(True)
+        watch._before = watch._calls()
+        for prefix in {_parent(prefix) for prefix in claims}:
+            handle = modules[prefix].register_forward_pre_hook(lambda *_, entered=prefix: watch._entered.add(entered))
+            watch._handles.append(handle)
+        return watch
+
+    @staticmethod
+    def _calls() -> dict[str, int]:
+        calls: Counter[str] = Counter()
+        for (op_name, _), count in get_default_manager().call_counts().items():
+            calls[op_name] += count
+        return dict(calls)
+
+    def finish(self) -> dict[str, list[str]]:
+        """Stop watching. Operators that were claimed, reached, and never dispatched, each with its layers."""
+        for handle in self._handles:
+            handle.remove()
+        dispatched = {op for op, calls in self._calls().items() if calls > self._before.get(op, 0)}
+        get_default_manager().set_counting(self._was_counting)
+        missed: dict[str, list[str]] = {}
+        for prefix, operator in self.claims.items():
+            if operator not in dispatched and _parent(prefix) in self._entered:
+                missed.setdefault(operator, []).append(prefix)
+        return missed
+
+
+def _parent(prefix: str) -> str:
+    return prefix.rpartition(".")[0]
+
+
+class UndispatchedError(RuntimeError):
+    """An operator that we claim was never dispatched, in strict mode."""
+
+
+def judge(missed: dict[str, list[str]], strict: bool) -> None:
+    """Tell what the first pass missed.
+
+    Raises:
+        UndispatchedError: something was missed, and mode is strict.
+    """
+    if not missed:
+        return
+    layers = "; ".join(f"'{op}' ({len(found)} layers, {found[0]})" for op, found in missed.items())
+    text = (
+        f"SGLang's own code runs in the place of operators that were to be dispatched: {layers}. This version of "
+        "SGLang calls something else than what sglang_fl hooks, or computes these layers inside other kernels"
+    )
+    if strict:
+        raise UndispatchedError(text)
+    logger.warning("%s", text)

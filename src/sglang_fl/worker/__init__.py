@@ -1,0 +1,1 @@
+"""The scheduler processes: their model runner, communicator, reports and metrics."""

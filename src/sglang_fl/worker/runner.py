@@ -1,0 +1,116 @@
+"""Hooks of SGLang's model runner in a worker: after its model is loaded, and after its first forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.runtime_context import get_parallel
+from torch import nn
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting.records import runs
+from fl_dispatch.hosting.start import aten, oplist
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
+
+from .. import checkpoint, report
+from ..attention import attention_layers, pools
+from ..compat import hooks
+from ..compat.loaded import LOADED, LoadedModel
+from ..graphs import product_warm_up
+from ..layers import classes, rotations
+from ..platform import config
+from ..version import host_version
+from . import communicator
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = get_logger(__name__)
+
+
+def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+    """Start the core, let SGLang load, then bind every layer and compare the ranks."""
+    hooks.refuse_unhooked()
+    config.check_model(runner, detect_device())
+    settings, manager = get_settings(), get_default_manager()
+    pools.choose(runner.page_size, config.hosts_own_attention())
+    manager.ensure_initialized()
+    checkpoint.untie(runner)
+    with checkpoint.loads(runner):
+        result = original(runner, *args, **kwargs)
+    classes.warn_of_unknown_names(settings)
+    survey = classes.prepare(runner.model)
+    attention_layers.give_windows(runner.model, rotations.stated(runner), config.hosts_own_attention())
+    rotations.prepare(runner)
+    product_warm_up.keep_forms(runner.model)
+    LOADED.give(runner, LoadedModel(survey))
+    logger.info("%s", survey.describe())
+    survey.refuse_native_run(settings)
+    here = get_parallel()
+    several = here.tp_size * here.pp_size > 1
+    aten.replace(settings, detect_device())
+    communicator.check_ranks()
+    oplist.record(manager, settings, here.tp_rank if several else None)
+    _leave_record(runner, {})
+    return result
+
+
+@runs.ending()
+def forward(
+    original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+) -> Any:
+    """SGLang's forward pass; the first one of a batch that is not empty ends the start."""
+    loaded = LOADED.of(runner)
+    rotations.shift(runner, forward_batch)
+    if loaded.served or forward_batch.forward_mode.is_idle():
+        return original(runner, forward_batch, *args, **kwargs)
+    unseen = loaded.undispatched is None
+    result = watched(runner, lambda: original(runner, forward_batch, *args, **kwargs))
+    loaded.served = True
+    aten.seal()
+    _leave_record(runner, missed(runner))
+    if unseen:
+        classes.judge(missed(runner), get_settings().policy.strict)
+    return result
+
+
+def watched(runner: ModelRunner, run: Callable[[], Any], inside: nn.Module | None = None) -> Any:
+    """Run a forward pass, and see what the first one misses; ``inside`` is the module whose forward it calls itself."""
+    loaded = LOADED.of(runner)
+    if loaded.undispatched is not None:
+        return run()
+    watch = classes.FirstPass.watch(runner.model, runner.attn_backend, inside)
+    try:
+        result = run()
+    finally:
+        found = watch.finish()
+    loaded.undispatched = found
+    return result
+
+
+def missed(runner: ModelRunner) -> dict[str, list[str]]:
+    """Operator → layers that the first pass missed."""
+    return LOADED.of(runner).undispatched or {}
+
+
+def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
+    """For commands and for ``/metrics``: of the model that is served, not of one that drafts for it."""
+    if runner.is_draft_worker:
+        return
+    model, survey = runner.server_args.model_path, LOADED.of(runner).survey
+    host = f"SGLang {host_version()}"
+    runs.record(host, model, survey, undispatched, report.own_rank(), sizes=_sizes(runner))
+
+
+def _sizes(runner: ModelRunner) -> runs.Sizes | None:
+    """Those of its steps, once SGLang has found out how many requests fit."""
+    requests = getattr(runner, "max_running_requests", None)
+    if requests is None:
+        return None
+    tokens = config.largest_step()
+    dtype = str(runner.dtype).removeprefix("torch.")
+    return runs.Sizes(dtype, get_parallel().tp_size, requests, tokens, eager=report.graphs_of(runner) is None)

@@ -1,0 +1,1 @@
+"""Attention over our operators, dense and latent: backends, a step's batch, and the layout of the cache."""

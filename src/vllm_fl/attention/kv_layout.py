@@ -1,0 +1,138 @@
+"""How vLLM's KV cache lies in memory: decided once, when a worker starts, from the policy.
+
+vLLM hands a layer its cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]`` and does not look
+inside a block. So a block may be laid out as the chosen kernels want it, and all other implementations, which take
+views in any strides, share it with them. :mod:`fl_dispatch.hosting.memory.kv_layout` has the layouts and who decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fl_dispatch.hosting.memory import kv_layout
+from fl_dispatch.hosting.memory.kv_layout import KVLayout, Wish
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.ops.attention import SCALES, TOKEN_SCALES
+from fl_dispatch.ops.mla import LATENT_SCALES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = get_logger(__name__)
+
+PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16")
+FP8_DTYPES = ("fp8", "fp8_e4m3")
+"""vLLM's two names of float8_e4m3fn. It hands such a cache over as bytes."""
+INT8_DTYPE = "int8_per_token_head"
+"""vLLM's name of int8 with a scale for each token and head."""
+QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {**dict.fromkeys(FP8_DTYPES, (*SCALES, *LATENT_SCALES)), INT8_DTYPE: TOKEN_SCALES}
+)
+"""Names of quantized caches, each with the parameters of the operators that have its scales."""
+SCALE_BYTES = torch.float32.itemsize
+"""Bytes of a scale, which vLLM has behind each head's key and behind its value in int8."""
+DEFAULT = KVLayout.parse("NHD")
+HOST_ORDERS = {"N": ("LBNHC", (0, 2, 1, 3)), "H": ("LBHNC", (0, 1, 2, 3))}
+"""First axis of the keys → vLLM's name of the order of its tensor in memory, and the same as a permutation.
+
+A block is one piece in both; vLLM only has to name one.
+"""
+
+_in_force, _multiple, _block = DEFAULT, 1, 1
+
+
+def in_force() -> KVLayout:
+    """The layout of this process's cache."""
+    return _in_force
+
+
+def block_multiple() -> int:
+    """The number of which the slots of a block have to be a multiple."""
+    return _multiple
+
+
+def usual_block(default: int) -> int:
+    """The slots of a block where nobody chose a size: the default, or a multiple of it that kernels are faster with."""
+    return -(-_block // default) * default if _block > default else default
+
+
+def host_order() -> tuple[str, tuple[int, int, int, int]]:
+    """vLLM's name of the order that its tensor has in memory, and the same as a permutation of its four axes."""
+    return HOST_ORDERS.get(_in_force.keys[0], HOST_ORDERS["N"])
+
+
+def choose(vllm_config: VllmConfig) -> KVLayout:
+    """Decide layout and block size, and state them to the dispatch core.
+
+    The default layout stays where nobody needs another, and where blocks go elsewhere (to other instances, to other
+    memory), because who reads them there knows vLLM's own order; and for a cache in int8, because its scales lie beside
+    each head's numbers. A block size that the user chose stays, too.
+    """
+    global _in_force, _multiple, _block
+    cache = vllm_config.cache_config
+    wish = Wish() if cache.cache_dtype == INT8_DTYPE else kv_layout.wish()
+    travel = vllm_config.kv_transfer_config is not None
+    if travel and wish.layout is not None and not wish.optional:
+        logger.warning("KV cache layout %s, not %s: blocks go elsewhere (KV transfer)", DEFAULT.name, wish.layout.name)
+    fixed = cache.block_size if cache.user_specified_block_size else None
+    unfit = wish.optional and fixed is not None and fixed % wish.block != 0
+    _in_force = DEFAULT if travel or unfit or wish.layout is None else wish.layout
+    _multiple = wish.multiple if fixed is None or fixed % wish.multiple == 0 else 1
+    _block = wish.block
+    usual = usual_block(type(cache).DEFAULT_BLOCK_SIZE)
+    block_size = fixed or (usual if usual % _multiple == 0 else _multiple)
+    kv_layout.state(_in_force, block_size)
+    return _in_force
+
+
+def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse groups of layers that vLLM lets share memory, and whose blocks would lie over each other.
+
+    A block's number belongs to one group at a time, which is enough for blocks of one piece. Under a layout that keeps
+    all keys before all values the groups' keys have to be as large, too.
+
+    Raises:
+        ValueError: they are not.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec  # 0.33 asks for its platform while it is imported
+
+    if _in_force.whole_blocks:
+        return
+    layers_of: dict[int, str] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(
+            group.layer_names, group.kv_cache_spec
+        )
+        for layer, spec in specs.items():
+            if isinstance(spec, MambaSpec):
+                raise ValueError(
+                    f"layers share the memory of their KV cache, and its layout {_in_force.name} does not allow that, "
+                    f"because {layer} keeps states in it, one in each block; choose another implementation of "
+                    "'paged_attention' and 'kv_cache_write'"
+                )
+            if isinstance(spec, AttentionSpec):
+                layers_of.setdefault(spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize, layer)
+    if len(kv_cache_config.kv_cache_groups) > 1 and len(layers_of) > 1:
+        sizes = ", ".join(f"{size} bytes in {layer}" for size, layer in layers_of.items())
+        raise ValueError(
+            f"layers share the memory of their KV cache, and its layout {_in_force.name} does not allow that, because "
+            f"a block's keys differ: {sizes}; choose another implementation of 'paged_attention' and 'kv_cache_write', "
+            "or set disable_hybrid_kv_cache_manager"
+        )
+
+
+def split(layout: KVLayout, kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer as views ``[blocks, block_size, kv_heads, size]`` of vLLM's tensor."""
+    _, heads, block_size, size = kv_cache.shape
+    return layout.split(kv_cache, block_size, heads, head_size, size - head_size)
+
+
+def split_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values in int8 of such a view, and the scales behind them, ``[blocks, block_size, kv_heads]``."""
+    return rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1)

@@ -1,0 +1,188 @@
+"""Graphs of prompts: sizes beyond vLLM's own, as far as the device would wait for the host.
+
+vLLM captures batches of up to 512 tokens. A larger one runs outside of graphs, where the host launches every kernel:
+for a model of many small kernels it takes longer than the device needs. Whether it does is measured here, on batches
+without attention, which no piecewise graph holds. Who chooses sizes (``max_cudagraph_capture_size``,
+``cudagraph_capture_sizes``) gets those.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fl_dispatch.logger_manager import get_logger
+
+from ..layers.states import StateLayer
+from ..platform import config
+from ..worker.warm_up import WarmableAttention
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
+
+PER_DOUBLING = 8
+"""Sizes between a number of tokens and twice as many: from 2,048 on a batch is padded by an eighth at most."""
+LEAST_STEP = 256
+"""Tokens between two sizes at least: each takes a sixth of a second, and with so few the device has time."""
+TIMES_THE_HOST = 2.0
+"""A batch is the host's up to so many times what launching it takes.
+
+Attention, which is not measured, is launched besides, outside of graphs. Launching all else of a batch of 1,024 tokens
+of Llama-3.1-8B, which takes 22 ms on an H100, takes the host 11 (docs/measured/gpu.md).
+"""
+LEAST_LIMIT = 512
+"""Fewer tokens are not tried by themselves: a device takes hardly longer for these."""
+PART = 16
+"""Graphs may take one part in so many of the memory that the KV cache would have."""
+PART_BESIDE = 2
+"""The same of what is left beside a cache whose size was chosen."""
+POOL = 1.5
+"""Graphs are taken to need so many times the memory that their largest batch holds."""
+RUNS = 3
+"""Measurements of a batch, of which the middle one counts."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The time and the memory of a batch outside of graphs.
+
+    Args:
+        tokens: in it.
+        seconds: from its first launch until the device had ended.
+        launching: of these, until the last launch.
+        memory: bytes that graphs of it take, presumably.
+    """
+
+    tokens: int
+    seconds: float
+    launching: float
+    memory: int
+
+
+def sizes(captured: int, most: int) -> list[int]:
+    """Numbers of tokens to capture beyond ``captured``, up to ``most``, which is one of them; ascending."""
+    found, size = [], captured
+    while size < most:
+        step = max(LEAST_STEP, (1 << size.bit_length() - 1) // PER_DOUBLING)
+        size = min(most, (size // step + 1) * step)
+        found.append(size)
+    return found
+
+
+def limits(captured: int, most: int) -> list[int]:
+    """Numbers of tokens up to which graphs may go, to try: doublings of ``captured``, and ``most``; ascending."""
+    doubled = (captured << times for times in range(1, most.bit_length()))
+    return [*(tokens for tokens in doubled if LEAST_LIMIT <= tokens < most), *([most] if captured < most else [])]
+
+
+def why_none(vllm_config: VllmConfig, model: nn.Module) -> str | None:
+    """Why no graphs of prompts are to be captured for a model, or ``None``."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    from vllm import envs
+
+    compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
+    graphs = compilation.cudagraph_mode
+    pieces = compilation.mode == CompilationMode.VLLM_COMPILE and graphs.mixed_mode() == CUDAGraphMode.PIECEWISE
+    ranks_differ = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1 or parallel.enable_elastic_ep
+    attention = [impl for module in model.modules() if (impl := getattr(module, "impl", None)) is not None]
+    reasons = [
+        (not config.are_sizes_left(vllm_config), "sizes are chosen, by the user or for this model"),
+        (not pieces, "no piecewise graphs are captured"),
+        (compilation.max_cudagraph_capture_size in (None, 0), "no sizes are captured"),
+        (vllm_config.lora_config is not None, "each size would be captured for numbers of adapters"),
+        (vllm_config.speculative_config is not None, "drafting models capture all sizes too"),
+        (ranks_differ, "ranks would have to agree on each batch"),
+        (parallel.use_ubatching, "batches are cut in two (ubatching)"),
+        # vLLM's own backends plan memory for every captured size; of layers with a state nothing was measured.
+        (not all(isinstance(impl, WarmableAttention) for impl in attention), "another backend's attention has limits"),
+        (any(isinstance(module, StateLayer) for module in model.modules()), "layers have a state"),
+        (vllm_config.model_config.original_max_model_len == -1, "the longest context takes all memory"),
+        (envs.VLLM_ENABLE_STARTUP_PLAN, "vLLM finds its plan of a start by the sizes"),
+    ]
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def add(
+    vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object], cache: int, longest_request: int
+) -> int:
+    """Have graphs of prompts captured where they pay. Every rank must call it.
+
+    Call it when the model is compiled, and before the runner reads the sizes, which it does for its KV cache.
+
+    Args:
+        vllm_config: of the worker; its sizes are extended.
+        model: with its layers.
+        run: runs a batch of so many tokens, without attention.
+        cache: bytes that the KV cache has without such graphs.
+        longest_request: bytes of these that a request of the greatest length takes.
+
+    Returns:
+        Bytes of these to leave for graphs: none where the user chose the size of the cache.
+    """
+    from ..worker import ranks  # configurations are read before vLLM's groups can be imported
+
+    if reason := why_none(vllm_config, model):
+        logger.info("no graphs of prompts: %s", reason)
+        return 0
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    captured = compilation.max_cudagraph_capture_size
+    # No batch of the scheduler's is larger, and one that vLLM makes up would have requests of more than they may have.
+    most = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * vllm_config.model_config.max_model_len)
+    if captured >= most:
+        return 0
+    chosen = vllm_config.cache_config.kv_cache_memory_bytes
+    if chosen:  # PyTorch keeps what the profile's batch held, so that is not counted as free
+        room = (torch.accelerator.get_memory_info()[0] - chosen) // PART_BESIDE
+    else:
+        room = min(cache // PART, cache - longest_request)
+    host, best = measure(run, captured + 1).launching, None
+    for tokens in limits(captured, most):
+        batch = measure(run, tokens)
+        logger.info(
+            "a batch of %d tokens outside of graphs, without attention: %.1f ms; launching one takes the host %.1f",
+            *(tokens, 1e3 * batch.seconds, 1e3 * host),
+        )
+        if not ranks.everywhere(batch.seconds <= TIMES_THE_HOST * host and batch.memory <= room):
+            break
+        best = batch
+    if best is None:
+        return 0
+    # vLLM refuses a size that is compiled by itself and padded; graphs of decoding hold at most all requests.
+    whole = (*(compilation.compile_sizes or ()), scheduler.max_num_seqs)
+    more = sorted({*sizes(captured, best.tokens), *(size for size in whole if captured < size <= best.tokens)})
+    compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
+    compilation.max_cudagraph_capture_size = best.tokens
+    logger.info(
+        "%d graphs more, for batches of up to %d tokens, where the device would wait for the host; %.2f GiB for them "
+        "(max_cudagraph_capture_size in --compilation-config chooses: %d keeps to vLLM's sizes)",
+        *(len(more), best.tokens, best.memory / (1 << 30), captured),
+    )
+    return 0 if chosen else best.memory
+
+
+def measure(run: Callable[[int], object], tokens: int) -> Batch:
+    """The median of some runs, after one in which kernels are compiled."""
+    run(tokens)
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    found = sorted(_timed(run, tokens) for _ in range(RUNS))
+    held = torch.accelerator.max_memory_allocated() - before
+    return Batch(tokens, *found[RUNS // 2], int(POOL * held))
+
+
+def _timed(run: Callable[[int], object], tokens: int) -> tuple[float, float]:
+    """Seconds until the device has ended, and until the host has launched everything."""
+    begun = time.perf_counter()
+    run(tokens)
+    launched = time.perf_counter()
+    torch.accelerator.synchronize()
+    return time.perf_counter() - begun, launched - begun

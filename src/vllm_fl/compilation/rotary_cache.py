@@ -1,0 +1,153 @@
+"""Rotations of queries and keys: compiled graphs call one operator for them and the write into the cache.
+
+It is off unless the user sets ``VLLM_FL_FUSE_ROPE_KVCACHE``, for engines were not faster by it. Then vLLM does not cut
+its graphs at that write (``compile.join_rotations``). Dynamo leaves the rotation whole, as a view, and a pass finds
+each write whose keys such a view returns.
+
+Captured pieces read the slots of a step at one address, with -1 behind them and in batches that are made up: the V1
+runner sees to that in ``_get_slot_mappings`` and ``_dummy_run``, the V2 runner with ``slot_mappings`` that
+``compute_slot_mappings`` and ``get_dummy_slot_mappings`` fill.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.logger_manager import get_logger
+
+from ..attention.dense import ROTATION, AttentionFLImpl
+from . import compile
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
+aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten.reshape.default)
+WRITE = "unified_kv_cache_update"
+NAME = "rotate_and_cache"
+# A reload must not drop the library: compiled graphs hold its operators.
+_library: torch.library.Library | None = globals().get("_library")
+
+
+def to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
+    """The rotation, if every attention layer of the model can write what is rotated for it; they are prepared."""
+    if not getattr(vllm_config.compilation_config.pass_config, compile.ROTATIONS, False):
+        return
+    found = [module.impl for module in model.modules() if hasattr(module, "impl") and hasattr(module, "attn_backend")]
+    if found and all(isinstance(impl, AttentionFLImpl) and impl.fl_join() for impl in found):
+        _define()
+        yield ROTATION
+    else:
+        logger.warning("%s: not every layer writes its own keys; none is joined", compile.ASKED_TO_JOIN)
+
+
+# -- the operator of graphs -------------------------------------------------------------------------------------------
+
+
+def _rotate_and_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    layer: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate and write; the last result, without elements, says to whom reads the cache that it is written."""
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    _, module, kv_cache, slots = get_attention_context(_resolve_layer_name(layer))
+    impl: Any = module.impl
+    rotated = impl.rotate_and_cache(module, query, key, value, cos, sin, positions, interleaved, kv_cache, slots)
+    return *rotated, query.new_empty(0)
+
+
+def _fake(query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), query.new_empty(0)
+
+
+def _define() -> None:
+    """Define it unless it exists. Its layer has the type that vLLM's own operators take."""
+    from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
+
+    global _library
+    if _library is None:
+        _library = torch.library.Library("vllm_fl", "FRAGMENT")
+        _rotate_and_cache.__annotations__["layer"] = LayerNameType
+        direct_register_custom_op(NAME, _rotate_and_cache, fake_impl=_fake, target_lib=_library)
+
+
+# -- in a graph -------------------------------------------------------------------------------------------------------
+
+
+def join(graph: Graph) -> int:
+    """Replace each rotation whose keys are written into the cache, and that write; returns how many there were."""
+    if ROTATION not in get_default_manager().state.whole:
+        return 0
+    writes = graph.find_nodes(op="call_function", target=getattr(torch.ops.vllm, WRITE).default)
+    return sum(_join(graph, write) for write in writes)
+
+
+def _join(graph: Graph, write: Node) -> bool:
+    key, value, layer = write.args
+    rotation = _rotation_of(key)
+    if rotation is None or not isinstance(layer, Node):
+        return False
+    *operands, interleaved, scope = rotation.args
+    late = _between(graph, rotation, value)
+    if scope or late is None:
+        return False
+    for node in late:
+        rotation.prepend(node)
+    query, key, *tables = operands
+    with graph.inserting_before(rotation):
+        target = getattr(torch.ops.vllm_fl, NAME).default
+        call = graph.call_function(target, (query, key, value, *tables, interleaved, layer))
+        written = graph.call_function(operator.getitem, (call, 2))
+    call.meta = {name: value for name, value in rotation.meta.items() if name != "eager_input_vals"}
+    call.meta["val"], written.meta = (*rotation.meta["val"], write.meta["val"]), dict(write.meta)
+    rotation.replace_all_uses_with(call)
+    write.replace_all_uses_with(written)
+    graph.erase_node(write)
+    graph.erase_node(rotation)
+    return True
+
+
+def _rotation_of(key: Any) -> Node | None:
+    """The rotation whose keys these are, in its own shape."""
+    result = key
+    while result.target in RESHAPES:
+        result = result.args[0]
+    if (
+        result.target is not operator.getitem
+        or result.args[1] != 1
+        or result.meta["val"].shape != key.meta["val"].shape
+    ):
+        return None
+    view = getattr(torch.ops.fl_dispatch, ROTATION, None)
+    return result.args[0] if view is not None and result.args[0].target is view.default else None
+
+
+def _between(graph: Graph, rotation: Node, value: Any) -> list[Node] | None:
+    """The nodes behind the rotation that make a value, in order; ``None`` if it needs that or they write something."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    found, left = set(), [value]
+    while left:
+        node = left.pop()
+        if places[node] < places[rotation] or node in found:
+            continue
+        if node is rotation or node.op != "call_function" or node.is_impure():
+            return None
+        found.add(node)
+        left += node.all_input_nodes
+    return sorted(found, key=places.__getitem__)

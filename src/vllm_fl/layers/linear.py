@@ -1,0 +1,135 @@
+"""vLLM's linear layers over the operator ``linear``.
+
+Only products with plain weights are ours: a layer keeps what else it does (weights' loading and parts, gathering,
+summing over ranks), and calls its ``quant_method`` for the product. That object stays vLLM's too, for vLLM and LoRA ask
+for its class; its ``apply`` becomes a call of the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from fl_dispatch import bind_op, get_policy, prepared
+from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting.layers import layer_kernels
+
+from ..compat import layer_classes
+from .forwards import DispatchedLayer
+from .mixture import ExpertsLayer
+
+
+def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product that ``UnquantizedLinearMethod.apply`` computes."""
+    result: Tensor = layer.fl_call(x, layer.weight, bias)
+    return result
+
+
+class AsVLLMs(type):
+    """The type of a replacement class: vLLM's own class and its subclasses are instances too.
+
+    vLLM asks ``isinstance`` of the class that replaces its own, to find the layers that LoRA can wrap; a subclass of
+    vLLM's is not replaced, and would be left out.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        *_, vllms = cls.__bases__
+        return isinstance(instance, vllms)
+
+
+class LinearLayer(DispatchedLayer):
+    """A layer whose product may be ours."""
+
+    fl_operator = "linear"
+    fl_metaclass = AsVLLMs
+    quant_method: Any
+    weight: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if layer_classes.multiplies_plainly(self.quant_method):
+            self.quant_method.apply = apply
+
+    def fl_runs(self) -> bool:
+        """Whether the product is ours: not where weights are quantized, say."""
+        return getattr(self.quant_method, "apply", None) is apply
+
+
+class HeadLayer(LinearLayer):
+    """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s.
+
+    It is ours on CPUs, and where the policy asks for batch invariance: nobody has measured kernels of ours at the width
+    of a vocabulary on other devices.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if detect_device().accelerator and not get_policy().batch_invariant:
+            vars(self.quant_method).pop("apply", None)
+
+
+class Weights:
+    """The weights of a model's products and experts, declared as tensors that stay (:mod:`fl_dispatch.prepared`).
+
+    Args:
+        model: loaded, and bound.
+        compiled: whether compiled code will run it.
+        captured: whether graphs will.
+    """
+
+    def __init__(self, model: nn.Module, compiled: bool, captured: bool = False) -> None:
+        self._held = compiled or captured
+        found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
+        named = [*((layer, "weight") for layer in found), *layer_kernels.weights(model), *_experts(model)]
+        self.declared = [(layer, name, prepared.declare(getattr(layer, name))) for layer, name in named]
+        self._places = [(vars(layer)["_parameters"], name, forms) for layer, name, forms in self.declared]
+
+    def settled(self) -> AbstractContextManager[None]:
+        """The time of a step: weights that were written or replaced are prepared anew before, and no others inside.
+
+        Compiled code uses the forms that are there, and takes marks away from weights that it reads.
+        """
+        found = [(own, forms) for place, name, forms in self._places if (own := place.get(name)) is not None]
+        return prepared.settled(found, self._held)
+
+    def try_heads(self) -> None:
+        """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
+        for layer, *_ in self.declared:
+            if isinstance(layer, HeadLayer) and layer.fl_runs():
+                weight = _own(layer, "weight")
+                assert weight is not None
+                layer.quant_method.apply(layer, weight.new_zeros(1, weight.shape[1]))
+
+
+def _own(module: Any, name: str) -> Tensor | None:
+    """A parameter of the module itself."""
+    found: Tensor | None = vars(module)["_parameters"].get(name)
+    return found
+
+
+def multiply_with_embeddings(model: nn.Module) -> None:
+    """Have embeddings that make logits too, as of tied models, multiply by the operator.
+
+    They do where the policy asks for batch invariance; else the product is PyTorch's own.
+    """
+    if not get_policy().batch_invariant:
+        return
+    call = bind_op("linear")
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "embedding") and layer_classes.multiplies_plainly(method) and method.apply is not apply:
+            method.apply = lambda layer, x, bias=None: call(x, layer.weight, bias)
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The layers of experts that are ours, each with the names of its weights."""
+    for layer in model.modules():
+        if isinstance(method := getattr(layer, "quant_method", None), ExpertsLayer):
+            yield from ((layer, name) for name in method.fl_weights if _own(layer, name) is not None)
+
+
+def _products(model: nn.Module) -> Iterator[Any]:
+    return (layer for layer in model.modules() if isinstance(layer, LinearLayer) and layer.fl_runs())

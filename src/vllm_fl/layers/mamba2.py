@@ -1,0 +1,123 @@
+"""Mamba 2 in vLLM: its layer with our convolution and state space, and the norm behind them.
+
+vLLM's layer projects, calls ``conv_ssm_forward``, and projects back. Only that is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fl_dispatch.hosting.start.first_choices import states_kept
+
+from .forwards import DispatchedLayer, activation_of
+from .states import StateLayer
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+OPERATORS = ("causal_conv1d", "causal_conv1d_update", "selective_scan", "selective_state_update")
+
+
+class ScanLayer(StateLayer):
+    """A layer with a convolution and a state space: four operators, two for prompts and two for single tokens."""
+
+    fl_operator = "selective_scan"
+    fl_choices = OPERATORS
+    fl_parts = ("fl_convolve", "fl_convolve_token", "fl_scan", "fl_update")
+    fl_convolve: Callable[..., Tensor]
+    fl_convolve_token: Callable[..., Tensor]
+    fl_scan: Callable[..., Tensor]
+    fl_update: Callable[..., Tensor]
+    activation: str
+    conv1d: Any
+    A: Tensor
+    D: Tensor
+
+
+class StateSpaceLayer(ScanLayer):
+    """``MambaMixer2``: vLLM's projections around our convolution and state space."""
+
+    tp_size: int
+    head_dim: int
+    ssm_state_size: int
+    groups_ssm_state_size: int
+    tped_intermediate_size: int
+    tped_conv_size: int
+    tped_dt_size: int
+    dt_bias: Tensor
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
+        """vLLM's, but for states that a step would have to put aside in the midst of a prompt: it ends there."""
+        from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+        return MambaBase.get_kv_cache_spec(self, vllm_config)
+
+    def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
+        """Fill ``output`` ``[tokens, heads * head_dim]`` as far as the step has tokens, and with zeros behind them.
+
+        Args:
+            projected_states: ``[tokens, gate | channels of the convolution | heads]``, the last ones the steps.
+            output: of any content.
+        """
+        step = self.fl_step()
+        if step is None:  # vLLM measures memory before there are states
+            self._fl_take(projected_states, output)
+            output.zero_()
+            return
+        sizes = self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size
+        _, mixed, dt = projected_states.split(sizes, dim=1)
+        single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
+        output[tokens:].zero_()
+        inputs, states = self.fl_inputs(), self.kv_cache[1]
+        weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, activation_of(self.activation)
+        if step.num_decodes:
+            own = step.state_indices_tensor_d[:, 0].contiguous()
+            x = self.fl_convolve_token(mixed[:single], weight, bias, inputs, own, activation)
+            output[:single] = self.fl_update(*self._fl_operands(x, dt[:single]), states, own).flatten(1)
+        if step.num_prefills:
+            own, starts = step.state_indices_tensor_p.contiguous(), step.query_start_loc_p
+            has_state, rows = step.has_initial_states_p, slice(single, tokens)
+            x = self.fl_convolve(mixed[rows], weight, bias, inputs, own, starts, has_state, activation)
+            operands = self._fl_operands(x, dt[rows])
+            output[rows] = self.fl_scan(*operands, states, own, starts, has_state).flatten(1)
+
+    def _fl_take(self, projected: Tensor, output: Tensor) -> None:
+        """Take about the memory of a prompt's operators, and give it back: two results, and states of chunks."""
+        states = states_kept(self.fl_operator, len(output)), self.tped_dt_size, self.head_dim, self.ssm_state_size
+        results = projected.new_empty(len(output), self.tped_conv_size), torch.empty_like(output)
+        chunks = output.new_empty(states, dtype=torch.float32)
+        del results, chunks
+
+    def _fl_operands(self, x: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
+        """The operands before the states: a convolution's channels are those of the heads, and of both groups."""
+        keys = self.groups_ssm_state_size // self.tp_size
+        tokens, b, c = x.split((self.tped_intermediate_size, keys, keys), dim=1)
+        b, c = (part.unflatten(1, (-1, self.ssm_state_size)) for part in (b, c))
+        return tokens.unflatten(1, (-1, self.head_dim)), dt, self.A, b, c, self.D, self.dt_bias
+
+
+class StateSpaceNormLayer(DispatchedLayer):
+    """``Mixer2RMSNormGated``: ``forward(x, gate)``; the gate comes first.
+
+    vLLM's own forward runs where there is no norm, or where a mean goes over several ranks.
+    """
+
+    fl_operator = "rms_norm_gated"
+    weight: Tensor
+    variance_epsilon: float
+    group_size: int
+    n_groups: int
+    tp_size: int
+    use_rms_norm: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.use_rms_norm or self.n_groups % self.tp_size:
+            self._forward_method = self.forward_native
+
+    def forward_oot(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.fl_call(x, gate, self.weight, self.variance_epsilon, "silu", self.group_size, False)

@@ -1,0 +1,101 @@
+"""Mixture of experts in vLLM: its modular kernel with our experts, and its routers over our routing operators.
+
+vLLM splits such a layer into a runner, which owns the router and the collectives, and a method, which owns the weights
+and a kernel made of "prepare and finalize" and "experts". On an out-of-tree platform it has neither experts nor, for
+most models, a router that runs: those are compiled CUDA code. Here the method gets experts of
+:mod:`~vllm_fl.layers.modular_experts`, the runner a router of :mod:`~vllm_fl.layers.routers` and the stream of
+:mod:`~vllm_fl.layers.shared_experts`. Everything else stays vLLM's: what shared experts compute, expert
+maps, the exchange of tokens between ranks.
+
+Importing this module imports nothing of vLLM, as for every module that :mod:`vllm_fl.layers.classes` has rows of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fl_dispatch.settings import get_settings
+
+from .forwards import DispatchedLayer
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+
+
+class ExpertsLayer(DispatchedLayer):
+    """``UnquantizedFusedMoEMethod``: builds vLLM's modular kernel around ``ExpertsFL``.
+
+    vLLM calls the kernel in either of its forwards, so ``custom_ops`` does not switch ours off.
+    """
+
+    fl_operator = "fused_moe"
+    fl_traced = False
+    fl_weights = ("w13_weight", "w2_weight")
+    moe_kernel: FusedMoEKernel | None
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+        from .modular_experts import ExpertsFL, refusal
+
+        super().__init__(moe)
+        if (reason := refusal(moe)) is not None:
+            raise ValueError(f"vllm_fl does not support {reason} in a mixture of experts yet")
+        # vLLM leaves the weights as they were loaded for this backend, and builds the kernel from experts_cls.
+        self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, ExpertsFL
+
+    def _init_moe_kernel(self, layer: Any) -> None:
+        super()._init_moe_kernel(layer)  # type: ignore[misc]
+        self._hand_over()
+
+    def fl_bind(self, scope: str | None) -> None:
+        super().fl_bind(scope)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self.moe_kernel is not None:
+            self.moe_kernel.fused_experts.fl_call = self.fl_call
+
+    @staticmethod
+    def fl_scope(prefix: str) -> str:
+        return prefix.removesuffix(".routed_experts.quant_method")
+
+    def fl_runs(self) -> bool:
+        return True
+
+
+class RunnerLayer(DispatchedLayer):
+    """``MoERunner``: its router goes through the operator that computes the same. Without one it is native."""
+
+    fl_choices = ("topk_softmax", "topk_sigmoid", "grouped_topk")
+    fl_operator = ""
+    fl_traced = False
+    router: Any
+    _shared_experts: Any
+
+    def __init__(self, *args: Any, layer_name: str, router: Any, **kwargs: Any) -> None:
+        from .routers import RouterFL, route
+        from .shared_experts import beside
+
+        try:
+            found = route(router)
+        except ValueError as error:
+            raise ValueError(f"vllm_fl does not support {error} in a mixture of experts yet ({layer_name})") from error
+        if found is not None:
+            if not get_settings().registers("MoERunner", found.operator):
+                raise ValueError(
+                    f"the router of {layer_name} needs '{found.operator}', which the lists of out-of-tree layers leave "
+                    "out; vLLM's own is compiled CUDA code"
+                )
+            self.fl_operator, router = found.operator, RouterFL(router, found)
+        super().__init__(*args, layer_name=layer_name, router=router, **kwargs)
+        self._shared_experts = beside(self._shared_experts)
+
+    def fl_bind(self, scope: str | None) -> None:
+        if self.fl_operator:
+            super().fl_bind(scope)
+            self.router.fl_call = self.fl_call
+
+    def fl_runs(self) -> bool:
+        return bool(self.fl_operator)

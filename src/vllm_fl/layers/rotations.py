@@ -1,0 +1,62 @@
+"""Rotations and windows as a model's configuration states them, where vLLM's classes read it otherwise.
+
+Rotary tables are corrected once a model is loaded. A rotation that no table can hold, and a window that Transformers'
+class of the model does not know, are settled before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from fl_dispatch.hosting.positions import configurations, rotary_tables, windows
+from fl_dispatch.logger_manager import get_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
+
+
+def settle(vllm_config: VllmConfig) -> None:
+    """Settle what cannot be served as the configuration says, before a model loads.
+
+    Raises:
+        ValueError: texts are asked for that are longer than a rotation allows.
+    """
+    model = vllm_config.model_config
+    if model is None:
+        return
+    text = model.hf_text_config
+    window = getattr(text, "sliding_window", None)
+    if window and configurations.is_of_transformers(text) and not windows.declares_window(text):
+        text.sliding_window = vllm_config.cache_config.sliding_window = None
+        logger.info(
+            "sliding_window: none instead of %d, because %s has no such field, so its network has no window",
+            *(window, type(text).__name__),
+        )
+    longest = rotary_tables.limit(text)
+    if longest is None or model.max_model_len <= longest:
+        return
+    if model.original_max_model_len not in (None, -1):
+        raise ValueError(rotary_tables.too_long(model.max_model_len, longest, f"--max-model-len {longest}"))
+    logger.warning(rotary_tables.too_long(model.max_model_len, longest, f"--max-model-len is {longest} now"))
+    model.max_model_len = vllm_config.scheduler_config.max_model_len = longest
+
+
+def correct(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Give the layers of a loaded model the tables that its configuration states."""
+    stated, length = vllm_config.model_config, vllm_config.model_config.max_model_len
+    config = stated.hf_text_config
+    if not stated.hf_overrides:
+        config = configurations.as_transformers_reads(config, stated.model, stated.revision)
+    layers = [*model.named_modules(remove_duplicate=False)]
+    with_table = ((prefix, layer) for prefix, layer in layers if _is_table(getattr(layer, "cos_sin_cache", None)))
+    rotary_tables.correct(with_table, config, length)
+    long = ((prefix, layer) for prefix, layer in layers if hasattr(layer, "long_short_cos_sin_cache"))
+    rotary_tables.correct_long(long, config, length)
+
+
+def _is_table(found: object) -> bool:
+    return isinstance(found, Tensor) and found.ndim == 2

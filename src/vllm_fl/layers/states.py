@@ -1,0 +1,138 @@
+"""Layers of vLLM that keep a state for each request: what those have in common whose core is ours.
+
+vLLM keeps the states in blocks of its KV cache, and sorts a batch: requests with one new token and a state first, then
+prompts. Such a layer runs inside one operator that no compiled graph looks into.
+
+Importing this module imports nothing of vLLM, as for every module that :mod:`vllm_fl.layers.classes` has rows of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import Decision, bind_op, explain
+from fl_dispatch.hosting.start import warm_batches
+from fl_dispatch.types import BackendImplKind
+
+from .forwards import DispatchedLayer
+
+PROMPTS = ("causal_conv1d", "gated_delta_rule", "selective_scan")
+"""The operators for prompts: vLLM captures such models with one token of each request alone."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's batch as our layers read it: what vLLM's descriptions for both kinds of layers have.
+
+    Args:
+        num_decodes, num_decode_tokens: requests with a state and one new token, which come first.
+        num_prefills, num_prefill_tokens, num_actual_tokens: prompts, their tokens, and all tokens.
+        non_spec_state_indices_tensor: ``[requests]`` int32, the slots of a delta net.
+        prefill_state_indices, prefill_query_start_loc, prefill_has_initial_state: of its prompts.
+        state_indices_tensor_d: ``[decodes, 1]``, the slots of other layers.
+        state_indices_tensor_p, query_start_loc_p, has_initial_states_p: of their prompts.
+    """
+
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    num_actual_tokens: int
+    non_spec_state_indices_tensor: Tensor
+    prefill_state_indices: Tensor
+    prefill_query_start_loc: Tensor
+    prefill_has_initial_state: Tensor
+    state_indices_tensor_d: Tensor
+    state_indices_tensor_p: Tensor
+    query_start_loc_p: Tensor
+    has_initial_states_p: Tensor
+    num_accepted_tokens: None = None
+
+    @classmethod
+    def of(cls, single: int, prompts: Sequence[int], device: torch.device) -> Step:
+        """A batch of requests with one token, and of new prompts of so many; all of them have vLLM's unused block."""
+        slots = torch.zeros(single + len(prompts), dtype=torch.int32, device=device)
+        starts = torch.tensor([0, *accumulate(prompts)], dtype=torch.int32, device=device)
+        of_prompts = slots[single:], starts, torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        tokens = sum(prompts)
+        counts = single, single, len(prompts), tokens, single + tokens
+        return cls(*counts, slots, *of_prompts, slots[:single, None], *of_prompts)
+
+
+def has_kernel(decision: Decision) -> bool:
+    """Whether something but a reference may run."""
+    return any(impl.kind is not BackendImplKind.REFERENCE for impl in decision.candidates)
+
+
+class StateLayer(DispatchedLayer):
+    """A layer with a state for each request, whose operators are bound by name."""
+
+    fl_traced = False
+    fl_parts: ClassVar[tuple[str, ...]]
+    """The attributes that hold the bound operators, in the order of ``fl_choices``."""
+    prefix: str
+    kv_cache: tuple[Tensor, ...]
+
+    def fl_bind(self, scope: str | None) -> None:
+        for part, operator in zip(self.fl_parts, self.fl_choices, strict=True):
+            setattr(self, part, bind_op(operator, scope))
+
+    def fl_runs(self) -> bool:
+        return True
+
+    def fl_kind(self) -> tuple[Any, ...]:
+        """Layers of one kind call the operators with arguments of the same kind."""
+        states = ((tuple(state.shape[1:]), state.stride(), state.dtype) for state in self.kv_cache)
+        return (type(self), *states, *warm_batches.rules(self.fl_operators(), self.fl_scope(self.prefix)))
+
+    def fl_try(self, hidden: Tensor) -> None:
+        """Run the layer as the model does."""
+        self(hidden)  # type: ignore[operator]
+
+    @contextmanager
+    def fl_asked(self) -> Iterator[dict[str, str]]:
+        """Inside, calls are asked for kernels; operator → why a call of it has none but the reference."""
+        own, without = [getattr(self, part) for part in self.fl_parts], dict[str, str]()
+        for part, operator, bound in zip(self.fl_parts, self.fl_choices, own, strict=True):
+            setattr(self, part, partial(self._fl_ask, without, operator, bound))
+        try:
+            yield without
+        finally:
+            for part, bound in zip(self.fl_parts, own, strict=True):
+                setattr(self, part, bound)
+
+    def _fl_ask(self, without: dict[str, str], operator: str, bound: Callable[..., Tensor], *args: Any) -> Tensor:
+        scope = self.fl_scope(self.prefix)
+        decision = explain(operator, *args, scope=scope)
+        if has_kernel(explain(operator, scope=scope)) and not has_kernel(decision):  # limits decide, no rule
+            without[operator] = "; ".join(decision.skipped_reasons())
+        return bound(*args)
+
+    def fl_step(self) -> Any:
+        """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states.
+
+        Raises:
+            ValueError: the batch has drafts, which are refused for such models at start.
+        """
+        from vllm.forward_context import get_forward_context
+
+        steps = get_forward_context().attn_metadata
+        step = steps.get(self.prefix) if isinstance(steps, dict) else None
+        if step is not None and step.num_accepted_tokens is not None:
+            raise ValueError(f"{self.prefix} got a batch with drafts, which are refused for layers with a state")
+        return step
+
+    def fl_inputs(self) -> Tensor:
+        """The last inputs of a convolution as its operators have them, ``[slots, channels, width - 1]``."""
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+        inputs = self.kv_cache[0]
+        return inputs if is_conv_state_dim_first() else inputs.transpose(1, 2)

@@ -1,0 +1,262 @@
+"""Refusals of the plugin: one sentence that names the first feature that cannot be served, before a model loads."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.devices.triton import why_no_float8, why_unserved
+from fl_dispatch.hosting.quantized import experts as quantized_experts
+from fl_dispatch.hosting.start.first_choices import has_kernel, without_graphs
+from fl_dispatch.settings import get_settings
+
+from .. import quantization
+from ..attention import kv_layout
+from ..compat import model_runner, models, versions
+from ..compilation import compile
+from ..extensions import extensions
+from ..host import HOST
+from ..layers import delta_net, mamba2, short_conv, states
+from . import config, invariance
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+EXPERT_LAYERS = {
+    "UnquantizedFusedMoEMethod": ("fused_moe",),
+    "MoERunner": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
+}
+"""The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
+STATE_LAYERS = {
+    "QwenGatedDeltaNetAttention": delta_net.OPERATORS,
+    "MambaMixer": mamba2.OPERATORS,
+    "MambaMixer2": mamba2.OPERATORS,
+    "ShortConv": short_conv.OPERATORS,
+}
+"""The layers with a state that are ours, with their operators."""
+STATE_MODELS = {
+    "Qwen3NextForCausalLM": "QwenGatedDeltaNetAttention",
+    "Qwen3_5ForCausalLM": "QwenGatedDeltaNetAttention",
+    "Qwen3_5MoeForCausalLM": "QwenGatedDeltaNetAttention",
+    "Qwen3_5ForConditionalGeneration": "QwenGatedDeltaNetAttention",
+    "Qwen3_5MoeForConditionalGeneration": "QwenGatedDeltaNetAttention",
+    "MambaForCausalLM": "MambaMixer",
+    "FalconMambaForCausalLM": "MambaMixer",
+    "JambaForCausalLM": "MambaMixer",
+    "Mamba2ForCausalLM": "MambaMixer2",
+    "GraniteMoeHybridForCausalLM": "MambaMixer2",
+    "FalconH1ForCausalLM": "MambaMixer2",
+    "NemotronHForCausalLM": "MambaMixer2",
+    "Zamba2ForCausalLM": "MambaMixer2",
+    "Lfm2ForCausalLM": "ShortConv",
+    "Lfm2MoeForCausalLM": "ShortConv",
+}
+"""Models whose layers with a state are all ours: architecture → their class."""
+STATES = "models whose layers keep a state"
+ALL2ALL = "allgather_reducescatter"
+"""The exchange of tokens between experts that is made of a communicator's own collectives."""
+SPECULATION = ("ngram", *model_runner.DRAFTS)
+
+
+def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
+    """Raise ``ValueError`` for the first feature that cannot be served."""
+    model = vllm_config.model_config
+    asked = [*_engine_features(vllm_config, device), *([] if model is None else _model_features(model, device))]
+    for present, feature in asked:
+        if present:
+            where = "" if model is None else f" (model {model.model})"
+            raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not model_runner.serves_v2(device):
+        raise ValueError(f"vllm_fl runs vLLM's V1 model runner on {device.name}; unset VLLM_USE_V2_MODEL_RUNNER")
+    if model is not None:
+        _check_attention_class(config.attention_backend_path(model.use_mla))
+        _refuse_native_layers(model)
+    _refuse_layers_switched_off(vllm_config)
+    compile.refuse_missing_compiler(vllm_config, device)
+
+
+def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    parallel, compiled = vllm_config.parallel_config, compile.is_compiled(vllm_config)
+    lacking = compile.lacked_by_compiled_models(vllm_config) if compiled else []
+    speculation = getattr(vllm_config.speculative_config, "method", None)
+    return [
+        (
+            speculation not in (None, *SPECULATION),
+            f"speculative decoding with '{speculation}' (only with {', '.join(SPECULATION)})",
+        ),
+        *_draft_features(vllm_config, device),
+        *_cache_features(vllm_config, device),
+        *(feature for extension in extensions() for feature in extension.unserved(vllm_config)),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
+        (parallel.use_ubatching, "dual-batch overlap"),
+        *invariance.features(vllm_config),
+        (
+            parallel.all2all_backend != ALL2ALL and config.has_experts(vllm_config),
+            f"the all-to-all backend {parallel.all2all_backend} (only {ALL2ALL})",
+        ),
+        (vllm_config.lora_config is not None and config.has_experts(vllm_config), "LoRA on mixture-of-experts models"),
+        (vllm_config.lora_config is not None and _has_states(vllm_config.model_config), f"LoRA on {STATES}"),
+        (
+            vllm_config.lora_config is not None
+            and device.accelerator
+            and getattr(vllm_config.model_config, "enable_sleep_mode", False)
+            and versions.host_version() not in versions.SLEEP_BACKUP_HOSTS,
+            f"LoRA with sleep mode with vLLM {versions.host_version()}",
+        ),
+        (speculation is not None and _has_states(vllm_config.model_config), f"speculative decoding by {STATES}"),
+        (
+            device.graphs and getattr(vllm_config.model_config, "sleep_mode_offload_cudagraph", False),
+            "graphs that leave the device while an engine sleeps (sleep_mode_offload_cudagraph)",
+        ),
+        *lacking,
+        (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
+    ]
+
+
+def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    cache_type = f"a KV cache of type {cache.cache_dtype}"
+    quantized, version = cache.cache_dtype in kv_layout.QUANTIZED_DTYPES, versions.host_version()
+    fp8 = cache.cache_dtype in kv_layout.FP8_DTYPES
+    uncompiled = why_no_float8(device.capability(0)) if fp8 else ""
+    int8, width = cache.cache_dtype == kv_layout.INT8_DTYPE, 0 if model is None else model.get_head_size()
+    return [
+        (cache.cache_dtype not in (*kv_layout.PLAIN_DTYPES, *kv_layout.QUANTIZED_DTYPES), cache_type),
+        (fp8 and not device.float8, cache_type),
+        (int8 and not _attends_over_int8(device), cache_type),
+        (int8 and bool(width % kv_layout.SCALE_BYTES), f"{cache_type} for heads of {width} elements"),
+        (bool(uncompiled), f"{cache_type} ({uncompiled})"),
+        (quantized and version not in versions.QUANTIZING_HOSTS, f"{cache_type} with vLLM {version}"),
+        (int8 and model is not None and model.use_mla, f"{cache_type} for latent attention"),
+        (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
+        (quantized and _has_states(model), f"{cache_type} for {STATES}"),
+        (getattr(cache, "use_replayssm", False), "states that are replayed from a buffer (use_replayssm)"),
+    ]
+
+
+def _attends_over_int8(device: DeviceSpec) -> bool:
+    """Whether something but the reference, which on an accelerator waits for it in each layer, takes the scales."""
+    given = kv_layout.QUANTIZED_DTYPES[kv_layout.INT8_DTYPE]
+    return not device.accelerator or all(has_kernel(op, given) for op in config.ATTENTION_OPERATORS)
+
+
+def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method not in model_runner.DRAFTS:
+        return []
+    runner = model_runner.choice(vllm_config)
+    draft, models_of = speculation.draft_model_config, (vllm_config.model_config, speculation.draft_model_config)
+    return [
+        (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
+        (model_runner.has_several_predictors(speculation), "drafts of several predictors"),
+        (any(one.quantization is not None for one in models_of), "drafts of a model with quantized weights"),
+        (_has_states(draft), "a draft whose layers keep a state"),
+        *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
+    ]
+
+
+def _has_states(model: ModelConfig | None) -> bool:
+    """Whether some layers keep a state for each request in place of its keys and values."""
+    return model is not None and bool(model.is_hybrid or model.is_attention_free)
+
+
+def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
+    """Whether those layers are ours, and something moves their states.
+
+    In main memory forms of vLLM's kernels do. On an accelerator it is the kernels themselves, and each operator of the
+    layers has more than its reference, which waits for the device in every layer.
+    """
+    layer = STATE_MODELS.get(model.architecture)
+    if layer is None or versions.host_version() not in versions.STATE_HOSTS:
+        return False
+    if not device.accelerator:
+        return model_runner.takes_forms()
+    return not why_unserved() and all(map(_has_kernel, STATE_LAYERS[layer]))
+
+
+def _has_kernel(op_name: str) -> bool:
+    """Whether something but the reference is available for an operator; ``warm_up`` asks whether it takes the calls."""
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    if not manager.registry.get_implementations(op_name):
+        return False
+    return states.has_kernel(manager.explain(op_name))
+
+
+def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    return [
+        (
+            model.is_encoder_decoder and device.accelerator and "v2" not in device.model_runners,
+            "encoder-decoder models by the V1 model runner",
+        ),
+        *_quantization_features(model, device),
+        (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
+        (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
+        (
+            models.is_unbalanced(model),
+            f"{model.architecture} in float16 (vLLM itself scales the shared experts wrongly there)",
+        ),
+    ]
+
+
+def _experts_wait() -> bool:
+    """Whether the references come first for quantized experts: they wait for an accelerator in each layer."""
+    return bool(without_graphs(quantized_experts.OPERATORS))
+
+
+def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    from vllm.platforms import current_platform
+
+    if model.quantization is None or not current_platform.is_out_of_tree():  # vLLM's own platform has its own kernels
+        return []
+    name = quantization.SERVED[model.quantization]
+    return [
+        (model.use_mla and HOST.name not in device.quantized_latent, f"latent attention quantized by '{name}'"),
+        (model.is_moe and device.accelerator and _experts_wait(), f"experts quantized by '{name}'"),
+        (_has_states(model), f"{STATES} quantized by '{name}'"),
+        (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
+    ]
+
+
+def _refuse_native_layers(model: ModelConfig) -> None:
+    settings = get_settings()
+    needed = [("experts", one) for one in EXPERT_LAYERS.items() if model.is_moe]
+    if (layer := STATE_MODELS.get(model.architecture)) is not None:
+        needed.append(("layers with a state", (layer, STATE_LAYERS[layer])))
+    for what, (name, operators) in needed:
+        if not any(settings.registers(name, operator) for operator in operators):
+            raise ValueError(
+                f"model {model.model} has {what}, and vLLM has no code for that on an out-of-tree platform, "
+                f"but a list or a switch leaves out {name} ({', '.join(operators)})"
+            )
+
+
+def _check_attention_class(path: str) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backend import AttentionBackend
+
+    chosen = get_default_manager().get_selected_impl_id("attention_backend")
+    try:
+        found = resolve_obj_by_qualname(path)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"'{chosen}' of 'attention_backend' names {path!r}, which cannot be imported: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
+        raise ValueError(f"'{chosen}' of 'attention_backend' names {path!r}, which is no AttentionBackend of vLLM")
+
+
+def _refuse_layers_switched_off(vllm_config: VllmConfig) -> None:
+    settings, asked = get_settings(), set(vllm_config.compilation_config.custom_ops)
+    if (
+        "none" in asked
+        and settings.policy.enabled
+        and settings.oot_enabled
+        and not any(op.startswith("+") for op in asked)
+    ):
+        raise ValueError(
+            "custom_ops=['none'] would leave every layer to vLLM's own code; set VLLM_FL_OOT_ENABLED=0 if that is meant"
+        )

@@ -1,0 +1,113 @@
+"""Batches of every kind before a GPU serves, so that no kernel is compiled during a request.
+
+vLLM's own warm-up has a few of the kinds of batches that :mod:`fl_dispatch.hosting.start.warm_batches` lists. The
+calls here have hardly any keys, whatever lengths they announce, so they take no time of the device; and they come
+before graphs are captured, where an implementation's first failure could not be told from a failed graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fl_dispatch.hosting.layers.bound_layer import Bindable
+from fl_dispatch.hosting.start import warm_batches
+
+from ..layers.states import StateLayer, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@runtime_checkable
+class WarmableAttention(Bindable, Protocol):
+    """One layer's attention over several operators."""
+
+    def fl_kind(self) -> tuple[Any, ...]:
+        """Layers of one kind call the operators with arguments of the same kind."""
+
+    def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
+        """Call the operators on a batch of requests with so many new tokens; the cache keeps its contents.
+
+        Args:
+            kv_cache: of a layer.
+            queries: new tokens of each request, which has no others.
+            longest: the number of keys that is announced.
+        """
+
+
+@torch.inference_mode()
+def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
+    """Call attention and the cache write for each kind of layer and batch; returns the number of calls."""
+    kinds: dict[Any, tuple[WarmableAttention, Tensor]] = {}
+    for module in model.modules():
+        impl = getattr(module, "impl", None)
+        cache = getattr(module, "kv_cache", None)
+        if isinstance(impl, WarmableAttention) and isinstance(cache, Tensor) and cache.numel():
+            kinds.setdefault((impl.fl_kind(), tuple(cache.shape[1:]), cache.dtype), (impl, cache))
+    calls = 0
+    for impl, cache in kinds.values():
+        for queries, longest in _batches(vllm_config):
+            impl.fl_try(cache, queries, longest)
+            calls += 1
+    torch.accelerator.synchronize()
+    return calls
+
+
+@torch.inference_mode()
+def states(model: nn.Module, vllm_config: VllmConfig) -> int:
+    """Run each kind of layer with a state on each kind of batch, in a block that no request has; number of runs.
+
+    Raises:
+        ValueError: some calls of a layer have no kernel, because of the limits that those declare.
+    """
+    from vllm.forward_context import create_forward_context, override_forward_context
+
+    kinds: dict[Any, StateLayer] = {}
+    for module in model.modules():
+        if isinstance(module, StateLayer) and module.kv_cache[0].numel():
+            kinds.setdefault(module.fl_kind(), module)
+    config, runs = vllm_config.model_config, 0
+    for layer, (single, prompts) in _state_batches(kinds.values(), vllm_config):
+        device = layer.kv_cache[0].device
+        step = Step.of(single, prompts, device)
+        hidden = torch.zeros(step.num_actual_tokens, config.get_hidden_size(), dtype=config.dtype, device=device)
+        with (
+            override_forward_context(create_forward_context({layer.prefix: step}, vllm_config)),
+            layer.fl_asked() as without,
+        ):
+            layer.fl_try(hidden)
+        for operator, why in without.items():
+            raise ValueError(
+                f"vllm_fl does not support {layer.prefix} here: only the reference takes its calls of '{operator}', "
+                f"and that waits for the device in every layer ({why})"
+            )
+        runs += 1
+    torch.accelerator.synchronize()
+    return runs
+
+
+def _state_batches(
+    layers: Iterable[StateLayer], vllm_config: VllmConfig
+) -> Iterator[tuple[StateLayer, tuple[int, tuple[int, ...]]]]:
+    """Layers, each with batches that meet all of its implementations that the policy puts first."""
+    scheduler = vllm_config.scheduler_config
+    limits = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    for layer in layers:
+        among = warm_batches.beginnings(layer.fl_operators(), layer.fl_scope(layer.prefix))
+        yield from product((layer,), warm_batches.state_batches(*limits, among))
+
+
+def token_counts(vllm_config: VllmConfig) -> list[int]:
+    """Tokens of the batches to run without a KV cache."""
+    return warm_batches.token_counts(vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def _batches(vllm_config: VllmConfig) -> Iterator[tuple[tuple[int, ...], int]]:
+    """New tokens of each request of a batch, and the number of keys that it announces."""
+    scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    return warm_batches.attention_batches(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, length)
