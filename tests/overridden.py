@@ -1,10 +1,11 @@
-"""Which names of a host a plugin overrides in its classes, and whether the plugin's table of facts says so."""
+"""Names of a host that a plugin overrides in its classes as they are imported, beside what the plugin's facts say."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator, Sequence
 from inspect import Parameter, Signature, signature
 from types import ModuleType
@@ -20,16 +21,15 @@ EVERY_CLASS = {
 """Names that every class has, or that Python makes."""
 
 
-def overridden(plugin: ModuleType, host: str, left_out: Sequence[str] = ()) -> Iterator[tuple[str, type, str, Any]]:
-    """``(module below the plugin, our class, name, what ours has)``.
+def overridden(plugin: ModuleType, host: str, left_out: Sequence[str] = ()) -> Iterator[tuple[type, str, Any]]:
+    """Yield each of our classes, a name that it overrides, and what ours has.
 
     Args:
         plugin: its package.
         host: the host's package.
         left_out: parts of the names of modules that cannot be imported here, or are for other versions.
     """
-    start = f"{plugin.__name__}."
-    for found in pkgutil.walk_packages(plugin.__path__, start):
+    for found in pkgutil.walk_packages(plugin.__path__, f"{plugin.__name__}."):
         if any(part in found.name for part in left_out):
             continue
         for ours in vars(importlib.import_module(found.name)).values():
@@ -37,35 +37,43 @@ def overridden(plugin: ModuleType, host: str, left_out: Sequence[str] = ()) -> I
                 bases = [base for base in ours.__mro__ if base.__module__.startswith(f"{host}.")]
                 for name, value in vars(ours).items():
                     if any(name in vars(base) for base in bases) and name not in EVERY_CLASS:
-                        yield found.name.removeprefix(start), ours, name, value
+                        yield ours, name, value
 
 
-def unlisted(facts: Sequence[HostFact], names: Sequence[tuple[str, type, str, Any]]) -> set[tuple[str, str]]:
-    """Class and name of what no fact says: if the host renames it, it is called no more, and nothing tells."""
-    listed = {(fact.used_by, name) for fact in facts for name in fact.plain_names if fact.verb == "overrides"}
-    return {(ours.__name__, name) for user, ours, name, _ in names if (user, name) not in listed}
+def listed(facts: Sequence[HostFact], version: str) -> dict[tuple[type, str], str]:
+    """A class of the host and a name that is overridden → the name with its parameters, as facts say."""
+    found = {}
+    for fact in facts:
+        module, _, name = fact.owner.partition(":")
+        owner = getattr(sys.modules.get(module), name, None)
+        if fact.verb == "overrides" and fact.concerns(version) and owner is not None:
+            found |= {(owner, plain): call for plain, call in zip(fact.plain_names, fact.names, strict=True)}
+    return found
 
 
-def assert_parameters(facts: Sequence[HostFact], names: Sequence[tuple[str, type, str, Any]], version: str) -> int:
-    """Call each of our methods, as far as binding arguments, as the table says; returns the number of methods."""
-    written = {
-        (fact.used_by, name.partition("(")[0]): name
-        for fact in facts
-        for name in fact.names
-        if fact.verb == "overrides" and "(" in name and fact.concerns(version)
+def assert_listed(facts: Sequence[HostFact], names: Sequence[tuple[type, str, Any]], version: str) -> int:
+    """Find each name in the facts, and bind its arguments as they say; returns the number of methods that were bound.
+
+    A name that is in no fact may be renamed by the host: it is called no more, and nothing says so.
+    """
+    known, compared = listed(facts, version), 0
+    calls = {
+        (ours, name): {known[base, name] for base in ours.__mro__ if (base, name) in known} for ours, name, _ in names
     }
-    compared = 0
-    for user, _, name, value in names:
-        if (user, name) not in written:
-            continue
-        (table,) = ast.parse(f"def {written[user, name]}: ...").body
-        assert isinstance(table, ast.FunctionDef)
-        own = list(signature(getattr(value, "__func__", value)).parameters.values())
-        taken = Signature(own if isinstance(value, staticmethod) else own[1:])
-        positional, named = table.args.args, dict.fromkeys(arg.arg for arg in table.args.kwonlyargs)
-        taken.bind(*positional[: len(positional) - len(table.args.defaults)], **named)
-        taken.bind(*positional, **named)
-        if table.args.vararg is not None or table.args.kwarg is not None:
-            assert {parameter.kind for parameter in own} & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}, name
-        compared += 1
+    assert {(ours.__name__, name) for (ours, name), found in calls.items() if not found} == set()
+    for ours, name, value in names:
+        for call in calls[ours, name]:
+            if "(" in call:
+                (table,) = ast.parse(f"def {call}: ...").body
+                assert isinstance(table, ast.FunctionDef)
+                own = list(signature(getattr(value, "__func__", value)).parameters.values())
+                taken = Signature(own if isinstance(value, staticmethod) else own[1:])
+                positional, named = table.args.args, dict.fromkeys(arg.arg for arg in table.args.kwonlyargs)
+                taken.bind(*positional[: len(positional) - len(table.args.defaults)], **named)
+                taken.bind(*positional, **named)
+                if table.args.vararg is not None or table.args.kwarg is not None:
+                    assert {parameter.kind for parameter in own} & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}, (
+                        name
+                    )
+                compared += 1
     return compared

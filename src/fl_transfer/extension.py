@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .facts import FACTS
+from fl_dispatch.hosting import fact_file
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["FACTS", "offer", "unserved"]
+    from fl_dispatch.hosting.host_facts import HostFact
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -30,6 +30,11 @@ ENGINES = {
     "fl_gloo": ("GlooEngine", "GlooTrainer"),
 }
 """Backend → the worker's class and the trainer's."""
+
+
+def facts() -> tuple[HostFact, ...]:
+    """Return names of vLLM's that the KV connector and the backends of weight transfer rely on."""
+    return fact_file.facts("fl_transfer", "vllm")
 
 
 def offer() -> None:

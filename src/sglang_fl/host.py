@@ -5,16 +5,21 @@ Importing it imports nothing of SGLang.
 
 from __future__ import annotations
 
+from fl_dispatch.hosting import fact_file
+from fl_dispatch.hosting.host_facts import HostFact
 from fl_dispatch.hosting.layers.classes import Host, HostLayers
 
 from .bridge import BRIDGES, NATIVE, PENDING
-from .host_facts import FACTS, FUSED_OP
 from .layers.linear import MODULE, NAMES
+
+FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
+"""The class that asks its instances for their forward, from SGLang 0.5.20 on."""
 
 HOST = Host(
     name="SGLang",
     package="sglang",
-    facts=(*FACTS, *(fact for row in BRIDGES for fact in row.facts)),
+    plugin="sglang_fl",
+    facts=lambda: fact_file.facts("sglang_fl", "sglang", (fact for row in BRIDGES for fact in row.facts)),
     layers=HostLayers(
         roots=(FUSED_OP,),
         replaced=frozenset({*(f"{row.module}:{row.name}" for row in BRIDGES), *(f"{MODULE}:{name}" for name in NAMES)}),
@@ -23,3 +28,8 @@ HOST = Host(
         pending=PENDING,
     ),
 )
+
+
+def hooked() -> tuple[HostFact, ...]:
+    """Return the facts about hooks, of any version of SGLang; ``why`` is the reason in messages about a hook."""
+    return tuple(fact for section in fact_file.written("sglang_fl") for fact in section.facts if fact.verb == "hooks")

@@ -25,9 +25,8 @@ class Extension(Protocol):
 
     __name__: str
 
-    @property
-    def FACTS(self) -> tuple[HostFact, ...]:  # noqa: N802 - a constant of the module
-        """Names of vLLM's that it relies on; ``used_by`` is a module below the extension's own package."""
+    def facts(self) -> tuple[HostFact, ...]:
+        """Return names of vLLM's that it relies on; ``used_by`` has modules below the extension's own package."""
 
     def offer(self) -> None:
         """Register its names with vLLM's factories. Idempotent."""
@@ -46,8 +45,8 @@ def facts() -> Iterator[HostFact]:
     """All extensions' facts, with the full names of their modules."""
     for extension in extensions():
         package = extension.__name__.partition(".")[0]
-        for fact in extension.FACTS:
-            yield replace(fact, used_by=f"{package}.{fact.used_by}")
+        for fact in extension.facts():
+            yield replace(fact, used_by=", ".join(f"{package}.{user}" for user in fact.used_by.split(", ")))
 
 
 def _load(point: EntryPoint) -> Extension:

@@ -5,11 +5,16 @@ Importing it imports nothing of vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from fl_dispatch.devices.spec import GRAPH_NAMES, STREAM_NAMES
+from fl_dispatch.hosting import fact_file
+from fl_dispatch.hosting.host_facts import HostFact
 from fl_dispatch.hosting.layers.classes import Host, HostLayers
 
-from .extensions import facts as extensions_facts
-from .host_facts import FACTS
+from . import extensions
 from .layers.classes import LAYER_CLASSES
+from .runner_kernels import table
 
 _LAYERS = "vllm.model_executor.layers"
 
@@ -114,10 +119,23 @@ _PENDING = {
 }
 """The missing part → the classes that could run an operator of ours and do not yet."""
 
+
+def _implied() -> Iterator[HostFact]:
+    """The facts that follow from tables of ours: streams, kernels with forms, layer classes."""
+    why = "vLLM's model runners take streams, events and graphs from there, whatever the device's module is."
+    yield HostFact("torch.cuda", (*STREAM_NAMES, *GRAPH_NAMES), "replaces", "compat.streams", why)
+    why = "A Triton kernel of the V2 model runner; devices without a Triton driver run its PyTorch form."
+    for module, names in table.by_module().items():
+        owner = f"{table.WORKER}.{module}"
+        yield HostFact(owner, names, "replaces", "runner_kernels.table", why, since="0.32")
+    yield from (fact for row in LAYER_CLASSES for fact in row.facts)
+
+
 HOST = Host(
     name="vLLM",
     package="vllm",
-    facts=(*FACTS, *(fact for row in LAYER_CLASSES for fact in row.facts), *extensions_facts()),
+    plugin="vllm_fl",
+    facts=lambda: fact_file.facts("vllm_fl", "vllm", (*_implied(), *extensions.facts())),
     layers=HostLayers(
         roots=tuple(
             f"vllm.model_executor.{place}custom_op:{name}"

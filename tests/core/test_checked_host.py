@@ -35,6 +35,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
     (folder / "engine.py").write_text("def start(model): ...\n")
+    plugin = folder.parent / "someplugin"
+    plugin.mkdir()
+    (plugin / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(folder.parent))
     monkeypatch.delitem(sys.modules, "somehost", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -42,7 +45,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ask(*facts: HostFact, version: str = "1.0") -> str:
-    return checked_host.findings(facts or (FACT,), ("somehost",), version)
+    return checked_host.findings(lambda: facts or (FACT,), "someplugin", ("somehost",), version)
 
 
 def test_the_second_process_reads_the_sentence_of_the_first(engine: Path, checks: list[str]) -> None:
@@ -60,6 +63,7 @@ def test_a_host_that_changed_is_checked_again(engine: Path, checks: list[str]) -
 def test_another_version_and_other_facts_are_checked_by_themselves(engine: Path, checks: list[str]) -> None:
     ask()
     ask(version="1.1")
+    (engine.parents[1] / "someplugin" / "host_facts.yaml").write_text("somehost.engine:\n- reads: stop\n")
     assert "has no stop" in ask(HostFact("somehost.engine", ("stop",), "reads", "compat", "engines"))
     assert checks == ["1.0", "1.1", "1.0"]
 

@@ -107,7 +107,7 @@ def test_what_is_no_version_is_said() -> None:
 
 @pytest.mark.parametrize("plugin", ["vllm_fl", "sglang_fl"])
 def test_an_unknown_newer_version_is_checked_for_everything_that_is_not_known_to_have_ended(plugin: str) -> None:
-    facts = import_module(f"{plugin}.host").HOST.facts
+    facts = import_module(f"{plugin}.host").HOST.facts()
     passed_over = check(facts, SourceTree({}), "9.99").of_other_versions
     assert [found for found in passed_over if not found.until] == []
     assert len(passed_over) < len(facts) / 10
@@ -256,7 +256,7 @@ def run(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
                     archive.write(file, f"host/{file.relative_to(tmp_path / 'host')}")
             return wheel
 
-        host = Host("Host", "host", facts, layers(Norm="because.", Odd="because.", Exact="because."))
+        host = Host("Host", "host", lambda: facts, layers(Norm="because.", Odd="because.", Exact="because."), "plugin")
         monkeypatch.setattr(tool, "host_of", lambda package: host)
         monkeypatch.setattr(tool, "download", download)
         return tool.main(["vllm", "2.0"]), capsys.readouterr().out
@@ -314,7 +314,8 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
     """The command, on a host "Host 2.0" with these facts instead of those that are installed."""
 
     def doctor(*facts: HostFact) -> Any:
-        host, tree = Host("Host", "host", facts, layers(host="because.")), SourceTree({"host": write(tmp_path, HOST)})
+        host = Host("Host", "host", lambda: facts, layers(host="because."), "plugin")
+        tree = SourceTree({"host": write(tmp_path, HOST)})
         contracts = [host_contract.compare(host, tree, "2.0")] if facts else []
         monkeypatch.setattr("fl_dispatch.cli.doctor.installed", lambda: contracts)
         return CliRunner().invoke(app, ["doctor", "--host-contract", "--json"])
@@ -355,19 +356,22 @@ def test_the_host_that_is_installed_has_everything(plugin: str, package: str) ->
     host = import_module(f"{plugin}.host").HOST
     from importlib.metadata import version
 
-    findings = check(host.facts, tree, version(package))
+    findings = check(host.facts(), tree, version(package))
     assert [str(broken) for broken in findings.broken] == []
     assert not findings.elsewhere
     assert [found.cls.path for found in host.layers.judge(tree, package) if found.state == "unjudged"] == []
 
 
 @pytest.mark.parametrize("plugin", ["vllm_fl", "sglang_fl"])
-def test_every_fact_says_why_and_by_which_module(plugin: str) -> None:
+def test_every_fact_says_why_and_is_used_by_a_module(plugin: str) -> None:
     folders = Path(import_module(plugin).__path__[0]), Path(fl_transfer.__path__[0]).parent
-    for found in import_module(f"{plugin}.host").HOST.facts:
-        assert found.why
-        places = [folder.joinpath(*found.used_by.split(".")) for folder in folders]
-        assert any(place.with_suffix(".py").exists() or (place / "__init__.py").exists() for place in places), found
+    for found in import_module(f"{plugin}.host").HOST.facts():
+        assert found.why, found
+        assert (found.used_by == plugin) == (found.verb == "expects")
+        for user in re.sub(r" and \d+ more$", "", found.used_by).split(", ") if found.verb != "expects" else ():
+            assert user.removeprefix("fl_transfer."), found
+            places = [folder.joinpath(*user.split(".")) for folder in folders]
+            assert any(place.with_suffix(".py").exists() or (place / "__init__.py").exists() for place in places), found
 
 
 @pytest.mark.parametrize(("plugin", "package"), [("vllm_fl", "vllm"), ("sglang_fl", "sglang")])

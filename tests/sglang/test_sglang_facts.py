@@ -1,4 +1,4 @@
-"""The table of what this package relies on in SGLang is complete; that SGLang has it: ``test_host_check.py``."""
+"""The facts about SGLang have all that this package relies on; that SGLang has it: ``test_host_check.py``."""
 
 from __future__ import annotations
 
@@ -8,45 +8,43 @@ import pytest
 
 import sglang_fl
 from fl_dispatch.devices.cpu import sglang_attention
-from overridden import assert_parameters, overridden, unlisted
-from sglang_fl.host_facts import FACTS, HOOKED
+from overridden import assert_listed, overridden
+from sglang_fl.host import HOST, hooked
 from sglang_fl.version import SMOKE_TESTED_HOSTS, host_version
 
 
-def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed(host: None) -> None:
-    assert unlisted(FACTS, list(overridden(sglang_fl, "sglang"))) == set()
-
-
-def test_our_methods_take_the_parameters_that_the_table_says(host: None) -> None:
-    assert assert_parameters(FACTS, list(overridden(sglang_fl, "sglang")), host_version()) > 25
+def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_a_fact_with_the_parameters_that_ours_takes(
+    host: None,
+) -> None:
+    assert assert_listed(HOST.facts(), list(overridden(sglang_fl, "sglang")), host_version()) > 25
 
 
 @pytest.mark.parametrize("version", [*SMOKE_TESTED_HOSTS, host_version()])
-def test_what_is_hooked_is_what_the_table_says(version: str, host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_hooked_is_what_the_facts_say(version: str, host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_fl.compat import hooked as compat
 
     monkeypatch.setattr(compat, "host_version", lambda: version)
-    said = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns(version) for name in fact.plain_names}
-    hooked = {hook.target for hook in compat.all_hooks.__wrapped__()}
-    assert hooked == {target.replace(":", ".") for target in said}
-    assert ("sglang.srt.layers.dual_gemm.DualGemm._select_mode" in hooked) == (version not in SMOKE_TESTED_HOSTS)
+    said = {f"{fact.owner}.{name}" for fact in hooked() if fact.concerns(version) for name in fact.plain_names}
+    targets = {hook.target for hook in compat.all_hooks.__wrapped__()}
+    assert targets == {target.replace(":", ".") for target in said}
+    assert ("sglang.srt.layers.dual_gemm.DualGemm._select_mode" in targets) == (version not in SMOKE_TESTED_HOSTS)
 
 
 def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_features_need(
     host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_fl.compat import hooked as compat
-    from sglang_fl.host_facts import LATENT, PROMPT_GRAPHS, UPDATER
     from sglang_fl.speculation.hooked import HOOKED as SPECULATIVE
 
     tested = {hook.target for hook in compat.all_hooks.__wrapped__()}
     monkeypatch.setattr(compat, "host_version", lambda: "0.5.99")
     left = tested - {hook.target for hook in compat.all_hooks.__wrapped__()}
-    owners = tuple(owner.replace(":", ".") for owner in (LATENT, PROMPT_GRAPHS, UPDATER))
+    of_features = (compat.LATENT, compat.PROMPT_GRAPHS, compat.UPDATER)
+    owners = tuple(owner.replace(":", ".") for owner in of_features)
     single = ("Scheduler.init_req_max_new_tokens", "ModelRunner.check_quantized_moe_compatibility")
-    of_features = tuple(f".{name}" for name in (*single, "weight_utils.maybe_remap_kv_scale_name"))
+    single_targets = tuple(f".{name}" for name in (*single, "weight_utils.maybe_remap_kv_scale_name"))
     assert left == {target.replace(":", ".") for target, _ in SPECULATIVE} | {
-        target for target in tested if target.startswith(owners) or target.endswith(of_features)
+        target for target in tested if target.startswith(owners) or target.endswith(single_targets)
     }
 
 

@@ -1,13 +1,11 @@
-"""The table of what this package relies on in vLLM is complete and true; that vLLM has it: ``test_host_check.py``."""
+"""The facts about vLLM have all that this package relies on; that vLLM has it: ``test_host_check.py``."""
 
 from __future__ import annotations
 
 import ast
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -16,26 +14,19 @@ import torch
 
 import fl_transfer
 import vllm_fl
-from fl_dispatch.hosting.host_facts import HostFact
-from fl_transfer import facts as transfer
-from overridden import assert_parameters, overridden, unlisted
+from overridden import assert_listed, overridden
 from vllm_fl.compat import detection, kernels
 from vllm_fl.host import HOST
-from vllm_fl.host_facts import FACTS
 
-PACKAGES = pytest.mark.parametrize(
-    ("package", "facts"), [(vllm_fl, FACTS), (fl_transfer, transfer.FACTS)], ids=["vllm_fl", "fl_transfer"]
-)
-"""Packages whose classes derive from vLLM's, each with its facts."""
-LISTED = {name for fact in HOST.facts for name in fact.plain_names}
+PACKAGES = pytest.mark.parametrize("package", [vllm_fl, fl_transfer], ids=["vllm_fl", "fl_transfer"])
+"""Packages whose classes derive from vLLM's."""
+LISTED = {name for fact in HOST.facts() for name in fact.plain_names}
 LEFT_OUT = ("platform.cuda", ".dispatch", ".v0_26")
 """Modules that need vLLM's compiled library, are never executed, or are for another version."""
 
 
 @PACKAGES
-def test_every_private_name_of_the_host_that_a_package_uses_is_listed(
-    package: ModuleType, facts: Sequence[HostFact]
-) -> None:
+def test_every_private_name_of_the_host_that_a_package_uses_is_listed(package: ModuleType) -> None:
     folder = Path(package.__path__[0])
     trees = {str(file.relative_to(folder)): ast.parse(file.read_text()) for file in folder.rglob("*.py")}
     ours = {name for tree in trees.values() for name in _defined(tree)}
@@ -52,23 +43,11 @@ def test_every_private_name_of_the_host_that_a_package_uses_is_listed(
 
 
 @PACKAGES
-def test_the_module_that_is_said_to_rely_on_a_name_has_it(package: ModuleType, facts: Sequence[HostFact]) -> None:
-    for fact in facts:
-        text = Path(package.__path__[0]).joinpath(*fact.used_by.split(".")).with_suffix(".py").read_text()
-        assert [name for name in fact.plain_names if not re.search(rf"\b{name}\b", text)] == [], fact
-
-
-@PACKAGES
-def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed(
-    package: ModuleType, facts: Sequence[HostFact]
+def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_a_fact_with_the_parameters_that_ours_takes(
+    package: ModuleType,
 ) -> None:
-    assert unlisted(facts, list(overridden(package, "vllm", LEFT_OUT))) == set()
-
-
-@PACKAGES
-def test_our_methods_take_the_parameters_that_the_table_says(package: ModuleType, facts: Sequence[HostFact]) -> None:
     least = {vllm_fl: 60, fl_transfer: 20}[package]
-    assert assert_parameters(facts, list(overridden(package, "vllm", LEFT_OUT)), "0.32") > least
+    assert assert_listed(HOST.facts(), list(overridden(package, "vllm", LEFT_OUT)), "0.32") > least
 
 
 def _is_private(name: str) -> bool:

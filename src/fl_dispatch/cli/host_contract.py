@@ -107,7 +107,7 @@ class HostContract:
 
 def compare(host: Host, tree: SourceTree, version: str) -> HostContract:
     """Compare what a plugin relies on with the source of its host."""
-    return HostContract(host, version, check(host.facts, tree, version), host.layers.judge(tree, host.package))
+    return HostContract(host, version, check(host.facts(), tree, version), host.layers.judge(tree, host.package))
 
 
 def installed() -> list[HostContract]:

@@ -1,13 +1,13 @@
 """The check of a host that not all tests ran on, once for an installation: reading its source takes seconds.
 
 Each process of an engine asks. The sentence is kept in the user's cache directory, under a name that changes with the
-host's files, with our facts and with this package's version.
+host's files, with the plugin's and with this package's version.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import platformdirs
@@ -15,6 +15,7 @@ import platformdirs
 from ..errors import DispatchError
 from ..logger_manager import get_logger
 from ..version import __version__
+from . import fact_file
 from .host_facts import HostFact, check
 from .host_source import SourceTree
 from .layers.classes import Host
@@ -34,26 +35,28 @@ def warn_if_untested(host: Host, version: str, tested: Sequence[str], smoke_test
     """
     if version not in tested:
         how = "only smoke-tested" if version in smoke_tested else "not a tested version"
-        found = findings(host.facts, (host.package, *also), version)
+        found = findings(host.facts, host.plugin, (host.package, *also), version)
         logger.warning("%s %s is %s (tested: %s): %s", host.name, version, how, ", ".join(tested), found)
 
 
-def findings(facts: Iterable[HostFact], packages: Sequence[str], version: str) -> str:
+def findings(facts: Callable[[], tuple[HostFact, ...]], plugin: str, packages: Sequence[str], version: str) -> str:
     """The installed host's lack of what our facts name, in words.
 
     Args:
-        facts: the plugin's.
+        facts: returns the plugin's, from its source.
+        plugin: its package.
         packages: the top-level packages whose source is read, the host's first.
         version: the host's.
     """
-    facts, tree = tuple(facts), SourceTree.installed(*packages)
-    text = "\n".join([__version__, version, *map(repr, facts), *(_state(folder) for folder in tree.packages.values())])
+    tree = SourceTree.installed(*packages)
+    folders = (fact_file.folder_of(plugin), *tree.packages.values())
+    text = "\n".join([__version__, version, *map(_state, folders)])
     name = f"{packages[0]}-{version}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.txt"
     kept = platformdirs.user_cache_path("fl-dispatch") / "checked-hosts" / name
     try:
         return kept.read_text(encoding="utf-8")
     except (OSError, ValueError):
-        found = str(check(facts, tree, version))
+        found = str(check(facts(), tree, version))
     try:
         write_private(kept, found, "the check of the host")
     except DispatchError as error:
@@ -62,7 +65,7 @@ def findings(facts: Iterable[HostFact], packages: Sequence[str], version: str) -
 
 
 def _state(folder: Path) -> str:
-    """A folder's Python files as one line that changes when one of them does."""
-    stats = [file.stat() for file in folder.rglob("*.py")]
+    """A folder's Python files and facts as one line that changes when one of them does."""
+    stats = [file.stat() for pattern in ("*.py", fact_file.NAME) for file in folder.rglob(pattern)]
     size, newest = sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
     return f"{folder} {len(stats)} {size} {newest}"

@@ -1,8 +1,8 @@
 """Names that a plugin relies on in its host, as rows of data, and whether they hold in a version's source.
 
 A host may move any of them. A method that is overridden under a name that is gone is never called, and an attribute
-that is replaced there has no effect; no error tells. So each plugin has one table of :class:`HostFact`, and
-:func:`check` compares it with the installed host, or with a wheel that nobody has installed.
+that is replaced there has no effect; no error tells. So each plugin has a file of facts (:mod:`.fact_file`), and
+:func:`check` compares them with the installed host, or with a wheel that is not installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 from .host_source import SourceTree
 
-Verb = Literal["reads", "overrides", "replaces"]
+Verb = Literal["reads", "expects", "overrides", "hooks", "replaces", "adds"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class HostFact:
 
     Args:
         owner: ``module:Class``, or ``module``.
-        names: attributes of the class, of its instances, or of the module. A function that our code takes the place of
-            has the parameters that ours takes, in Python's notation: ``"apply(layer, x, bias=None)"``. The host may
-            leave out one with a default; ``*args`` and ``**kwargs`` take what the host adds; names before ``/`` do not
-            matter, because the host passes these by position.
-        verb: ``reads`` (calls and sets too), ``overrides`` in a subclass, ``replaces`` at run time.
-        used_by: our module that relies on them, below the plugin's package.
+        names: attributes of the class, of its instances, or of the module; none if the owner itself is all. A function
+            that our code takes the place of has the parameters that ours takes, in Python's notation:
+            ``"apply(layer, x, bias=None)"``. The host may leave out one with a default; ``*args`` and ``**kwargs`` take
+            what the host adds; names before ``/`` do not matter, because the host passes these by position.
+        verb: ``reads`` (calls and sets too), ``expects`` the host's own code to use, ``overrides`` in a subclass,
+            ``hooks`` by the host's own hooks, ``replaces`` at run time, ``adds`` to a subclass, where the host has
+            none.
+        used_by: our modules that rely on them, below the plugin's package.
         why: what they are needed for, or what goes wrong without.
         since: the first version that has them, as far as known; empty for all.
         until: the first version without them; empty for none that is known.
@@ -105,7 +107,7 @@ def check(facts: Iterable[HostFact], tree: SourceTree, version: str) -> Findings
             findings.elsewhere.append(fact)
         else:
             findings.names += len(fact.names)
-            whats = {name: _difference(fact, name, tree) for name in fact.names}
+            whats = {name: _difference(fact, name, tree) for name in fact.names or ("",)}
             broken = [Broken(fact, name, what) for name, what in whats.items() if what is not None]
             findings.broken += broken
             if not broken:
@@ -119,8 +121,12 @@ def _difference(fact: HostFact, name: str, tree: SourceTree) -> str | None:
         return "is gone: there is no such module"
     if owner and tree.class_at(fact.owner) is None:
         return "is gone: there is no such class"
+    if not name:
+        return None
     plain = name.partition("(")[0]
     found = tree.attribute(fact.owner, plain)
+    if fact.verb == "adds":
+        return None if found is None else f"has a {plain} of its own"
     if found is None:
         return f"has no {plain}"
     if plain == name or not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):

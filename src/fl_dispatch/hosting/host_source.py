@@ -175,6 +175,8 @@ class SourceTree:
         match None if module is None else self.find(module, name):
             case (found_in, ast.ClassDef() as node):
                 return Class(found_in, node)
+            case (found_in, ast.IfExp(body=ast.Name(id=chosen))):
+                return self.class_at(f"{found_in.name}:{chosen}")
         return None
 
     # -- classes ------------------------------------------------------------------------------------------------------

@@ -14,27 +14,24 @@ from typing import Any
 from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import checked_host
 
-from ..host import HOST
-from ..host_facts import (
-    ADAPTERS,
-    BATCH,
-    DUAL_PRODUCT,
-    FUSED_OP,
-    GROUP,
-    HOOKED,
-    LATENT,
-    LOADER,
-    NORMS,
-    OLDER_OP,
-    PROMPT_GRAPHS,
-    RUNNER,
-    SCHEDULER,
-    UPDATER,
-)
+from ..host import FUSED_OP, HOST, hooked
 from ..platform.config import ATTENTION
 from ..version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 from . import native_kernels
 from .hooks import Hook, Kind
+
+RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+LOADER = "sglang.srt.model_loader.loader:DefaultModelLoader"
+OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
+ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
+PROMPT_GRAPHS = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner"
+BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
+DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
+NORMS = "sglang.kernels.ops.layernorm.norm"
+LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
 
 @cache
@@ -71,19 +68,21 @@ def dispatch_target() -> str:
     return f"{FUSED_OP}._resolve_forward_method" if fused else f"{OLDER_OP}.dispatch_forward"
 
 
-_REASONS = {f"{fact.owner}.{name}": fact.why for fact in HOOKED for name in fact.plain_names}
+@cache
+def _reasons() -> dict[str, str]:
+    return {f"{fact.owner}.{name}": fact.why for fact in hooked() for name in fact.plain_names}
 
 
 def _hook(target: str, call: Any, kind: Kind) -> Hook:
-    """A hook with the reason that the table of facts has; ``target`` is ``module:Class.name`` or ``module.name``."""
-    return Hook(target.replace(":", "."), call, kind, _REASONS[target])
+    """A hook with the reason that the facts have; ``target`` is ``module:Class.name`` or ``module.name``."""
+    return Hook(target.replace(":", "."), call, kind, _reasons()[target])
 
 
 @cache
 def all_hooks() -> tuple[Hook, ...]:
     """The hooks of this package whose targets the version of SGLang beside us should have."""
     version = host_version()
-    targets = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns(version) for name in fact.plain_names}
+    targets = {f"{fact.owner}.{name}" for fact in hooked() if fact.concerns(version) for name in fact.plain_names}
     present = {target.replace(":", ".") for target in targets}
     return tuple(hook for hook in _hooks() if hook.target in present)
 
@@ -124,7 +123,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     from ..layers import rotations
     from ..quantization import check_experts, latent, updates
     from ..quantization.cache import keep_own_name
-    from ..speculation import hooked
+    from ..speculation import hooked as speculative
 
     yield _hook(f"{PROMPT_GRAPHS}.capture", prompts.capture, "around")
     yield _hook(f"{PROMPT_GRAPHS}.can_run_graph", prompts.can_run_graph, "around")
@@ -135,7 +134,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")
     for way in updates.ANSWERS:
         yield _hook(f"{UPDATER}.{way}", updates.refusing(way), "around")
-    for target, call in hooked.HOOKED:
+    for target, call in speculative.HOOKED:
         yield _hook(target, call, "around")
 
 

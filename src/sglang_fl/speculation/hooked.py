@@ -16,7 +16,12 @@ from fl_dispatch.devices import detect_device
 
 from ..compat import native_kernels
 from . import BY_LOOK_UP, attention, forms, serves
-from .facts import EAGLE, FACTORY, KERNELS, UTILITIES, WORKER
+
+KERNELS = "sglang.kernels.ops.speculative"
+UTILITIES = "sglang.srt.speculative.spec_utils"
+EAGLE = "sglang.srt.speculative.eagle_utils"
+FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
+WORKER = "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker"
 
 COMPILED = "sgl_kernel"
 """SGLang's library of kernels, which is compiled for GPUs, and has the one that reads trees of N-grams."""

@@ -226,4 +226,4 @@ HOOKED: tuple[tuple[str, Callable[..., Any], Kind], ...] = (
     ("send", send, "around"),
     ("recv", recv, "around"),
 )
-"""Methods of ``GroupCoordinator``, and how ours run; ``host_facts`` says why."""
+"""Methods of ``GroupCoordinator``, and how ours run; ``host_facts.yaml`` says why."""

@@ -1,6 +1,6 @@
 """Every place where a host attribute is replaced or added at run time, and every difference between host versions.
 
-Nothing else in ``vllm_fl`` replaces vLLM's or PyTorch's attributes; ``vllm_fl.host_facts`` has the reasons. A caller
+Nothing else in ``vllm_fl`` replaces vLLM's or PyTorch's attributes; ``host_facts.yaml`` has the reasons. A caller
 imports the module that it needs:
 
 ===================  ===================================================================================================

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -98,11 +98,13 @@ class Host:
     Args:
         name: as messages say it.
         package: its Python package, and its distribution.
-        facts: what the plugin relies on.
+        facts: returns what the plugin relies on; it reads the plugin's source.
         layers: its layer classes.
+        plugin: the plugin's package.
     """
 
     name: str
     package: str
-    facts: tuple[HostFact, ...]
+    facts: Callable[[], tuple[HostFact, ...]]
     layers: HostLayers
+    plugin: str

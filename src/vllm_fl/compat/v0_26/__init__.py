@@ -1,13 +1,10 @@
 """vLLM 0.26: it gets the names and the answers of later versions, so that no module outside this folder knows of it.
 
-Whoever drops this version deletes the folder, the lines that call :func:`install`, and the facts in ``host_facts``.
+To drop this version, delete the folder, the lines that call :func:`install`, and in ``host_facts.yaml`` the entries
+with ``until: 0.32`` and the lines ``since: 0.32``.
 """
 
 from __future__ import annotations
-
-from .facts import FACTS
-
-__all__ = ["FACTS", "install"]
 
 
 def install(*, triton: bool, pinned: bool, out_of_tree: bool) -> None:

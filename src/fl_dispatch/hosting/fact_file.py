@@ -1,0 +1,155 @@
+"""A plugin's facts about its host: ``host_facts.yaml`` in the plugin's package, and what its classes override.
+
+The file has a section for each class (``module:Class``) or module of the host, in alphabetical order::
+
+    vllm.v1.worker.gpu_worker:Worker:
+    - since: 0.32                              # optional, first: of the section, with what is derived
+    - reads: get_draft_model(), model_runner   # a verb and names, with parameters where ours takes a function's place
+      why: The model that drafts; its layers are ours too.
+      until: 0.34                              # the first version without them
+
+``overrides`` lists what :mod:`.overrides` cannot derive: private names, methods of mixins, reasons and versions; a name
+without parameters gets those of our method. ``adds`` lists public names of our class that the host's must not have.
+``expects`` is for names that only the host's own code uses, and that we rely on. A fact without names says that the
+module or class is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import get_args
+
+import yaml
+
+from .host_facts import HostFact, Verb
+from .overrides import Overrides, overrides
+
+NAME = "host_facts.yaml"
+_COMMA = re.compile(r",\s*(?![^(]*\))")
+"""A comma that separates names, not parameters."""
+_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One class or module of a host, as a file describes it.
+
+    Args:
+        owner: ``module:Class``, or ``module``.
+        facts: as they are written, without our modules.
+        since, until: the versions that all of the section is about.
+    """
+
+    owner: str
+    facts: tuple[HostFact, ...]
+    since: str = ""
+    until: str = ""
+
+
+def folder_of(plugin: str) -> Path:
+    """The folder of a plugin's package, which is not imported."""
+    spec = find_spec(plugin)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+@cache
+def written(plugin: str) -> tuple[Section, ...]:
+    """The sections of a plugin's file."""
+    return parse((folder_of(plugin) / NAME).read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> tuple[Section, ...]:
+    """The sections of a file's text.
+
+    Raises:
+        ValueError: an entry has not one verb, or a key that is unknown.
+    """
+    return tuple(_section(owner, entries) for owner, entries in yaml.load(text, _LOADER).items())
+
+
+def _section(owner: str, entries: list[dict[str, str]]) -> Section:
+    own = entries[0] if not entries[0].keys() - {"since", "until"} else {}
+    facts = []
+    for entry in entries[1:] if own else entries:
+        rest = {**own, **entry}
+        verbs = [verb for verb in get_args(Verb) if verb in rest]
+        names = tuple(filter(None, _COMMA.split(rest.pop(verbs[0])))) if len(verbs) == 1 else ()
+        if len(verbs) != 1 or rest.keys() - {"why", "since", "until"}:
+            raise ValueError(f"{owner}: an entry has one of {', '.join(get_args(Verb))}, why, since and until: {entry}")
+        facts.append(HostFact(owner, names, verbs[0], "", **{"why": "", **rest}))
+    return Section(owner, tuple(facts), **own)
+
+
+def facts(plugin: str, host: str, implied: Iterable[HostFact] = ()) -> tuple[HostFact, ...]:
+    """All facts of a plugin, each with the modules of the plugin that use it.
+
+    Args:
+        plugin, host: their packages.
+        implied: facts that follow from the plugin's own tables.
+    """
+    folder, sections = folder_of(plugin), {section.owner: section for section in written(plugin)}
+    ours = list(overrides(plugin, folder, host))
+    methods = {(each.owner, name) for each in ours for name in each.names}
+    rest = [part for section in sections.values() for fact in section.facts for part in _underived(fact, methods)]
+    files = sorted(folder.rglob("*.py"))
+    words = {_module(folder, file): set(re.findall(r"\w+", file.read_text(encoding="utf-8"))) for file in files}
+    named = (
+        replace(fact, used_by=plugin if fact.verb == "expects" else _in_words(users(fact, words))) for fact in rest
+    )
+    derived = (fact for each in ours for fact in _of_class(each, sections.get(each.owner, Section(each.owner, ()))))
+    return (*named, *derived, *implied)
+
+
+def _underived(fact: HostFact, methods: set[tuple[str, str]]) -> Iterator[HostFact]:
+    """A fact without the names that a class of ours is known to override."""
+    names = tuple(n for n in fact.names if fact.verb != "overrides" or (fact.owner, n.partition("(")[0]) not in methods)
+    if names or not fact.names:
+        yield replace(fact, names=names)
+
+
+def _of_class(ours: Overrides, section: Section) -> Iterator[HostFact]:
+    """The facts about what one class of ours overrides, with the versions and reasons of the section."""
+    added = {name for fact in section.facts if fact.verb == "adds" for name in fact.names}
+    said = [(n, n.partition("(")[0], fact) for fact in section.facts if fact.verb == "overrides" for n in fact.names]
+    every = HostFact(section.owner, (), "overrides", "", ours.why, section.since, section.until)
+    found = [
+        (ours.names[name], every) for name in ours.public if name not in added.union(plain for _, plain, _ in said)
+    ]
+    found += [(name if "(" in name else ours.names[name], fact) for name, plain, fact in said if plain in ours.names]
+    for fact, group in groupby(found, key=lambda pair: pair[1]):
+        yield replace(fact, names=tuple(name for name, _ in group), used_by=ours.user)
+
+
+def users(fact: HostFact, words: dict[str, set[str]]) -> list[str]:
+    """The plugin's modules that use a fact, as far as their words tell; none if a name of it is in no module.
+
+    Modules with all of its names come before modules with some, and where they are many, those that name its owner.
+
+    Args:
+        words: module of the plugin, below its package → the words of its text.
+    """
+    names, owner = set(fact.plain_names), re.split("[.:]", fact.owner)[-1]
+    if names - set().union(*words.values()):
+        return []
+    found = [module for module, text in words.items() if names <= text]
+    found = found or [module for module, text in words.items() if names & text]
+    closer = [module for module in found if owner in words[module]] if len(found) > 3 else []
+    return closer or found
+
+
+def _in_words(modules: list[str]) -> str:
+    first, others = modules[:3], len(modules) - 3
+    return ", ".join(first) + (f" and {others} more" if others > 0 else "")
+
+
+def _module(folder: Path, file: Path) -> str:
+    parts = file.relative_to(folder).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
