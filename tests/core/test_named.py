@@ -14,6 +14,7 @@ from torch import Tensor
 from builders import impl, manager_of
 from fl_dispatch import RegistrationError
 from fl_dispatch.ops import Operator, Workload
+from fl_dispatch.ops.declaration import SmallState
 
 X, WEIGHT = torch.ones(3, 4), torch.full((4,), 2.0)
 NORM = "rms_norm"
@@ -58,6 +59,8 @@ def test_a_misspelt_name_is_refused_with_the_nearest_one() -> None:
         manager_of(impl("vendor.a", normed, op=NORM, supports=lambda rows_per_program: True))
     with pytest.raises(ValueError, match="operator scaled: its 'fake' does not fit: 'wieght' is no parameter"):
         declared(fake=lambda wieght: wieght)
+    with pytest.raises(ValueError, match="operator scaled: its 'small_state' does not fit: 'wieght' is no parameter"):
+        declared(small_state=SmallState(lambda wieght: {"weight": wieght}, lambda weight: (weight,)))
 
 
 def test_a_helper_of_a_declaration_gets_what_it_names() -> None:

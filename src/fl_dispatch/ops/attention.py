@@ -64,43 +64,32 @@ def _scale_bytes(key_cache: Tensor) -> int:
 
 
 def small_caches(
-    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *token_scales: Tensor | None
-) -> tuple[Any, ...]:
-    """Caches of as many slots as there are tokens, slots in their order, and scales of such caches."""
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **token_scales: Tensor | None
+) -> dict[str, Any]:
+    """Caches of as many slots as there are tokens, slots in their order, and scales of such caches, by parameter."""
     tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
     blocks = -(-tokens // block_size)
-    keys, values, *scales = (
-        None if cache is None else cache.new_empty(blocks, *cache.shape[1:])
-        for cache in (key_cache, value_cache, *token_scales)
-    )
+    caches = {"key_cache": key_cache, "value_cache": value_cache, **token_scales}
+    small = {
+        name: cache if cache is None else cache.new_empty(blocks, *cache.shape[1:]) for name, cache in caches.items()
+    }
     slots = torch.arange(tokens, device=slot_mapping.device, dtype=slot_mapping.dtype)
-    return keys, values, torch.where(slot_mapping < 0, slot_mapping, slots), *scales
+    return {**small, "slot_mapping": torch.where(slot_mapping < 0, slot_mapping, slots)}
 
 
 def _in_small_caches(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
-    *token_scales: Tensor | None,
-) -> tuple[Any, ...]:
-    """The same call on caches of as many slots as it has tokens, in their order."""
-    keys, values, slots, *scales = small_caches(key_cache, value_cache, slot_mapping, *token_scales)
-    return key, value, keys, values, slots, key_scale, value_scale, *scales
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None, value_scales: Tensor | None
+) -> dict[str, Any]:
+    return small_caches(key_cache, value_cache, slot_mapping, key_scales=key_scales, value_scales=value_scales)
 
 
 def written_slots(
     key: Tensor,
-    value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
-    *token_scales: Tensor | None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, in ``key``'s dtype; zeros where skipped.
 
@@ -108,7 +97,7 @@ def written_slots(
     """
     slots, block_size = slot_mapping.clamp(min=0), key_cache.shape[1]
     skipped = (slot_mapping < 0)[:, None, None]
-    scales = (scale[..., None] for scale in token_scales if scale is not None)
+    scales = (scale[..., None] for scale in (key_scales, value_scales) if scale is not None)
     found = (cache[slots // block_size, slots % block_size].to(key.dtype) for cache in (key_cache, value_cache))
     units = (scale[slots // block_size, slots % block_size] for scale in scales)
     return tuple(one.masked_fill(skipped, 0) for one in (*found, *units))

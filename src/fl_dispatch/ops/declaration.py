@@ -56,13 +56,15 @@ class Write:
 class SmallState:
     """A second run of a call that writes a state too large to copy, beside the first.
 
+    Both functions name the parameters that they look at, hints excepted.
+
     Args:
-        arguments: the arguments of the call (positional, less the hints) → the same ones with a state of their own,
-            which is as large as what the call writes.
-        written: such arguments → what the call has written of the state, alike for both.
+        own: the arguments of the second run that differ from the call's, by name: a state of its own, which is as large
+            as what the call writes.
+        written: what a call has written of the state, alike for both runs.
     """
 
-    arguments: Callable[..., tuple[Any, ...]]
+    own: Callable[..., Mapping[str, Any]]
     written: Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -318,7 +320,11 @@ class Operator(Generic[Reference]):
             self._check_hints()
         operands = {name: parameters[name] for name in self.operands(tuple(parameters))}
         for helper in ("fake", "workload", "work", "terms", "narrow_terms"):
-            object.__setattr__(self, helper, self._of_operands(helper, operands))
+            if function := getattr(self, helper):
+                object.__setattr__(self, helper, self._of_operands(helper, function, operands))
+        if small := self.small_state:
+            chosen = (self._of_operands("small_state", function, operands) for function in (small.own, small.written))
+            object.__setattr__(self, "small_state", SmallState(*chosen))
 
     def _check_hints(self) -> None:
         last = tuple(self.parameters)[-len(self.hints) :]
@@ -332,11 +338,10 @@ class Operator(Generic[Reference]):
             if name in used:
                 raise ValueError(f"operator {self.name}: {name} is a hint, so neither writes nor layer can name it")
 
-    def _of_operands(self, helper: str, operands: Mapping[str, inspect.Parameter]) -> Callable[..., Any] | None:
+    def _of_operands(
+        self, helper: str, function: Callable[..., Any], operands: Mapping[str, inspect.Parameter]
+    ) -> Callable[..., Any]:
         """A helper as a function of all arguments, hints too, which it does without."""
-        function = getattr(self, helper)
-        if function is None:
-            return None
         try:
             chosen = of_arguments(function, operands)
         except TypeError as error:
@@ -374,6 +379,12 @@ class Operator(Generic[Reference]):
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a call less the hints; ``args`` in the declaration's order."""
         return args[: len(self.parameters) - len(self.hints)]
+
+    def beside(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The operands of a second run of a call, which has a small state of its own (:attr:`small_state`)."""
+        operands = dict(zip(self.parameters, self.operands(args), strict=False))
+        assert self.small_state is not None
+        return tuple({**operands, **self.small_state.own(*operands.values())}.values())
 
     def tolerance(self, dtype: torch.dtype, args: tuple[Any, ...]) -> Tolerance:
         """The accepted error of a call; ``args`` as :meth:`bind` returns them.

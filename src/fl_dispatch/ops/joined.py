@@ -229,12 +229,12 @@ def _rotation_work(
     return Work(moved + table + indices, 3 * tokens * heads * 2 * cos.shape[-1])
 
 
-def _in_small_caches(*args: Any) -> tuple[Any, ...]:
-    return *args[:6], *small_caches(*args[6:9]), *args[9:]
+def _in_small_caches(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> dict[str, Any]:
+    return small_caches(key_cache, value_cache, slot_mapping)
 
 
-def _written_slots(*args: Any) -> tuple[Tensor, ...]:
-    return written_slots(*args[1:3], *args[6:9])
+def _written_slots(key: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> tuple[Tensor, ...]:
+    return written_slots(key, key_cache, value_cache, slot_mapping)
 
 
 @operator(

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from .declaration import SEVERAL_ROUNDINGS, Work, operator
 from .inputs import recurrent, shapes
-from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, prefill, small_state, states_bytes
+from .slots import MODES, SMALL_STATES, STATE, TOLERANCES, bytes_of, decode, prefill, states_bytes
 
 LEAST_LENGTH = 1e-6
 """Added to the square of the length of a query or key."""
@@ -38,7 +38,7 @@ CHUNK = 64
 
 @operator(
     writes={"states": STATE},
-    small_state=small_state(3),
+    small_state=SMALL_STATES,
     modes=MODES,
     fake=_conv_fake,
     samples=recurrent.conv_samples,
@@ -92,7 +92,7 @@ def causal_conv1d(
 
 @operator(
     writes={"states": STATE},
-    small_state=small_state(3),
+    small_state=SMALL_STATES,
     modes=MODES,
     fake=_conv_fake,
     samples=recurrent.conv_update_samples,
@@ -156,7 +156,7 @@ def _delta_work(
 
 @operator(
     writes={"states": STATE},
-    small_state=small_state(7),
+    small_state=SMALL_STATES,
     modes=MODES,
     fake=_delta_fake,
     samples=recurrent.delta_samples,
@@ -260,7 +260,7 @@ def _chunk(
 
 @operator(
     writes={"states": STATE},
-    small_state=small_state(7),
+    small_state=SMALL_STATES,
     modes=MODES,
     fake=_delta_fake,
     samples=recurrent.delta_update_samples,

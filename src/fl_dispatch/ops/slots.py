@@ -6,7 +6,6 @@ A state is a row of a tensor with a row for every request that may run: a *slot*
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,20 +48,14 @@ def states_bytes(states: Tensor, requests: int) -> int:
     return 2 * requests * states.shape[1:].numel() * states.element_size()
 
 
-def small_state(place: int) -> SmallState:
-    """A call on states of its own, one a request, and those states.
+def _own_states(states: Tensor, state_indices: Tensor) -> dict[str, Tensor]:
+    own = torch.arange(len(state_indices), dtype=state_indices.dtype, device=state_indices.device)
+    return {"states": states[state_indices.long()], "state_indices": own}
 
-    Args:
-        place: of the states among the operator's arguments; their slots come next.
-    """
 
-    def arguments(*args: Any) -> tuple[object, ...]:
-        states, slots = args[place : place + 2]
-        own = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
-        return *args[:place], states[slots.long()], own, *args[place + 2 :]
+def _written_states(states: Tensor, state_indices: Tensor) -> tuple[Tensor]:
+    return (states[state_indices.long()],)
 
-    def written(*args: Any) -> tuple[Tensor]:
-        states, slots = args[place : place + 2]
-        return (states[slots.long()],)
 
-    return SmallState(arguments, written)
+SMALL_STATES = SmallState(_own_states, _written_states)
+"""A call on states of its own, one a request, and those states."""

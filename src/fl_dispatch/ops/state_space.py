@@ -12,7 +12,7 @@ from torch.nn import functional
 from .declaration import SEVERAL_ROUNDINGS, Work, operator
 from .inputs import shapes, state_space
 from .recurrent import first_state, sequences
-from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, prefill, small_state, states_bytes
+from .slots import MODES, SMALL_STATES, STATE, TOLERANCES, bytes_of, decode, prefill, states_bytes
 
 
 def _fake(x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ CHUNK = 64
 
 @operator(
     writes={"states": STATE},
-    small_state=small_state(7),
+    small_state=SMALL_STATES,
     modes=MODES,
     fake=_fake,
     samples=state_space.scan_samples,
@@ -148,7 +148,7 @@ def _next(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor) -> Tenso
 
 @operator(
     writes={"states": STATE},
-    small_state=small_state(7),
+    small_state=SMALL_STATES,
     modes=MODES,
     fake=_fake,
     samples=state_space.update_samples,

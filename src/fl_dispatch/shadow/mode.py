@@ -206,7 +206,7 @@ def _beside(operator: Operator, call: Call) -> Call:
     if any(access is Access.STATE for access, _ in written.values()):
         if operator.small_state is None:
             raise NotImplementedError("it writes a state that is too large to copy, and declares no small one")
-        small = operator.small_state.arguments(*operator.operands(call.args))
+        small = operator.beside(call.args)
         values |= dict(zip(operator.parameters, small, strict=False))
     else:
         with torch.no_grad():  # rows that a call leaves alone must be equal in both, so outputs are copied too
