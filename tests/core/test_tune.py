@@ -275,7 +275,7 @@ def test_the_engines_rates_are_added_to_the_evidence_and_a_disagreement_is_told(
 ) -> None:
     asked: dict[str, Any] = {}
 
-    def measured(cells: Any, arguments: Any, works: Any, rounds: int, logs: Path, say: Any) -> Any:
+    def measured(cells: Any, module: str, arguments: Any, works: Any, rounds: int, logs: Path, say: Any) -> Any:
         asked.update(cells=cells, arguments=arguments, rounds=rounds)
         return RATES
 
@@ -303,13 +303,15 @@ def test_the_engines_rates_are_added_to_the_evidence_and_a_disagreement_is_told(
 
 HOST = """
 import os, time
+from types import SimpleNamespace
 SamplingParams = dict
 class LLM:
-    def __init__(self, model):
+    def __init__(self, model, **settings):
         self.preferred = os.environ.get("VLLM_FL_PREFER")
         if self.preferred == "vendor": raise RuntimeError("no engine today")
     def generate(self, prompts, sampling, use_tqdm):
-        time.sleep(0.2 if self.preferred == "reference" and sampling["max_tokens"] > 1 else 0.02)
+        time.sleep(0.2 if self.preferred == "reference" and sampling[0]["max_tokens"] > 1 else 0.02)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0])]) for _ in prompts]
 """
 
 
@@ -321,7 +323,9 @@ def test_engines_take_turns_but_for_one_far_behind_and_one_that_does_not_start_i
     preferred = {f"prefer={name}": Cell({**own, "VLLM_FL_PREFER": name}) for name in ("vendor", "reference")}
     engines = {"vanilla": Cell(own), **preferred, "tuned": Cell(own)}
     said: list[str] = []
-    rates = measure(engines, {"model": "m"}, workloads(2, False), 3, tmp_path, said.append)
+    rates = measure(
+        engines, "fl_dispatch.cli.engines.timed", {"model": "m"}, workloads(2, False), 3, tmp_path, said.append
+    )
     decode = {"vanilla": 3, "prefer=reference": 1, "tuned": 3}
     turns = {work: {name: len(values) for name, values in of_cell.items()} for work, of_cell in rates.items()}
     prefill = "prefill, 4 x 256"

@@ -14,6 +14,7 @@ from ..errors import DispatchError
 from ..evidence.tune.engine import TUNED, cells, compared, disagreements, measure, workloads
 from ..evidence.tune.tuning import Plan
 from ..settings import platforms
+from . import engines as engine_programs
 from .output import Rows
 
 COLUMNS = {"workload": 20, "cell": 22, "tokens/s": 10, "tuned over it": 14, "interval": 16}
@@ -70,7 +71,7 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
         plan.accelerator,
     )
     rows.say(f"{len(engines)} engines take turns; their logs are in {logs}")
-    found = compared(measure(engines, arguments, works, rounds, logs, rows.say))
+    found = compared(measure(engines, f"{engine_programs.__name__}.timed", arguments, works, rounds, logs, rows.say))
     for row in found:
         bounds = f"{row['low']:.3f} to {row['high']:.3f}" if row["turns"] > 1 else "one short turn"
         rows.add((row["workload"], row["cell"], f"{row['tokens_per_s']:.1f}", f"{row['tuned']:.3f}", bounds))

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,8 +33,6 @@ WARM_UP = 8
 """Decoding generates so many times fewer tokens in a round that warms up."""
 LEAST_LOSS = 0.01
 """A fixed policy that is faster by less is as fast."""
-VOCABULARY = 1000
-"""Prompts have tokens below this."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +97,12 @@ class Engine:
     Args:
         name: the cell's.
         cell: what differs from the other cells.
+        module: the program, whose argument are those of vLLM's ``LLM``; it answers with seconds.
         arguments: of vLLM's ``LLM``, for all of them.
         logs: the folder of its log.
     """
 
-    def __init__(self, name: str, cell: Cell, arguments: Mapping[str, Any], logs: Path) -> None:
+    def __init__(self, name: str, cell: Cell, module: str, arguments: Mapping[str, Any], logs: Path) -> None:
         self.name, self.cell = name, cell
         plain = re.sub(r"\W+", "-", name)
         ours = set(variable_names())
@@ -113,7 +110,7 @@ class Engine:
         offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": str(logs / f"cache-{plain}")}
         self.child = Child(
             name,
-            [sys.executable, "-m", __name__, json.dumps({**arguments, **cell.arguments})],
+            [sys.executable, "-m", module, json.dumps({**arguments, **cell.arguments})],
             {**kept, **offline, **cell.variables},
             logs / f"{plain}.log",
         )
@@ -125,6 +122,7 @@ class Engine:
 
 def measure(
     cells: Mapping[str, Cell],
+    module: str,
     arguments: Mapping[str, Any],
     works: Sequence[Workload],
     rounds: int,
@@ -135,10 +133,18 @@ def measure(
 
     A cell that does not start is left out, with a message.
 
+    Args:
+        cells: the engines.
+        module: the program of an engine's process, see :class:`Engine`.
+        arguments: of vLLM's ``LLM``, for all of them.
+        works, rounds: workloads, and turns of each.
+        logs: the folder of the engines' logs.
+        say: shows a line.
+
     Raises:
         DispatchError: the tuned engine does not start, or one ends while it is measured.
     """
-    engines = [Engine(name, cell, arguments, logs) for name, cell in cells.items()]
+    engines = [Engine(name, cell, module, arguments, logs) for name, cell in cells.items()]
     try:
         for engine in list(engines):
             try:
@@ -204,26 +210,3 @@ def disagreements(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in rows
         if not row["cell"].startswith(VANILLA) and row["cell"] != TUNED and row["high"] < 1 - LEAST_LOSS
     ]
-
-
-def serve(arguments: dict[str, Any]) -> None:
-    """A cell's process: start the engine, then run the workload that each line of the input names."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the engine prints goes to the log
-    begun = time.perf_counter()
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**arguments)
-    answers.write(json.dumps(time.perf_counter() - begun) + "\n")
-    draw = random.Random(0)
-    for line in sys.stdin:
-        batch, prompt, new = json.loads(line)
-        prompts = [{"prompt_token_ids": draw.choices(range(10, VOCABULARY), k=prompt)} for _ in range(batch)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
-        answers.write(json.dumps(time.perf_counter() - start) + "\n")
-
-
-if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))
