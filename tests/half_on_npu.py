@@ -67,6 +67,7 @@ REFUSED_EXPERTS = {
     "compressed-tensors W4A16, zero points": "zero points in groups",
     "compressed-tensors W8A16 int8, groups": "8 bits in groups",
     "awq": "zero points in groups",
+    "compressed-tensors W8A8 int8, static": "scales of rows are given",
 }
 """The checkpoints of integers whose experts both hosts refuse, and the reason."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from quantized_checkpoints import Scheme
+from quantized_checkpoints import SCHEMES, Scheme
 
 LAYERS = 2
 SHAPE = {
@@ -20,6 +20,7 @@ SHAPE = {
 }
 EXPERTS = (
     "compressed-tensors W8A8 int8",
+    "compressed-tensors W8A8 int8, static",
     "compressed-tensors W8A8 fp8",
     "compressed-tensors W4A16",
     "compressed-tensors W4A16, zero points",
@@ -78,3 +79,9 @@ def latent(folder: Path, **sizes: Any) -> Path:
 def operator(scheme: Scheme) -> str:
     """The operator that computes a scheme's experts."""
     return "scaled_moe" if "scaled_linear" in scheme.operators else "weight_only_moe"
+
+
+def experts_kernel(name: str) -> str:
+    """The kernel of ours that a scheme's experts have."""
+    packed = {"gptq": "GptqExperts", "awq": "AwqExperts"}
+    return packed.get(name.partition(",")[0]) or SCHEMES[name].layer.replace("Layer", "Experts")

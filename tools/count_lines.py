@@ -48,12 +48,12 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_250, tokens=12_000),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=4_620, tokens=58_500),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=12_900, tokens=117_800),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_470, tokens=35_800),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_760, tokens=38_700),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=4_620, tokens=47_700),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_440, tokens=30_700),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=7_800, tokens=70_500),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=7_710, tokens=69_750),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_600, tokens=23_100),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_880, tokens=36_400),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_670, tokens=34_350),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

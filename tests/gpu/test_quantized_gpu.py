@@ -33,7 +33,7 @@ from fl_dispatch.ops.results import errors, flat
 from fl_dispatch.types import OpImpl
 from quantized_checkpoints import SCHEMES, W4, compressed, few_bits
 from quantized_engines import Run, comparisons, divisible
-from quantized_mixture import LAYERS, mixture, operator
+from quantized_mixture import LAYERS, experts_kernel, mixture, operator
 from quantized_network import answered, computed, distance, network, right_perplexity, scores, tolerance
 
 pytestmark = pytest.mark.gpu
@@ -398,6 +398,6 @@ def test_our_experts_compute_what_the_dequantized_network_does(
     (run,) = (one for one in expert_answers if one.scheme == name)
     answer = expert_answers[run]
     assert comparisons(lambda one: answered(PROMPTS, answer["steps"][0]), whole_mixture)(run).agrees
-    assert answer["report"]["layers"][run.made.layer.replace("Layer", "Experts")] == LAYERS
+    assert answer["report"]["layers"][experts_kernel(run.scheme)] == LAYERS
     assert ran(answer, operator(run.made)) == {"default.triton"}
     assert answer["report"]["failed"] == {}

@@ -23,7 +23,7 @@ from engines import PROMPTS, SCORED_STEP, Runs, ran, start_features
 
 import quantized_checkpoints as checkpoints
 from quantized_engines import Rules, Run, comparisons
-from quantized_mixture import DEEPSEEK_HEADS, LATENT_LAYERS, LATENT_PRODUCTS, latent, operator
+from quantized_mixture import DEEPSEEK_HEADS, LATENT_LAYERS, LATENT_PRODUCTS, experts_kernel, latent, operator
 from quantized_network import Comparison, answered, distance, is_as_near, network, scores
 
 pytestmark = pytest.mark.gpu
@@ -125,7 +125,7 @@ def test_in_bfloat16_it_is_about_as_near_as_hugging_faces_network(
 def test_its_products_and_experts_are_all_ours(run: Run, answer: Callable[[Run], Any]) -> None:
     report = answer(run)["report"]
     assert report["layers"][run.made.layer] == LATENT_PRODUCTS
-    assert report["layers"][run.made.layer.replace("Layer", "Experts")] == LATENT_LAYERS - 1
+    assert report["layers"][experts_kernel(run.scheme)] == LATENT_LAYERS - 1
     assert report["attention"] == {"MLAFLImpl": LATENT_LAYERS}
     assert report["native_layers"] == {}
     assert report["failed"] == {}

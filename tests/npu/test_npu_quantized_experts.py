@@ -17,7 +17,7 @@ import quantized_checkpoints as checkpoints
 from half_on_npu import EXPERTS, FEW, HEADS, REFUSED_EXPERTS, as_near_as_dequantized, expert_kernels
 from processes import Runs
 from quantized_checkpoints import SCHEMES
-from quantized_mixture import LAYERS, mixture, operator
+from quantized_mixture import LAYERS, experts_kernel, mixture, operator
 from quantized_network import answered
 from running import PROMPTS
 from sampling import drawn
@@ -63,7 +63,7 @@ def test_its_products_and_experts_are_all_the_vendors(name: str, results: Mappin
     report = results[name]["report"]
     operators = {*LLAMA - {"linear", "silu_and_mul"}, "topk_softmax", *SCHEMES[name].operators, operator(SCHEMES[name])}
     assert counts(report) == {one: {"vendor.ascend"} for one in operators}
-    assert report["layers"][SCHEMES[name].layer.replace("Layer", "Experts")] == LAYERS
+    assert report["layers"][experts_kernel(name)] == LAYERS
     assert (report["native_layers"], report["failed"]) == ({}, {})
 
 

@@ -24,9 +24,8 @@ from sampling import drawn
 
 OTHERS = {"rms_norm", "rotary_embedding", "kv_cache_write", "paged_attention", "topk_softmax", "linear"}
 """The operators beside products and experts; ``linear`` is the router's product."""
-REASONS = {**REFUSED_EXPERTS, "compressed-tensors W8A8 int8, static": "scales of rows are given"}
 DRAWN = drawn(EXPERTS, 1, "quantized experts of SGLang on the NPU")
-REFUSED = drawn(list(REASONS), 1, "quantized experts that SGLang refuses on the NPU")
+REFUSED = drawn(list(REFUSED_EXPERTS), 1, "quantized experts that SGLang refuses on the NPU")
 each_scheme = pytest.mark.parametrize("name", DRAWN)
 WRONG = [(name, kernel) for name in DRAWN for kernel in expert_kernels(name)]
 
@@ -85,5 +84,5 @@ def test_a_wrong_kernel_changes_the_tokens(name: str, kernel: str, results: Mapp
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_experts_that_no_kernel_takes_end_the_start_with_the_reason(name: str, results: Mapping[str, Any]) -> None:
-    with pytest.raises(AssertionError, match=f"sglang_fl does not support these experts .*{REASONS[name]}"):
+    with pytest.raises(AssertionError, match=f"sglang_fl does not support these experts .*{REFUSED_EXPERTS[name]}"):
         results[name]

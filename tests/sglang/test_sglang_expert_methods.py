@@ -13,7 +13,6 @@ from torch import nn
 from quantized_checkpoints import AWQ, FP8_CONFIG, GPTQ, SCHEMES, TOKEN8, TOKEN_FP8, W4, compressed, whole
 from quantized_mixture import EXPERTS
 
-SERVED = (*EXPERTS, "compressed-tensors W8A8 int8, static")
 PREFIX = "model.layers.0.mlp.experts"
 COUNT, HIDDEN, INNER = 2, 128, 128
 GPTQ4 = {**GPTQ, "bits": 4, "group_size": 32}
@@ -22,15 +21,15 @@ BLOCK_ROWS = {**whole("float", "group"), "group_size": 128, "dynamic": True}
 REFUSED = {
     "fp8 for inputs as they are": (
         SCHEMES["compressed-tensors W8A16 fp8"].config,
-        r"experts with weights of 8 bits \(float, channel, float-quantized\) for inputs as they are",
+        r"experts with weights of 8 bits \(float, channel\) for inputs as they are in 'float-quantized' of",
     ),
     "fp8 in blocks of compressed-tensors": (
         compressed("float-quantized", BLOCK_WEIGHTS, BLOCK_ROWS),
-        r"experts with weights of 8 bits \(float, block, float-quantized\) for inputs of 8 bits",
+        r"experts with weights of 8 bits \(float, blocks of 128 x 128\) for inputs of 8 bits \(float, groups of 128\)",
     ),
     "int4 for inputs of int8": (
         compressed("int-quantized", W4, TOKEN8),
-        r"experts with weights of 4 bits \(int, group, int-quantized\) for inputs of 8 bits",
+        r"experts with weights of 4 bits \(int, groups of 32\) for inputs of 8 bits \(int, token\)",
     ),
     "fp8 in oblong blocks": ({**FP8_CONFIG, "weight_block_size": [64, 128]}, "blocks of 64 x 128"),
     "awq without zero points": ({**AWQ, "zero_point": False}, "'awq' without zero points"),
@@ -84,7 +83,7 @@ def dispatched(x: torch.Tensor, expert: int) -> Any:
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
-@pytest.mark.parametrize("scheme", SERVED)
+@pytest.mark.parametrize("scheme", EXPERTS)
 def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(
     host: None, scheme: str, rank: int | None
 ) -> None:
@@ -152,7 +151,7 @@ def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(host: No
     assert isinstance(method, UnquantizedFusedMoEMethod if left else QuantizedExpertsMethod)
 
 
-@pytest.mark.parametrize("scheme", SERVED)
+@pytest.mark.parametrize("scheme", EXPERTS)
 def test_a_scale_that_the_checkpoint_lacks_is_noticed(host: None, scheme: str) -> None:
     scales = [name for name, _ in mixture(SCHEMES[scheme].config).named_parameters() if "scale" in name]
     assert len(scales) == (4 if "static" in scheme else 2)
@@ -177,9 +176,13 @@ def test_parts_that_do_not_stand_alone_are_refused(host: None, scheme: str, hidd
 
 
 def test_ranks_divide_experts_between_blocks(host: None) -> None:
-    from sglang_fl.quantization.experts import Fp8BlockExperts, Parameters, Sizes
+    from fl_dispatch.hosting.quantized import schemes
+    from fl_dispatch.hosting.quantized.stored_experts import Fp8BlockExperts, Parameters, Sizes
 
-    parameters, kind = Parameters(torch.nn.Module(), print), Fp8BlockExperts(128)
+    parameters, kind = (
+        Parameters(torch.nn.Module(), {"weight_loader": print}),
+        Fp8BlockExperts(schemes.fp8("dynamic", [128, 128])),
+    )
     said = kind.create_weights(parameters, Sizes(2, 128, 64, 2, ranks=2, dtype=torch.float32))
     assert said == "experts whose 64 elements on a rank are no whole number of blocks of 128"
     assert not kind.create_weights(parameters, Sizes(2, 128, 64, 2, ranks=1, dtype=torch.float32))

@@ -14,10 +14,9 @@ import pytest
 from serving import STEP, answered, start
 
 import quantized_checkpoints as checkpoints
-import quantized_engines
 from quantized_checkpoints import SCHEMES
-from quantized_engines import Rules, comparisons
-from quantized_mixture import BOTH_KINDS, EXPERTS, LAYERS, mixture, operator
+from quantized_engines import Rules, Run, comparisons
+from quantized_mixture import BOTH_KINDS, EXPERTS, LAYERS, experts_kernel, mixture, operator
 from quantized_network import Comparison
 from running import PROMPTS, ran
 from sampling import drawn
@@ -27,20 +26,8 @@ PLUGINS = {
     "SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method,unwritten_memory",
     "SGLANG_FL_DENY_VENDORS": "wrong",
 }
-SERVED = (*EXPERTS, "compressed-tensors W8A8 int8, static")
-NAMES = {"gptq": "GptqExperts", "gptq, 8 bits": "GptqExperts", "awq": "AwqExperts"}
-
-
-class Run(quantized_engines.Run):
-    """As the host names its experts."""
-
-    @property
-    def experts(self) -> str:
-        return NAMES.get(self.scheme, self.made.layer.replace("Layer", "Experts"))
-
-
 TWO = {"tp_size": 2}
-ALONE = [Run(name) for name in drawn(SERVED, 1, "quantized experts, SGLang")]
+ALONE = [Run(name) for name in drawn(EXPERTS, 1, "quantized experts, SGLang")]
 RANKS = drawn(
     [
         Run(BOTH_KINDS[0], TWO, "each expert divided"),
@@ -90,7 +77,7 @@ class TestNumbers(Rules):
 @each_run
 def test_its_experts_are_all_ours(run: Run, answers: Callable[[Run], dict[str, Any]]) -> None:
     for report in answers(run)["reports"]:
-        assert report["layers"][run.experts] == LAYERS
+        assert report["layers"][experts_kernel(run.scheme)] == LAYERS
         assert report["native_layers"] == report["fallen_through"] == report["undispatched"] == report["failed"] == {}
         found = {"report": report}
         assert ran(found, operator(run.made)) - {"vendor.wrong"}

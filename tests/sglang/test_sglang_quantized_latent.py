@@ -19,6 +19,7 @@ from torch import nn
 import quantized_checkpoints as checkpoints
 import quantized_engines
 from fl_dispatch.devices import CPU, CUDA, DeviceSpec
+from fl_dispatch.hosting.quantized import schemes
 from quantized_checkpoints import SCHEMES
 from quantized_engines import Rules, comparisons
 from quantized_mixture import LATENT_LAYERS, LATENT_PRODUCTS, latent, operator
@@ -165,28 +166,36 @@ def test_weights_that_sglangs_loader_would_join_wrongly_end_the_start(
         start(path, STEP).result()
 
 
+TOKEN, STATIC = (schemes.Numbers(8, "float", per, dynamic=per == "token") for per in ("token", "tensor"))
+
+
+def eight_bits(per: str, inputs: schemes.Numbers) -> schemes.Scheme:
+    return schemes.Scheme("compressed-tensors", schemes.Numbers(8, "float", per), inputs)
+
+
 @pytest.mark.parametrize(
-    ("kind", "arguments", "joined", "split"),
+    ("scheme", "joined", "split"),
     [
-        ("Fp8BlockLayer", (128,), "", ""),
-        ("Int8Layer", ("channel", False), "", ""),
-        ("Int8Layer", ("channel", True), GIVEN, GIVEN),
-        ("Fp8Layer", ("tensor", False), JOINED, ""),
-        ("Fp8Layer", ("tensor", True), GIVEN, GIVEN),
-        ("AwqLayer", (4, 32, True), "", ""),
-        ("PackedLayer", (4, 32, True), "", ""),
-        ("GptqLayer", (4, 32, False), JOINED, ""),
+        (schemes.fp8("dynamic", [128, 128]), "", ""),
+        (eight_bits("channel", TOKEN), "", ""),
+        (eight_bits("channel", STATIC), GIVEN, GIVEN),
+        (eight_bits("tensor", TOKEN), JOINED, ""),
+        (eight_bits("tensor", STATIC), GIVEN, GIVEN),
+        (schemes.awq(4, 32, zero_point=True), "", ""),
+        (schemes.Scheme("compressed-tensors", schemes.Numbers(4, "int", "group", 32), form="pack-quantized"), "", ""),
+        (schemes.gptq({"bits": 4, "group_size": 32, "desc_act": False, "sym": True}), JOINED, ""),
     ],
 )
 def test_kinds_of_weights_are_refused_where_they_would_be_wrong(
-    kind: str, arguments: tuple[Any, ...], joined: str, split: str
+    scheme: schemes.Scheme, joined: str, split: str
 ) -> None:
     from sglang_fl.quantization import latent as ours
-    from sglang_fl.quantization import schemes
+    from sglang_fl.quantization.layers import KINDS
 
-    scheme = getattr(schemes, kind)(*arguments)
+    kind = schemes.kind_of(scheme)
+    assert kind is not None
     names = (ours.JOINED, ours.WEIGHT, "q_b_proj")
-    assert [ours.refusal(scheme, name) for name in names] == [joined, split, ""]
+    assert [ours.refusal(KINDS[kind](scheme), name) for name in names] == [joined, split, ""]
 
 
 @pytest.mark.parametrize(
@@ -210,11 +219,12 @@ def test_other_chips_and_loaders_refuse_it(device: DeviceSpec, architecture: str
 def test_sglang_splits_the_weights_that_are_not_quantized(quantized: tuple[int, ...], left: list[int] | None) -> None:
     """``None``: all of them."""
     from sglang_fl.quantization import latent as ours
-    from sglang_fl.quantization.schemes import Fp8BlockLayer
+    from sglang_fl.quantization.layers import Fp8BlockLayer
 
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"kv_b_proj": nn.Identity()}) for _ in range(2)])})
+    blocks = Fp8BlockLayer(schemes.fp8("dynamic", [128, 128]))
     for place, layer in enumerate(model["layers"]):
-        layer["kv_b_proj"].quant_method = SimpleNamespace(scheme=Fp8BlockLayer(128) if place in quantized else None)
+        layer["kv_b_proj"].quant_method = SimpleNamespace(scheme=blocks if place in quantized else None)
     seen: list[Any] = []
     ours.split_plain(lambda model, **given: seen.append(given["weight_names"]), model)
     assert seen == [left if left is None else [f"layers.{place}.kv_b_proj.weight" for place in left]]

@@ -88,12 +88,12 @@ def test_a_layer_is_what_the_library_makes_of_its_parts(
 @pytest.mark.parametrize(
     ("config", "name", "said"),
     [
-        (ignoring(ATTENTION[0]), QKV, r"q_proj not quantized, k_proj 4 bits \(int, group\), v_proj 4 bits"),
+        (ignoring(ATTENTION[0]), QKV, r"q_proj not quantized, k_proj 4 bits \(int, groups of 32\), v_proj 4 bits"),
         (ignoring(r"re:.*v_proj"), QKV, r"v_proj not quantized"),
         (targeting(four=["Linear"], eight=["re:.*up_proj"]), MLP, r"gate_proj 4 bits .*, up_proj 8 bits"),
-        ({**GPTQ4, "dynamic": {r"-:.*gate_proj": {}}}, MLP, "gate_proj not quantized, up_proj 4 bits in groups of 32"),
-        ({**GPTQ4, "dynamic": {r"-:.*gate": {}}}, MLP, "gate_proj not quantized, up_proj 4 bits in groups of 32"),
-        ({**GPTQ4, "dynamic": {r"+:.*gate_proj": {"bits": 8}}}, MLP, "gate_proj 8 bits in groups of 32, up_proj 4"),
+        ({**GPTQ4, "dynamic": {r"-:.*gate_proj": {}}}, MLP, r"gate_proj not quantized, up_proj 4 bits \(int,"),
+        ({**GPTQ4, "dynamic": {r"-:.*gate": {}}}, MLP, r"gate_proj not quantized, up_proj 4 bits \(int,"),
+        ({**GPTQ4, "dynamic": {r"+:.*gate_proj": {"bits": 8}}}, MLP, r"gate_proj 8 bits \(.*\), up_proj 4 bits \("),
         ({**AWQ, "modules_to_not_convert": ["gate"]}, MLP, "gate_proj not quantized, up_proj quantized"),
         ({**AWQ, "modules_to_not_convert": ["v_proj"]}, QKV, "k_proj quantized, v_proj not quantized"),
     ],

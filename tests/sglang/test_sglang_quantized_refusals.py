@@ -14,23 +14,23 @@ from quantized_checkpoints import AWQ, CACHE_SCHEME, GPTQ, SCHEMES, W4, compress
 GPTQ4 = {**GPTQ, "bits": 4, "group_size": 32}
 SENTENCES: list[tuple[str, dict[str, Any]]] = [
     (
-        f"sglang_fl does not support 'gptq' with 3 bits ({PREFIX}) yet; export with 4 or 8 bits",
+        "sglang_fl does not support 'gptq' with 3 bits yet; export with 4 or 8 bits",
         {**GPTQ4, "bits": 3},
     ),
     (
-        f"sglang_fl does not support 'gptq' with 2 bits ({PREFIX}) yet; export with 4 or 8 bits",
+        "sglang_fl does not support 'gptq' with 2 bits yet; export with 4 or 8 bits",
         {**GPTQ4, "bits": 2},
     ),
     (
         (
-            f"sglang_fl does not support 'gptq' with zero points ({PREFIX}) yet; export with 'sym': true, or as 'awq', "
+            "sglang_fl does not support 'gptq' with zero points yet; export with 'sym': true, or as 'awq', "
             "which has zero points"
         ),
         {**GPTQ4, "sym": False},
     ),
     (
         (
-            f"sglang_fl does not support 'gptq' with desc_act in groups ({PREFIX}) yet; export with 'desc_act': false, "
+            "sglang_fl does not support 'gptq' with desc_act in groups yet; export with 'desc_act': false, "
             "or by GPTQModel with 'act_group_aware', which keeps columns in place"
         ),
         {**GPTQ4, "desc_act": True},
@@ -41,7 +41,7 @@ SENTENCES: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         (
-            f"sglang_fl does not support compressed-tensors with actorder 'group' ({PREFIX}) yet; export with actorder "
+            "sglang_fl does not support compressed-tensors with actorder 'group' yet; export with actorder "
             "'static', which keeps columns in place"
         ),
         compressed("pack-quantized", {**W4, "actorder": "group"}, None),

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
+import quantized_mixture
 from fl_dispatch import (
     BackendImplKind,
     OpImpl,
@@ -28,6 +29,7 @@ from fl_dispatch import (
 from fl_dispatch.devices import ASCEND
 from fl_dispatch.hosting.quantized import experts, layers, orders
 from fl_dispatch.ops import OPERATORS
+from quantized_checkpoints import SCHEMES
 from vllm_fl.quantization import experts as methods
 from vllm_fl.quantization.configs import AWQConfigFL, CompressedTensorsConfigFL, Fp8ConfigFL, GPTQConfigFL
 
@@ -35,6 +37,12 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 PREFIX = "model.layers.0.mlp.experts"
+CONFIGS: dict[str, Any] = {
+    "gptq": GPTQConfigFL,
+    "awq": AWQConfigFL,
+    "fp8": Fp8ConfigFL,
+    "compressed-tensors": CompressedTensorsConfigFL,
+}
 TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
@@ -86,28 +94,40 @@ def compressed(weights: Any, inputs: Any, form: str = "pack-quantized", **more: 
         (
             "int-quantized",
             {**CHANNEL, "strategy": "tensor"},
-            {**TOKEN, "strategy": "tensor", "dynamic": False},
-            r"weights of 8 bits \(int, tensor, int-quantized\) and inputs of 8 bits with a scale of the checkpoint",
+            {**TOKEN, "type": "float", "strategy": "tensor", "dynamic": False},
+            r"weights of 8 bits \(int, tensor\) for inputs of 8 bits \(float, tensor\) with scales of the checkpoint",
         ),
         (
             "float-quantized",
             {**CHANNEL, "type": "float"},
             None,
-            r"weights of 8 bits \(float, channel, float-quantized\) and inputs as they are",
+            r"weights of 8 bits \(float, channel\) for inputs as they are",
         ),
         (
             "float-quantized",
             {**CHANNEL, "type": "float", "strategy": "block", "block_structure": [128, 128]},
             {**TOKEN, "type": "float", "strategy": "group", "group_size": 128},
-            r"weights of 8 bits \(float, block, float-quantized\) and inputs of 8 bits with a scale a group",
+            r"weights of 8 bits \(float, blocks of 128 x 128\) for inputs of 8 bits \(float, groups of 128\)",
         ),
-        ("int-quantized", W4, TOKEN, r"weights of 4 bits \(int, group, int-quantized\) and inputs of 8 bits"),
-        ("pack-quantized", {**W4, "num_bits": 2}, None, r"weights of 2 bits \(int, group, pack-quantized\)"),
+        (
+            "int-quantized",
+            W4,
+            TOKEN,
+            r"weights of 4 bits \(int, groups of 32\) for inputs of 8 bits \(int, token\)",
+        ),
+        (
+            "pack-quantized",
+            {**W4, "num_bits": 2},
+            None,
+            r"weights of 2 bits \(int, groups of 32\) for inputs as they are",
+        ),
     ],
 )
 def test_a_scheme_of_experts_is_named(form: str, weights: Any, inputs: Any, named: str) -> None:
     config = compressed(weights, inputs, form)
-    with pytest.raises(ValueError, match=f"vllm_fl does not support experts with {named}.* in compressed-tensors yet"):
+    with pytest.raises(
+        ValueError, match=f"vllm_fl does not support experts with {named} in '{form}' of compressed-tensors .* yet"
+    ):
         mixture(config)
 
 
@@ -117,19 +137,19 @@ def test_experts_whose_products_differ_are_refused() -> None:
         "group_1": {"targets": ["Linear"], "weights": W4, "input_activations": None},
     }
     config = CompressedTensorsConfigFL.from_config({"format": "pack-quantized", "config_groups": groups, "ignore": []})
-    with pytest.raises(ValueError, match=rf"experts whose products differ in their scheme yet \({PREFIX}\)"):
+    with pytest.raises(ValueError, match=rf"experts whose products differ in their scheme \({PREFIX}\) yet"):
         mixture(config)
 
 
 def test_experts_of_other_kinds_of_fp8_and_awq_are_refused() -> None:
-    for config, named in (
-        (Fp8ConfigFL.from_config({**FP8, "weight_block_size": [64, 128]}), r"'fp8' in blocks of 64 x 128 yet"),
-        (Fp8ConfigFL.from_config({**FP8, "store_dtype": "mxfp4"}), "'mxfp4' yet"),
-        (AWQConfigFL.from_config({**AWQ, "zero_point": False}), "'awq' without zero points yet"),
-        (AWQConfigFL.from_config({**AWQ, "group_size": -1}), "'awq' without groups yet"),
+    for kind, config, named in (
+        (Fp8ConfigFL, {**FP8, "weight_block_size": [64, 128]}, r"blocks of 64 x 128\) .* in fp8 "),
+        (Fp8ConfigFL, {**FP8, "store_dtype": "mxfp4"}, "stored as 'mxfp4' in 'fp8'"),
+        (AWQConfigFL, {**AWQ, "zero_point": False}, "'awq' without zero points"),
+        (AWQConfigFL, {**AWQ, "group_size": -1}, "experts quantized by 'awq' without groups"),
     ):
-        with pytest.raises(ValueError, match=f"vllm_fl does not support experts quantized by {named}"):
-            mixture(config)
+        with pytest.raises(ValueError, match=f"vllm_fl does not support .*{named}.* yet"):
+            mixture(kind.from_config(config))
 
 
 def test_scales_of_experts_that_nobody_loaded_are_noticed() -> None:
@@ -190,7 +210,7 @@ def test_groups_that_ranks_would_divide_are_refused(kind: str, hidden: int, inne
         "awq": AWQConfigFL.from_config({**AWQ, "group_size": 128}),
         "compressed-tensors": compressed({**W4, "group_size": 128}, None),
     }[kind]
-    with pytest.raises(ValueError, match=rf"vllm_fl does not support experts whose {named} yet \({PREFIX}\)"):
+    with pytest.raises(ValueError, match=rf"vllm_fl does not support experts whose {named} \({PREFIX}\) yet"):
         mixture(config, hidden=hidden, inner=inner, tp_size=ranks)
     whole = mixture(config, hidden=256, inner=256 * ranks, tp_size=ranks)
     assert whole.intermediate_size_per_partition == 256
@@ -198,7 +218,7 @@ def test_groups_that_ranks_would_divide_are_refused(kind: str, hidden: int, inne
 
 def test_words_that_ranks_would_divide_are_refused() -> None:
     config = GPTQConfigFL.from_config({**GPTQ, "group_size": -1})
-    with pytest.raises(ValueError, match=rf"20 elements on a rank fill no whole words yet \({PREFIX}\)"):
+    with pytest.raises(ValueError, match=rf"20 elements on a rank fill no whole words \({PREFIX}\) yet"):
         mixture(config, inner=40, tp_size=2)
 
 
@@ -219,8 +239,41 @@ def test_a_scale_that_the_checkpoint_lacks_is_noticed(without: tuple[str, int] |
         assert layer.w13_input_scale.tolist() == layer.w2_input_scale.tolist() == [0.25, 0.25]
 
 
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("scheme", quantized_mixture.EXPERTS)
+def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(scheme: str, rank: int | None) -> None:
+    """``rank``: of two that share each expert."""
+    parallel = {} if rank is None else {"tp_size": 2, "tp_rank": rank}
+    size, mine = 256, slice(None) if rank is None else slice(rank * 128, (rank + 1) * 128)
+    said, generator = SCHEMES[scheme], torch.Generator().manual_seed(0)
+    config = CONFIGS[said.config["quant_method"]].from_config(dict(said.config))
+    layer = mixture(config, hidden=size, inner=size, **parallel)
+    held, shards = [], {"w1": "w13", "w3": "w13", "w2": "w2"}
+    for expert in range(2):
+        weights = {}
+        for shard, target in shards.items():
+            stored, weights[shard] = said.write(torch.randn((size, size), generator=generator))
+            for suffix, value in stored.items():
+                if suffix != "g_idx":  # vLLM's models drop it
+                    name = f"{target}_{suffix}"
+                    layer.weight_loader(getattr(layer, name), value, name, shard, expert)
+        held.append(weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    change = said.rows or (lambda rows: rows)
+    x = torch.randn(5, size, generator=generator)
+    for expert, weights in enumerate(held):
+        rows = change(x)
+        between = nn.functional.silu(rows @ weights["w1"][mine].t()) * (rows @ weights["w3"][mine].t())
+        expected = change(between) @ weights["w2"][:, mine].t()
+        routing = (torch.ones(5, 1), torch.full((5, 1), expert, dtype=torch.int32), "silu", False, None)
+        got = layer.quant_method.fl_kernel.apply_experts(layer, x, *routing, None)
+        assert (got - expected).norm() <= 0.02 * expected.norm()  # a step of quantized inputs may turn
+
+
 def test_quantized_experts_of_gpt_oss_are_refused() -> None:
-    with pytest.raises(ValueError, match=rf"quantized experts that GptOssRoutedExperts loads yet \({PREFIX}\)"):
+    with pytest.raises(
+        ValueError, match=rf"quantized experts that GptOssRoutedExperts loads in a way of its own \({PREFIX}\) yet"
+    ):
         mixture(compressed(W4, None), kind=GptOssRoutedExperts)
     left = mixture(compressed(W4, None, ignore=NAMED), kind=GptOssRoutedExperts)
     assert isinstance(left.quant_method, UnquantizedFusedMoEMethod)
@@ -306,7 +359,9 @@ def test_experts_that_the_chosen_kernel_declines_are_refused(size: str, vendors_
     with policy_context(SelectionPolicy(prefer="vendor")):
         load_experts()
         vendors_experts.append(size)
-        with pytest.raises(ValueError, match=rf"vllm_fl does not support these experts \({size} tokens\) yet"):
+        with pytest.raises(
+            ValueError, match=rf"vllm_fl does not support these experts \({size} tokens; {PREFIX}\) yet"
+        ):
             load_experts()
 
 
@@ -340,7 +395,7 @@ def test_experts_in_fp8_are_refused_on_a_chip_without_it(monkeypatch: pytest.Mon
             ValueError, match=r"vllm_fl does not support these experts \(ascend has no float8_e4m3fn\) yet"
         ):
             mixture(config)
-    assert isinstance(mixture(GPTQConfigFL.from_config(GPTQ)).quant_method, methods.GPTQMethod)
+    assert isinstance(mixture(GPTQConfigFL.from_config(GPTQ)).quant_method, methods.QuantizedMethod)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +407,7 @@ def test_experts_whose_rows_are_transformed_are_refused(targets: list[str], refu
     transforms = {"config_groups": {"one": {"type": "hadamard", "apply": applied}}}
     config = compressed(W4, None, transform_config=transforms)
     if refused:
-        with pytest.raises(ValueError, match=rf"experts whose inputs or outputs are transformed yet \({PREFIX}\)"):
+        with pytest.raises(ValueError, match=rf"experts whose inputs or outputs are transformed \({PREFIX}\) yet"):
             mixture(config)
     else:
-        assert isinstance(mixture(config).quant_method, methods.CompressedPackedMethod)
+        assert isinstance(mixture(config).quant_method, methods.QuantizedMethod)

@@ -16,7 +16,7 @@ from engines import PROMPTS, SCORED_STEP, WRONG_IF_ASKED, ran, start_features
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES
 from quantized_engines import Rules, Run, comparisons
-from quantized_mixture import BOTH_KINDS, EXPERTS, LAYERS, mixture, operator
+from quantized_mixture import BOTH_KINDS, EXPERTS, LAYERS, experts_kernel, mixture, operator
 from quantized_network import Comparison, answered
 from sampling import drawn
 
@@ -77,7 +77,7 @@ class TestNumbers(Rules):
 @each_run
 def test_its_experts_are_all_ours(run: Run, answers: dict[Run, Any]) -> None:
     report = answers[run]["report"]
-    assert report["layers"][run.made.layer.replace("Layer", "Experts")] == LAYERS
+    assert report["layers"][experts_kernel(run.scheme)] == LAYERS
     assert not report["native_layers"]
     assert ran(answers[run], operator(run.made)) - {"vendor.wrong"}
     assert not ran(answers[run], "fused_moe")

@@ -1,6 +1,6 @@
 """Quantized checkpoints in SGLang: its configurations and loaders, with our quantized layers and experts.
 
-:mod:`.configs` reads what a checkpoint says and gives each layer one of the kinds of :mod:`.schemes` or
+:mod:`.configs` reads what a checkpoint says and gives each layer one of the kinds of :mod:`.layers` or
 :mod:`.experts`; the products are those of :mod:`fl_dispatch.hosting.quantized`. Importing this package imports nothing
 of SGLang.
 """

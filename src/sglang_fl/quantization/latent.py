@@ -19,13 +19,13 @@ from fl_dispatch.hosting.quantized.layers import QuantizedLayer
 from . import refused
 
 if TYPE_CHECKING:
-    from .schemes import Scheme
+    from .layers import Layer
 
 WEIGHT, JOINED = "kv_b_proj", "fused_qkv_a_proj_with_mqa"
 """SGLang's names of layers: the one whose weight is split, and the one that its loader joins of two."""
 
 
-def refusal(scheme: Scheme, name: str) -> str:
+def refusal(scheme: Layer, name: str) -> str:
     """Why a layer with this name cannot have these weights, or an empty string."""
     if name in (WEIGHT, JOINED) and scheme.fl_given:
         return "latent attention with scales for inputs in the checkpoint"

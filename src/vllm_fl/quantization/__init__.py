@@ -20,6 +20,11 @@ SERVED: Mapping[str, str] = MappingProxyType(
 """vLLM's names of the methods that are served → the names that checkpoints have."""
 
 
+def refused(what: str, remedy: str = "") -> ValueError:
+    """The error for what a checkpoint has and is not served; ``remedy``: what works."""
+    return ValueError(f"vllm_fl does not support {what} yet{remedy and f'; {remedy}'}")
+
+
 @cache
 def register() -> None:
     """Register kernels and configurations with vLLM. Idempotent."""

@@ -10,6 +10,8 @@ from vllm.model_executor.parameter import GroupQuantScaleParameter
 
 from fl_dispatch.hosting.quantized import blocks, orders
 
+from . import refused
+
 
 def create_in_blocks(
     create: Callable[..., None],
@@ -36,7 +38,7 @@ def create_in_blocks(
     """
     parts = list(output_partition_sizes)
     if reason := blocks.indivisible(input_size_per_partition, input_size, block) if block else "":
-        raise ValueError(f"vllm_fl does not support {reason} yet ({getattr(layer, 'prefix', '')})")
+        raise refused(f"{reason} ({getattr(layer, 'prefix', '')})")
     # vLLM checks that blocks fit, because its own loader counts them from the first row.
     layer.allow_fp8_block_shape_mismatch = True
     create(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -17,29 +18,34 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+from vllm.model_executor.layers.quantization.compressed_tensors import schemes as vllms
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear import get_linear_transform_schemes
-from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
+from vllm.model_executor.layers.quantization.utils.gptq_utils import is_layer_gptq_quantized
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
-from fl_dispatch.hosting.quantized import blocks, joined, orders, remedies
+from fl_dispatch.hosting.quantized import joined, orders, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
 
-from . import experts
+from . import refused
 from .blocks import create_in_blocks
+from .experts import QuantizedMethod
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-BITS = (4, 8)
-
-
-def refused(what: str, remedy: str = "") -> ValueError:
-    """The error for what a checkpoint has and is not served; ``remedy``: what works."""
-    return ValueError(f"vllm_fl does not support {what} yet{remedy and f'; {remedy}'}")
 
 
 class Served:
     """The part that all have in common: models of any dtype, and logits by a plain product."""
+
+    fl_format: str
+    """The name that checkpoints have for the format."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        schemes.check(cls.fl_format, config, refused)
+        return super().from_config(config)  # type: ignore[misc]
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -50,22 +56,25 @@ class Served:
             return self._experts(layer, prefix)
         method = self.fl_method(layer, prefix)
         if isinstance(layer, ParallelLMHead) and not isinstance(method, (UnquantizedEmbeddingMethod, NoneType)):
-            raise ValueError(f"vllm_fl does not support a quantized head yet ({prefix})")
+            raise refused(f"a quantized head ({prefix})")
         return method
 
     def _experts(self, layer: Any, prefix: str) -> Any:
-        method, kind = self.fl_experts(layer, prefix), type(layer)
+        kind, scheme = type(layer), self.fl_experts(layer, prefix)
+        if isinstance(scheme, str):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        kernel = stored_experts.KINDS[schemes.served(scheme, prefix, refused, experts=True)](scheme)
         # A loader of a model's own knows vLLM's methods by name, and loads those of others as if they were plain.
-        if kind.weight_loader is not RoutedExperts.weight_loader and isinstance(method, experts.QuantizedMethod):
-            raise ValueError(f"vllm_fl does not support quantized experts that {kind.__name__} loads yet ({prefix})")
-        return method
+        if kind.weight_loader is not RoutedExperts.weight_loader:
+            raise refused(f"quantized experts that {kind.__name__} loads in a way of its own ({prefix})")
+        return QuantizedMethod(kernel, layer.moe_config)
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer of a kind that is served."""
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
 
-    def fl_experts(self, layer: Any, prefix: str) -> Any:
-        """The method of a layer's experts."""
+    def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
+        """The scheme of a layer's experts; a string where the checkpoint leaves them as they are."""
         raise NotImplementedError
 
 
@@ -91,22 +100,19 @@ class Fp8MethodFL(fp8.Fp8LinearMethod):
 
 
 class Fp8ConfigFL(Served, fp8.Fp8Config):
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Fp8ConfigFL:
-        blocks.warn_of_powers_of_two(config)
-        made: Fp8ConfigFL = super().from_config(config)
-        return made
+    fl_format = "fp8"
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
         method = super().fl_method(layer, prefix)
-        return Fp8MethodFL(self) if type(method) is fp8.Fp8LinearMethod else method
+        if type(method) is not fp8.Fp8LinearMethod:
+            return method
+        schemes.served(schemes.fp8(self.activation_scheme, self.weight_block_size), prefix, refused)
+        return Fp8MethodFL(self)
 
-    def fl_experts(self, layer: Any, prefix: str) -> Any:
+    def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
         if _skipped(self, prefix, self.ignored_layers, self.ignored_layers_match_mode):
-            return UnquantizedFusedMoEMethod(layer.moe_config)
-        if self.store_dtype is not None:
-            raise ValueError(f"vllm_fl does not support experts quantized by '{self.store_dtype}' yet ({prefix})")
-        return experts.Fp8Method(self, layer.moe_config)
+            return LEFT
+        return schemes.fp8(self.activation_scheme, self.weight_block_size)
 
 
 class WithoutMarlin:
@@ -122,22 +128,34 @@ class GPTQMethodFL(WithoutMarlin, auto_gptq.AutoGPTQLinearMethod):
 
 
 class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> GPTQConfigFL:
-        if (bits := config["bits"]) not in BITS:
-            raise refused(f"'gptq' with {bits} bits", remedies.BITS)
-        if not config.get("sym", True):
-            raise refused("'gptq' with zero points", remedies.ZERO_POINTS)
-        if config.get("desc_act") and config.get("group_size") != -1:
-            raise refused("'gptq' with desc_act in groups", remedies.COLUMNS)
-        made: GPTQConfigFL = super().from_config(config)
-        return made
+    fl_format = "gptq"
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
-        return get_linear_quant_method(self, layer, prefix, GPTQMethodFL)
+        if isinstance(layer, ParallelLMHead) and self.lm_head_quantized:
+            raise refused(f"a quantized head ({prefix})")
+        if not isinstance(layer, LinearBase):
+            return None
+        mapping = self.packed_modules_mapping
+        found = self._scheme(prefix, joined.names_of_parts(prefix, mapping))
+        if found == LEFT or not is_layer_gptq_quantized(prefix, self.modules_in_block_to_quantize, mapping):
+            return UnquantizedLinearMethod()
+        return GPTQMethodFL(self._of_layer(found, prefix))
 
-    def fl_experts(self, layer: Any, prefix: str) -> Any:
-        return auto_gptq.get_moe_quant_method(self, layer, prefix, experts.GPTQMethod)
+    def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
+        return self._scheme(prefix, _products(layer, prefix))
+
+    def _scheme(self, prefix: str, parts: list[str]) -> Scheme | str:
+        usual = {"bits": self.weight_bits, "group_size": self.group_size, "desc_act": self.desc_act, "sym": self.is_sym}
+        scheme: Scheme | str = schemes.gptq(usual)
+        return joined.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, str, refused)
+
+    def _of_layer(self, found: Any, prefix: str) -> GPTQConfigFL:
+        """This configuration with a layer's own bits and groups."""
+        schemes.served(found, prefix, refused)
+        bits, made = found.weights.bits, copy(self)
+        made.weight_bits, made.group_size, made.pack_factor = bits, found.weights.group, orders.WORD // bits
+        made.desc_act, made.quant_type = False, self.TYPE_MAP[bits, True]
+        return made
 
 
 @register_weight_loader_v2_supported_method
@@ -146,50 +164,43 @@ class AWQMethodFL(WithoutMarlin, auto_awq.AutoAWQMarlinLinearMethod):
 
 
 class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> AWQConfigFL:
-        if (version := str(config.get("version", "")).lower()) in remedies.UNUSUAL_VERSIONS:
-            raise refused(f"'awq' of version '{version}'", remedies.VERSION)
-        made: AWQConfigFL = super().from_config(config)
-        return made
+    fl_format = "awq"
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
             parts = joined.names_of_parts(prefix, self.packed_modules_mapping)
             if joined.agreed(self._named, prefix, parts, usual=False, said=joined.left, refused=refused):
                 return UnquantizedLinearMethod()
+            schemes.served(self._scheme(), prefix, refused)
             return AWQMethodFL(self)
         method = super().fl_method(layer, prefix)
         return AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
 
-    def fl_experts(self, layer: Any, prefix: str) -> Any:
+    def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
         if _skipped(self, prefix, self.modules_to_not_convert or [], "substring"):
-            return UnquantizedFusedMoEMethod(layer.moe_config)
-        return experts.AWQMethod(self, layer.moe_config)
+            return LEFT
+        return self._scheme()
+
+    def _scheme(self) -> Scheme:
+        return schemes.awq(self.weight_bits, self.group_size, self.zero_point)
 
     def _named(self, name: str) -> bool | None:
         """Whether a part of a layer's name is among those that are left as they are; ``None`` if not."""
         return any(part in name for part in self.modules_to_not_convert or ()) or None
 
 
-SCHEMES: dict[type, str] = {
-    schemes.CompressedTensorsW8A8Int8: "kernel",
-    schemes.CompressedTensorsWNA16: "kernel",
-    schemes.CompressedTensorsW8A8Fp8: "fp8_linear",
-    schemes.CompressedTensorsW8A16Fp8: "linear_kernel",
+MAKERS: dict[Kind, tuple[type[Any], str]] = {
+    Kind.INT8: (vllms.CompressedTensorsW8A8Int8, "kernel"),
+    Kind.FP8: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
+    Kind.FP8_WEIGHT: (vllms.CompressedTensorsW8A16Fp8, "linear_kernel"),
+    Kind.FP8_BLOCKS: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
+    Kind.COMPRESSED: (vllms.CompressedTensorsWNA16, "kernel"),
 }
-"""The schemes of ``compressed-tensors`` that are served, and where each keeps its kernel."""
+"""Kinds of layers in ``compressed-tensors`` → vLLM's class that makes their parameters, and its name of the kernel."""
 
 
 class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConfig):
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfigFL:
-        groups = (config.get("config_groups") or {}).values()
-        for order in ((group.get("weights") or {}).get("actorder") for group in groups):
-            if order in orders.REORDERED:
-                raise refused(f"compressed-tensors with actorder '{order}'", remedies.ORDER)
-        made: CompressedTensorsConfigFL = super().from_config(config)
-        return made
+    fl_format = "compressed-tensors"
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
         by_heads = (self.kv_cache_scheme or {}).get("strategy") == "attn_head"
@@ -204,57 +215,53 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         super().__init__({name: target_scheme_map[name] for name in names}, *args, **kwargs)
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
-        scheme: Any = super().get_scheme(layer, layer_name)
-        if scheme is None:
+        prefix = layer_name or ""
+        parts = joined.names_of_parts(prefix, self.packed_modules_mapping)
+        joined.check_equal(prefix, parts, [_read(self.get_scheme_dict(layer, part)) for part in parts], str, refused)
+        found = _read(self.get_scheme_dict(layer, layer_name))
+        if isinstance(found, str):
             return None
-        if type(scheme) not in SCHEMES:
+        kind = schemes.served(found, prefix, refused)
+        scheme: Any = super().get_scheme(layer, layer_name)
+        maker, kernel = MAKERS[kind]
+        if not isinstance(scheme, maker):
             name = type(scheme).__name__.removeprefix("CompressedTensors")
-            raise ValueError(f"vllm_fl does not support the scheme {name} of compressed-tensors yet ({layer_name})")
+            raise refused(f"the scheme {name} of compressed-tensors ({prefix})")
         # With VLLM_BATCH_INVARIANT vLLM 0.33 multiplies packed weights itself, as they are loaded.
         scheme.use_batch_invariant = False
         block, create = getattr(scheme, "weight_block_size", None), scheme.create_weights
         if block:
             scheme.create_weights = partial(create_in_blocks, create, block[0], "weight_scale")
-        if isinstance(scheme, schemes.CompressedTensorsW8A8Int8):
+        if isinstance(scheme, vllms.CompressedTensorsW8A8Int8):
             scheme.create_weights = partial(_with_scale_of_each_input, create)
         # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
-        scheme.process_weights_after_loading = partial(_load, scheme, SCHEMES[type(scheme)])
+        scheme.process_weights_after_loading = partial(_load, scheme, kernel)
         return scheme
 
-    def fl_experts(self, layer: Any, prefix: str) -> Any:
+    def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
         self._add_fused_moe_to_target_scheme_map()
-        parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-        names = [f"{prefix}.0.{part}" for part in parts if part is not None]
+        names = _products(layer, prefix)
         product = torch.nn.Linear(1, 1, device="meta")  # each of them, to what goes by classes
         transforms = (get_linear_transform_schemes(product, name, self.transform_config, {}) for name in names)
         if any(before or after for before, after in transforms):
-            raise ValueError(f"vllm_fl does not support experts whose inputs or outputs are transformed yet ({prefix})")
+            raise refused(f"experts whose inputs or outputs are transformed ({prefix})")
         found, *others = (self.get_scheme_dict(layer, name) for name in names)
         if any(other != found for other in others):
-            raise ValueError(f"vllm_fl does not support experts whose products differ in their scheme yet ({prefix})")
-        if found is None:
-            return UnquantizedFusedMoEMethod(layer.moe_config)
-        return self._experts_method(found, layer, prefix)
+            raise refused(f"experts whose products differ in their scheme ({prefix})")
+        return _read(found)
 
-    def _experts_method(self, found: Any, layer: Any, prefix: str) -> Any:
-        weights, rows, form = found["weights"], found["input_activations"], found["format"]
-        packed = form == "pack-quantized" and weights.num_bits in BITS
-        if self._is_wNa16_group_channel(weights, rows) and packed:
-            return experts.CompressedPackedMethod(weights, layer.moe_config)
-        inputs = "as they are"
-        if rows is not None:
-            same = weights.num_bits == rows.num_bits == 8 and weights.type == rows.type and rows.dynamic
-            plain = weights.symmetric and rows.symmetric and not weights.dynamic
-            if same and plain and (weights.strategy, rows.strategy) == ("channel", "token"):
-                method = experts.CompressedInt8Method if weights.type == "int" else experts.CompressedFp8Method
-                return method(weights, rows, layer.moe_config)
-            scale = "a scale of the checkpoint" if not rows.dynamic else f"a scale a {rows.strategy}"
-            inputs = f"of {rows.num_bits} bits with {scale}"
-        kind = f"{weights.num_bits} bits ({weights.type}, {weights.strategy}, {form})"
-        raise ValueError(
-            f"vllm_fl does not support experts with weights of {kind} and inputs {inputs} in compressed-tensors yet "
-            f"({prefix})"
-        )
+
+def _read(found: Any) -> Scheme | str:
+    """A scheme as vLLM has it in parts."""
+    if not found or found["weights"] is None:
+        return LEFT
+    return schemes.compressed(found["weights"], found["input_activations"], found["format"])
+
+
+def _products(layer: Any, prefix: str) -> list[str]:
+    """A checkpoint's names of the products of a layer's first expert."""
+    parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+    return [f"{prefix}.0.{part}" for part in parts if part is not None]
 
 
 def _skipped(config: Any, prefix: str, names: list[str], match_mode: Any) -> bool:

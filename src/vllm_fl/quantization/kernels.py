@@ -27,28 +27,21 @@ class VllmKernel(layers.QuantizedLayer):
         lacking = cls.fl_lacking()
         return not lacking, lacking or None
 
+    @classmethod
+    def can_implement(cls, c: Any) -> Answer:
+        """Every scheme that :func:`fl_dispatch.hosting.quantized.schemes.served` lets through."""
+        return True, None
+
     def input_quant_key(self) -> None:
         """Rows are quantized here, not by the layer before."""
 
 
 class Int8Layer(VllmKernel, layers.Int8Layer):
-    @classmethod
-    def can_implement(cls, c: Any) -> Answer:
-        """Without zero points."""
-        return (True, None) if c.input_symmetric else (False, "vllm_fl quantizes rows without zero points only")
+    pass
 
 
 class Fp8Layer(VllmKernel, layers.Fp8Layer):
-    @classmethod
-    def can_implement(cls, c: Any) -> Answer:
-        """Not with groups."""
-        shape = c.weight_quant_key.scale.group_shape
-        if not (shape.is_per_tensor() or shape.is_per_channel()):
-            return (
-                False,
-                f"vllm_fl has fp8 weights with a scale a column or a weight here, not {shape.row} x {shape.col}",
-            )
-        return True, None
+    pass
 
 
 class Fp8BlockLayer(VllmKernel, layers.Fp8BlockLayer):
@@ -56,24 +49,11 @@ class Fp8BlockLayer(VllmKernel, layers.Fp8BlockLayer):
         super().__init__(config)
         self.fl_block = int(config.weight_quant_key.scale.group_shape.row)
 
-    @classmethod
-    def can_implement(cls, config: Any) -> Answer:
-        """Square blocks."""
-        block, rows = config.weight_quant_key.scale.group_shape, config.activation_quant_key.scale
-        if block.row != block.col or rows.static or rows.group_shape.col != block.col:
-            return False, f"vllm_fl has square blocks only, not {block.row} x {block.col}"
-        return True, None
-
 
 class Fp8WeightLayer(VllmKernel, layers.Fp8WeightLayer):
     def __init__(self, config: Any, layer_param_names: Sequence[str] = ()) -> None:
         super().__init__(config)
         self.fl_dtype = config.input_dtype
-
-    @classmethod
-    def can_implement(cls, c: Any) -> Answer:
-        """Not with groups."""
-        return Fp8Layer.can_implement(c)
 
 
 class PackedLayer(VllmKernel, layers.PackedLayer):
@@ -92,12 +72,8 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        """Integers of 4 and 8 bits."""
+        """A rank's part has whole groups and words."""
         bits, inner = c.weight_type.size_bits, c.partition_weight_shape[0]
-        if bits not in (4, 8) or not c.weight_type.is_integer():
-            return False, f"vllm_fl has weights of 4 and 8 bits only, not {c.weight_type}"
-        if not c.weight_type.has_bias() and not c.zero_points:
-            return False, f"vllm_fl knows no {c.weight_type} without zero points"
         if c.group_size > 0 and inner % c.group_size:
             return False, f"{inner} rows of the weight are no whole number of groups of {c.group_size}"
         if any(size % (orders.WORD // bits) for size in c.partition_weight_shape):

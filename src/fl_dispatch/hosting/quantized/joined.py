@@ -52,8 +52,20 @@ def agreed(
     if all(answer is None for answer in found):
         return usual if (own := rule(prefix)) is None else own
     answers = [usual if answer is None else answer for answer in found]
+    check_equal(prefix, parts, answers, said, refused)
+    return answers[0]
+
+
+def check_equal(
+    prefix: str,
+    parts: Sequence[str],
+    answers: Sequence[T],
+    said: Callable[[T], str],
+    refused: Callable[[str], Exception],
+) -> None:
+    """Raise by ``refused`` where the answers for the parts of a layer differ; parameters as those of :func:`agreed`."""
     if all(answer == answers[0] for answer in answers):
-        return answers[0]
+        return
     words = zip(parts, map(said, answers), strict=True)
     named = ", ".join(f"{name.rpartition('.')[2]} {answer}" for name, answer in words)
     raise refused(f"one layer whose parts the checkpoint quantizes in different ways ({named}; {prefix})")

@@ -5,10 +5,13 @@ Hosts load every parameter as the checkpoint has it, a rank's part of it. See do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .remedies import OUT_OF_ORDER
 
 WORD = 32
 """Bits of an element of a packed parameter; the first number of a word is in its lowest bits."""
@@ -108,3 +111,19 @@ def scale_of_experts(scale: Tensor, columns: int) -> Tensor:
 def moves_columns(groups: Tensor) -> bool:
     """Whether ``g_idx`` of ``gptq``, the group of each column (last dimension), puts any out of order."""
     return groups.shape[-1] > 1 and bool((groups.diff(dim=-1) < 0).any())
+
+
+def loads_columns_in_order(loader: Callable[..., None], prefix: str | None) -> Callable[..., None]:
+    """A loader of ``g_idx``, the group of each column, that refuses columns out of order."""
+
+    def load(parameter: Any, loaded: Tensor, *args: Any, **named: Any) -> None:
+        if moves_columns(loaded):
+            raise ValueError(f"'g_idx' of {prefix} {OUT_OF_ORDER}")
+        loader(parameter, loaded, *args, **named)
+
+    return load
+
+
+def unset(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Scales that are not loaded yet."""
+    return torch.full(shape, torch.finfo(dtype).min, dtype=dtype)

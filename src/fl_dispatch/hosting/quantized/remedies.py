@@ -24,6 +24,9 @@ METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Methods that are not served, by the names that checkpoints have → what works."""
 BITS = "export with 4 or 8 bits"
+AWQ_BITS = "export with 4 bits, or as 'gptq', which has 8"
+PACK = "export with format 'pack-quantized'"
+DENSE = "export without sparsity"
 ZERO_POINTS = "export with 'sym': true, or as 'awq', which has zero points"
 OUT_OF_ORDER = (
     "puts columns out of order, which is not served though 'desc_act' is false: quantize without an order of "

@@ -1,11 +1,12 @@
-"""The kinds of quantized layers as SGLang knows them: an object at each layer that makes its parameters.
+"""Quantized layers as SGLang knows them: an object at each layer that makes its parameters.
 
 SGLang asks a layer's ``scheme`` which of its two loaders it wants; the parameters of all kinds are for the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,17 +25,15 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import Tensor, nn
 
 from fl_dispatch.hosting.quantized import blocks, layers, orders
-from fl_dispatch.hosting.quantized.remedies import OUT_OF_ORDER
+from fl_dispatch.hosting.quantized.schemes import TENSOR, Kind, Scheme
 
 from . import refused
 
 Loader = Callable[..., None]
-CHANNEL, TENSOR = "channel", "tensor"
-"""Whose scale a scale of weights is."""
 
 
-class Scheme(layers.QuantizedLayer):
-    """The part that all kinds share."""
+class Layer(layers.QuantizedLayer):
+    """The part that all kinds share; ``scheme``: of the layer."""
 
     requires_weight_loader_v2 = True
     fl_given = False
@@ -43,6 +42,9 @@ class Scheme(layers.QuantizedLayer):
     """Whether other ranks have other columns."""
     fl_joins = True
     """Whether SGLang's loader of DeepSeek joins two layers of this kind to one, as they lie in a checkpoint."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
 
     def create_weights(
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
@@ -60,20 +62,15 @@ class Scheme(layers.QuantizedLayer):
         raise NotImplementedError
 
 
-class _EightBits(Scheme):
-    """Weights of 8 bits, as they are stored.
-
-    Args:
-        per: whose scale a scale is.
-        given: whether the checkpoint has scales of inputs.
-    """
+class _EightBits(Layer):
+    """Weights of 8 bits, as they are stored."""
 
     stored: torch.dtype
 
-    def __init__(self, per: str, given: bool) -> None:
-        super().__init__()
-        self._per, self.fl_given = per, given
-        self.fl_joins = per != TENSOR and not given
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
+        self._per, self.fl_given = scheme.weights.per, scheme.given
+        self.fl_joins = self._per != TENSOR and not self.fl_given
 
     def create_weights(
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
@@ -90,7 +87,7 @@ class _EightBits(Scheme):
         if self._per == TENSOR:
             scale = _scales_of_layers(parts, loader)
         else:
-            scale = ChannelQuantScaleParameter(data=unset(sum(parts), 1), output_dim=0, weight_loader=loader)
+            scale = ChannelQuantScaleParameter(data=orders.unset(sum(parts), 1), output_dim=0, weight_loader=loader)
         layer.register_parameter("weight_scale", scale)
 
 
@@ -100,23 +97,7 @@ def _unread(parameter: Any, loaded: Tensor, *_: Any) -> None:
 
 
 def _scales_of_layers(parts: list[int], loader: Loader) -> Any:
-    return PerTensorScaleParameter(data=unset(len(parts)), weight_loader=loader)
-
-
-def loads_columns_in_order(loader: Loader, prefix: str | None) -> Loader:
-    """A loader of ``g_idx``, the group of each column, that refuses columns out of order."""
-
-    def load(parameter: Any, loaded: Tensor, *args: Any, **named: Any) -> None:
-        if orders.moves_columns(loaded):
-            raise ValueError(f"'g_idx' of {prefix} {OUT_OF_ORDER}")
-        loader(parameter, loaded, *args, **named)
-
-    return load
-
-
-def unset(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Scales that are not loaded yet."""
-    return torch.full(shape, torch.finfo(dtype).min, dtype=dtype)
+    return PerTensorScaleParameter(data=orders.unset(len(parts)), weight_loader=loader)
 
 
 class Int8Layer(_EightBits, layers.Int8Layer):
@@ -145,9 +126,9 @@ class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
 
     stored = torch.float8_e4m3fn
 
-    def __init__(self, block: int) -> None:
-        super().__init__(CHANNEL, False)
-        self.fl_block = block
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
+        self.fl_block = scheme.weights.block[0]
 
     def _create_scale(self, layer: Any, inner: int, parts: list[int], all_inner: int, loader: Loader) -> None:
         block = self.fl_block
@@ -156,24 +137,19 @@ class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
         made, count = BlockQuantScaleParameter, -(-sum(parts) // block)
         if not blocks.are_whole(parts, block, self.fl_divided):
             made, count, loader = GroupQuantScaleParameter, sum(parts), blocks.loads_rows(loader, block)
-        scales = unset(count, -(-inner // block))  # both names have them, so that either fills them
+        scales = orders.unset(count, -(-inner // block))  # both names have them, so that either fills them
         for name in ("weight_scale", "weight_scale_inv"):
             scale = made(data=scales, input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, scale)
 
 
-class _Packed(Scheme, layers.PackedLayer):
-    """Weights in words.
+class _Packed(Layer, layers.PackedLayer):
+    """Weights in words."""
 
-    Args:
-        bits: of a weight, 4 or 8.
-        group: elements of a row with a scale in common; -1 for all of them.
-        zeros: whether zero points count.
-    """
-
-    def __init__(self, bits: int, group: int, zeros: bool) -> None:
-        super().__init__()
-        self.fl_bits, self.fl_zero_points, self._group = bits, zeros, group
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
+        weights = scheme.weights
+        self.fl_bits, self.fl_zero_points, self._group = weights.bits, not weights.symmetric, weights.group
 
     def create_weights(
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
@@ -203,7 +179,7 @@ class _Packed(Scheme, layers.PackedLayer):
 
     def _scales(self, shape: Sequence[int], column: int, dtype: torch.dtype, loader: Loader) -> Any:
         """Scales of groups likewise."""
-        values = unset(*shape, dtype=dtype)
+        values = orders.unset(*shape, dtype=dtype)
         if self._group == -1:
             return ChannelQuantScaleParameter(data=values, output_dim=column, weight_loader=loader)
         return GroupQuantScaleParameter(data=values, input_dim=1 - column, output_dim=column, weight_loader=loader)
@@ -235,7 +211,7 @@ class GptqLayer(_Packed):
         layer.register_parameter("qweight", self._words((inner, columns), 0, 1, loader))
         layer.register_parameter("scales", self._scales(shape, 1, dtype, loader))
         layer.register_parameter("qzeros", self._words(shape, 1, 1, loader, of_groups=True))
-        order, loader = torch.empty(inner, dtype=torch.int32), loads_columns_in_order(loader, self.fl_scope)
+        order, loader = torch.empty(inner, dtype=torch.int32), orders.loads_columns_in_order(loader, self.fl_scope)
         layer.register_parameter("g_idx", RowvLLMParameter(data=order, input_dim=0, weight_loader=loader))
 
 
@@ -252,6 +228,20 @@ class AwqLayer(_Packed):
         layer.register_parameter("qzeros", self._words(shape, 1, 1, loader, of_groups=True))
 
 
+KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(
+    {
+        Kind.INT8: Int8Layer,
+        Kind.FP8: Fp8Layer,
+        Kind.FP8_WEIGHT: Fp8WeightLayer,
+        Kind.FP8_BLOCKS: Fp8BlockLayer,
+        Kind.COMPRESSED: PackedLayer,
+        Kind.GPTQ: GptqLayer,
+        Kind.AWQ: AwqLayer,
+    }
+)
+"""Kinds of layers → the class that makes their parameters."""
+
+
 class QuantizedMethod(LinearMethodBase):
     """SGLang's way to a layer's scheme.
 
@@ -265,7 +255,7 @@ class QuantizedMethod(LinearMethodBase):
 
     inner: int
 
-    def __init__(self, scheme: Scheme, quant_config: Any) -> None:
+    def __init__(self, scheme: Layer, quant_config: Any) -> None:
         self.scheme, self.quant_config = scheme, quant_config
 
     def create_weights(

@@ -1,0 +1,252 @@
+"""A quantization scheme: a checkpoint's words about a layer's weights and inputs, and the layer that computes it.
+
+Both hosts read a checkpoint's words into a :class:`Scheme`, ask :func:`served` for the kind of layer that computes it,
+or get the sentence that refuses it, and make the parameters. A new scheme is a :class:`Kind`, its place in
+:func:`kind_of`, and one class a host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from . import orders, remedies
+from .blocks import warn_of_powers_of_two
+
+CHANNEL, TENSOR, GROUP, BLOCK, TOKEN = "channel", "tensor", "group", "block", "token"
+"""Whose scale a scale is: a column's, a weight's, a group's, a block's, and a token's."""
+BITS = (4, 8)
+"""Bits of packed weights."""
+PACKED_FORM = "pack-quantized"
+LEFT = "not quantized"
+"""The answer of a checkpoint's rules for a layer that they leave as it is."""
+
+
+class Refused(Protocol):
+    """A host's error for what a checkpoint has and is not served; ``remedy``: what works."""
+
+    def __call__(self, what: str, remedy: str = "") -> Exception: ...
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How weights or inputs are stored.
+
+    Args:
+        kind: ``int`` or ``float``.
+        per: whose scale a scale is, one of :data:`CHANNEL` and those beside it.
+        group: elements of a row with a scale in common; -1 for all of them.
+        block: rows and columns of a block.
+        symmetric: whether there are no zero points.
+        dynamic: whether scales are computed from the numbers, not stored.
+    """
+
+    bits: int
+    kind: str
+    per: str
+    group: int = -1
+    block: tuple[int, int] = (0, 0)
+    symmetric: bool = True
+    dynamic: bool = False
+
+    def __str__(self) -> str:
+        per = {GROUP: f"groups of {self.group}", BLOCK: "blocks of {} x {}".format(*self.block)}.get(self.per, self.per)
+        return f"{self.bits} bits ({self.kind}, {per}{'' if self.symmetric else ', zero points'})"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A checkpoint's words about one layer.
+
+    Args:
+        method: the name that checkpoints have for the format.
+        inputs: ``None`` for inputs as they are.
+        form: of ``compressed-tensors``: how weights are stored.
+        reordered: whether columns have groups of their own (``desc_act``, ``actorder``).
+    """
+
+    method: str
+    weights: Numbers
+    inputs: Numbers | None = None
+    form: str = ""
+    reordered: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Whether the checkpoint has scales of inputs."""
+        return self.inputs is not None and not self.inputs.dynamic
+
+    def __str__(self) -> str:
+        return str(self.weights)
+
+
+class Kind(Enum):
+    """Kinds of layers: the numbers that they multiply, and for packed weights the order of a checkpoint."""
+
+    INT8 = "int8"
+    FP8 = "fp8"
+    FP8_WEIGHT = "fp8, for inputs as they are"
+    FP8_BLOCKS = "fp8 in blocks"
+    COMPRESSED = "packed by compressed-tensors"
+    GPTQ = "packed by gptq"
+    AWQ = "packed by awq"
+
+
+def compressed(weights: Any, inputs: Any, form: str) -> Scheme:
+    """A scheme of ``compressed-tensors``; ``weights`` and ``inputs``: the library's ``QuantizationArgs``."""
+    reordered = _word(weights.actorder) in orders.REORDERED
+    rows = None if inputs is None else _numbers(inputs)
+    return Scheme("compressed-tensors", _numbers(weights), rows, form, reordered)
+
+
+def _numbers(args: Any) -> Numbers:
+    down, across = args.block_structure or (0, 0)
+    return Numbers(
+        bits=args.num_bits,
+        kind=str(_word(args.type)),
+        per=str(_word(args.strategy)),
+        group=args.group_size or -1,
+        block=(down, across),
+        symmetric=args.symmetric,
+        dynamic=bool(args.dynamic),
+    )
+
+
+def _word(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def fp8(activation_scheme: str, block: Any) -> Scheme:
+    """A scheme of ``fp8``; ``block``: rows and columns of a block, or ``None`` for one scale a weight."""
+    down, across = block or (0, 0)
+    static = activation_scheme == "static"
+    rows = Numbers(8, "float", GROUP if block else TENSOR if static else TOKEN, across or -1, dynamic=not static)
+    return Scheme("fp8", Numbers(8, "float", BLOCK if block else TENSOR, block=(down, across)), rows)
+
+
+def gptq(said: Mapping[str, Any]) -> Scheme:
+    """A scheme of ``gptq``; ``said``: ``bits``, ``group_size``, ``desc_act`` and ``sym`` of a layer."""
+    group = said["group_size"]
+    weights = Numbers(said["bits"], "int", GROUP if group > 0 else CHANNEL, group, symmetric=bool(said["sym"]))
+    return Scheme("gptq", weights, reordered=bool(said["desc_act"]) and group != -1)
+
+
+def gptq_rule(usual: Mapping[str, Any], dynamic: Mapping[str, Any]) -> Callable[[str], Scheme | str | None]:
+    """The rules of ``gptq``: a layer's name → its scheme, :data:`LEFT`, or ``None`` where ``dynamic`` is silent.
+
+    Expressions are matched from the start of a name.
+
+    Args:
+        usual: see :func:`gptq`.
+        dynamic: expression → the values that differ; one behind ``-:`` names layers that are left.
+    """
+
+    def rule(name: str) -> Scheme | str | None:
+        for pattern, changed in dynamic.items():
+            if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
+                return LEFT if pattern.startswith("-:") else gptq({**usual, **changed})
+        return None
+
+    return rule
+
+
+def awq(bits: int, group: int, zero_point: bool) -> Scheme:
+    """A scheme of ``awq``."""
+    return Scheme("awq", Numbers(bits, "int", GROUP if group > 0 else CHANNEL, group, symmetric=not zero_point))
+
+
+def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
+    """Refuse what a checkpoint's configuration says of all its layers, before a host reads it.
+
+    Args:
+        method: the name of the format.
+        config: ``quantization_config``.
+        refused: the host's error.
+
+    Raises:
+        Exception: by ``refused``.
+    """
+    groups = (config.get("config_groups") or {}).values()
+    if method == "fp8" and "fp8" not in (named := config["quant_method"]):
+        raise refused("'fp8' for a checkpoint that is not quantized")
+    if method == "fp8" and "mxfp8" in named:
+        raise refused(f"quantization '{named}'")
+    if method == "fp8" and (stored := config.get("store_dtype")):
+        raise refused(f"experts stored as '{stored}' in 'fp8'")
+    if method == "gptq":
+        served(gptq({"sym": True, "desc_act": False, **config}), "", refused)
+    if method == "awq":
+        if (version := str(config.get("version", "")).lower()) in remedies.UNUSUAL_VERSIONS:
+            raise refused(f"'awq' of version '{version}'", remedies.VERSION)
+        if (bits := config.get("w_bit", config.get("bits"))) != 4:
+            raise refused(f"'awq' with {bits} bits", remedies.AWQ_BITS)
+    if (sparse := (config.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+        raise refused(f"sparse weights of compressed-tensors ('{sparse}')", remedies.DENSE)
+    if config.get("linear_fp8_config"):
+        raise refused("compressed-tensors with 'linear_fp8_config'")
+    for group in groups:
+        weights, form = group.get("weights") or {}, group.get("format") or config.get("format")
+        if (order := weights.get("actorder")) in orders.REORDERED:
+            raise refused(f"compressed-tensors with actorder '{order}'", remedies.ORDER)
+        if weights.get("type") == "int" and form == "int-quantized" and not group.get("input_activations"):
+            raise refused(f"integer weights for inputs as they are in '{form}' of compressed-tensors", remedies.PACK)
+    warn_of_powers_of_two(config)
+
+
+def served(scheme: Scheme, prefix: str, refused: Refused, experts: bool = False) -> Kind:
+    """The kind of layer that computes a scheme.
+
+    Args:
+        scheme: of a layer.
+        prefix: the layer's name; empty for a fault of the whole checkpoint.
+        refused: the host's error.
+        experts: whether these are a layer's experts.
+
+    Raises:
+        Exception: by ``refused``, in one sentence, where none does.
+    """
+    place, method, weights = f" ({prefix})" if prefix else "", scheme.method, scheme.weights
+    bits = weights.bits
+    if method == "gptq" and bits not in BITS:
+        raise refused(f"'gptq' with {bits} bits{place}", remedies.BITS)
+    if method == "gptq" and not weights.symmetric:
+        raise refused(f"'gptq' with zero points{place}", remedies.ZERO_POINTS)
+    if method == "gptq" and scheme.reordered:
+        raise refused(f"'gptq' with desc_act in groups{place}", remedies.COLUMNS)
+    if method == "awq" and weights.symmetric:
+        raise refused(f"'awq' without zero points{place}")
+    if method == "awq" and experts and weights.per == CHANNEL:
+        raise refused(f"experts quantized by 'awq' without groups{place}")
+    kind = kind_of(scheme, experts)
+    if kind is None:
+        rows = "as they are" if scheme.inputs is None else f"of {scheme.inputs}"
+        given = " with scales of the checkpoint" if scheme.given else ""
+        form = f"'{scheme.form}' of " if scheme.form else ""
+        owner = "experts with weights" if experts else "weights"
+        raise refused(f"{owner} of {weights} for inputs {rows}{given} in {form}{method}{place}")
+    return kind
+
+
+def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
+    """The kind of layer for a scheme, or ``None`` where there is none."""
+    weights, inputs, form = scheme.weights, scheme.inputs, scheme.form
+    if scheme.method in ("gptq", "awq"):
+        return Kind(f"packed by {scheme.method}")
+    if form == PACKED_FORM:
+        packed = weights.kind == "int" and weights.bits in BITS and weights.per in (CHANNEL, GROUP)
+        return Kind.COMPRESSED if packed and inputs is None and not weights.dynamic else None
+    same = inputs is None or (inputs.bits == 8 and inputs.kind == weights.kind and inputs.symmetric)
+    if not same or weights.bits != 8 or not weights.symmetric or weights.dynamic:
+        return None
+    if weights.per == BLOCK:
+        down, across = weights.block
+        whole = weights.kind == "float" and inputs is not None and not scheme.given and down == across == inputs.group
+        return Kind.FP8_BLOCKS if whole and not (experts and form) else None
+    if weights.per not in (CHANNEL, TENSOR):
+        return None
+    if inputs is None:
+        return Kind.FP8_WEIGHT if weights.kind == "float" and not experts else None
+    return Kind.FP8 if weights.kind == "float" else Kind.INT8

@@ -1,0 +1,201 @@
+"""The parameters of quantized experts as checkpoints have them, one class a kind, for the loaders of both hosts.
+
+A loader asks a parameter's attributes which part of a checkpoint's tensor is a rank's: ``quant_method`` names whose
+scale a scale is, ``is_transposed`` says that a weight's columns are its last dimension. :mod:`.experts` brings the
+parameters into an operator's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from . import experts, orders
+from .schemes import BLOCK, CHANNEL, GROUP, Kind, Scheme
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Those of a rank's experts.
+
+    Args:
+        count: experts.
+        hidden: elements of a token.
+        inner: elements between the two products of an expert.
+        gates: parts of ``w13``, 2 with a gate.
+        ranks: among which each expert is divided.
+        dtype: of the model.
+    """
+
+    count: int
+    hidden: int
+    inner: int
+    gates: int
+    ranks: int
+    dtype: torch.dtype
+
+    def weights(self) -> Iterator[tuple[str, int, int]]:
+        """``w13`` and ``w2``, with the columns and the elements of a row of an expert's weight."""
+        yield "w13", self.gates * self.inner, self.hidden
+        yield "w2", self.hidden, self.inner
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A layer whose parameters are registered.
+
+    Args:
+        layer: of a host.
+        said: what a host's loader asks of each parameter, the loader itself among it.
+        reads_order: whether the loader takes ``g_idx`` of ``gptq``.
+    """
+
+    layer: nn.Module
+    said: Mapping[str, Any]
+    reads_order: bool = False
+
+    def add(self, name: str, values: Tensor, scale_of: str = "", transposed: bool = False) -> None:
+        """Register values with a first dimension for experts; ``scale_of``: whose scales or zero points they are."""
+        parameter = nn.Parameter(values, requires_grad=False)
+        vars(parameter).update(self.said, quant_method=scale_of, is_transposed=transposed)
+        self.layer.register_parameter(name, parameter)
+
+
+class Experts(experts.QuantizedExperts):
+    """The part that all kinds share."""
+
+    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
+        """Register the parameters that a checkpoint has; or the reason why this rank's part of them cannot be used."""
+        raise NotImplementedError
+
+
+class _EightBits(Experts):
+    """Weights of 8 bits, as they are stored."""
+
+    stored: ClassVar[torch.dtype]
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self._per, self._given = scheme.weights.per, scheme.given
+
+    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
+        for name, columns, inner in sizes.weights():
+            stored = torch.empty(sizes.count, columns, inner, dtype=self.stored)
+            parameters.add(f"{name}_weight", stored)
+            of_one = (columns, 1) if self._per == CHANNEL else (sizes.gates if name == "w13" else 1,)
+            parameters.add(f"{name}_weight_scale", orders.unset(sizes.count, *of_one), self._per)
+            if self._given:
+                parameters.add(f"{name}_input_scale", orders.unset(sizes.count))
+        return ""
+
+
+class Int8Experts(_EightBits, experts.Int8Experts):
+    stored = torch.int8
+
+
+class Fp8Experts(_EightBits, experts.Fp8Experts):
+    stored = torch.float8_e4m3fn
+
+
+class Fp8BlockExperts(Experts, experts.Fp8BlockExperts):
+    """Blocks of ``fl_block`` by ``fl_block``."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme.weights.block[0])
+
+    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
+        block = self.fl_block
+        if sizes.inner % block and sizes.ranks > 1:
+            return f"experts whose {sizes.inner} elements on a rank are no whole number of blocks of {block}"
+        for name, columns, inner in sizes.weights():
+            stored = torch.empty(sizes.count, columns, inner, dtype=torch.float8_e4m3fn)
+            parameters.add(f"{name}_weight", stored)
+            parts = sizes.gates if name == "w13" else 1
+            scales = orders.unset(sizes.count, parts * -(-(columns // parts) // block), -(-inner // block))
+            parameters.add(f"{name}_weight_scale_inv", scales, BLOCK)
+        return ""
+
+
+class _Packed(Experts, experts.PackedExperts):
+    """Weights in words."""
+
+    packing: ClassVar[experts.Packing]
+    has_zeros: ClassVar[bool]
+    """Whether the checkpoint has zero points even where they do not count."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        weights = scheme.weights
+        super().__init__(self.packing, weights.bits, not weights.symmetric)
+        self._group = weights.group
+
+    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
+        if reason := experts.indivisible((sizes.hidden, sizes.inner), self._bits, self._group):
+            return reason
+        packing, scale_of = self.packing, CHANNEL if self._group == -1 else GROUP
+        for name, columns, inner in sizes.weights():
+            groups = 1 if self._group == -1 else inner // self._group
+            weight, scale = ((inner, columns), (groups, columns))
+            if not packing.transposed:
+                weight, scale = weight[::-1], scale[::-1]
+            words = self._words(sizes.count, weight, packing.weight_dim)
+            parameters.add(f"{name}_{packing.weight}", words, transposed=packing.transposed)
+            scales = orders.unset(sizes.count, *scale, dtype=sizes.dtype)
+            parameters.add(f"{name}_{packing.scale}", scales, scale_of, packing.transposed)
+            if self._zero_points or self.has_zeros:
+                words = self._words(sizes.count, scale, packing.zero_dim)
+                parameters.add(f"{name}_{packing.zero}", words, scale_of, packing.transposed)
+            self._create_rest(parameters, sizes.count, name, inner)
+        return ""
+
+    def _words(self, count: int, shape: tuple[int, ...], packed: int) -> Tensor:
+        """Words of numbers that lie packed along one dimension."""
+        sizes = [size * self._bits // orders.WORD if dim == packed else size for dim, size in enumerate(shape)]
+        return torch.zeros(count, *sizes, dtype=torch.int32)
+
+    def _create_rest(self, parameters: Parameters, count: int, name: str, inner: int) -> None:
+        """Register what a checkpoint has besides, and nobody reads."""
+
+
+class PackedExperts(_Packed):
+    """As ``compressed-tensors`` packs them."""
+
+    packing, has_zeros = experts.COMPRESSED, False
+
+    def _create_rest(self, parameters: Parameters, count: int, name: str, inner: int) -> None:
+        parameters.add(f"{name}_weight_shape", torch.empty(count, 2, dtype=torch.int64))
+
+
+class GptqExperts(_Packed):
+    """As ``gptq`` packs them, transposed. Its zero points are all in the middle."""
+
+    packing, has_zeros = experts.GPTQ, True
+
+    def _create_rest(self, parameters: Parameters, count: int, name: str, inner: int) -> None:
+        if parameters.reads_order:
+            loader = orders.loads_columns_in_order(parameters.said["weight_loader"], self.fl_scope)
+            in_order = replace(parameters, said={**parameters.said, "weight_loader": loader})
+            in_order.add(f"{name}_g_idx", torch.empty(count, inner, dtype=torch.int32))
+
+
+class AwqExperts(_Packed):
+    """As ``awq`` packs them, transposed and out of order."""
+
+    packing, has_zeros = experts.AWQ, True
+
+
+KINDS: Mapping[Kind, Callable[[Scheme], Experts]] = MappingProxyType(
+    {
+        Kind.INT8: Int8Experts,
+        Kind.FP8: Fp8Experts,
+        Kind.FP8_BLOCKS: Fp8BlockExperts,
+        Kind.COMPRESSED: PackedExperts,
+        Kind.GPTQ: GptqExperts,
+        Kind.AWQ: AwqExperts,
+    }
+)
+"""Kinds of experts → the class that makes their parameters."""
