@@ -80,7 +80,7 @@ def planted(op_name: str, device: torch.device) -> set[str]:
         for dtype in DTYPES:
             with watched() as names:
                 right = verified(impl, dtype, device)
-            assert right.problems == []
+            assert right.problems == [], (impl.impl_id, dtype)
             for name in names if right.prepared else ():
                 for fault in ({"wrong": name}, {"stale": name}):
                     with watched(**fault):

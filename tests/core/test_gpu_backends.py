@@ -315,6 +315,9 @@ def test_deep_gemm_says_what_it_lacks(hopper: Path, monkeypatch: pytest.MonkeyPa
     (hopper / "fl_test_host" / "__init__.py").touch()
     assert why() == "neither no_such_gemm nor fl_test_host.third_party.gemm is installed"
     (module / "__init__.py").write_text("raise SystemExit('nothing imports it to find it')")
+    (module / "_C.py").touch()
+    assert why() == "neither no_such_gemm nor fl_test_host.third_party.gemm is installed"
+    (module / "_C_extension.abi3.so").touch()
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(hopper))

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from fl_dispatch import BackendImplKind, OpImpl, get_default_manager, prepared
+from fl_dispatch import BackendImplKind, OpImpl, OpManager, get_default_manager, prepared
 from fl_dispatch.evidence.verify import Verification, implementations, verify
 from fl_dispatch.ops import OPERATORS, Sample
 from wrong_packing import OPERATORS_WITH_WEIGHTS, planted, spoiled
@@ -40,8 +40,8 @@ def inputs_of(op_name: str) -> list[Sample]:
 
 
 def with_forms(op_name: str, fault: str, make: Callable[[Tensor, Any], Any]) -> Verification:
-    """Verify the reference with a form of each weight in its place."""
-    manager, operator = get_default_manager(), OPERATORS[op_name]
+    """Verify the reference with a form of each weight in its place, in a manager of its own."""
+    manager, operator = OpManager(), OPERATORS[op_name]
     (reference,) = implementations(manager, [op_name], ["reference.torch"])
     names = [name for name in operator.operands(tuple(operator.parameters)) if name not in operator.later]
 

@@ -193,12 +193,17 @@ def _why_other(launcher: Launcher) -> str:
 
 @functools.cache
 def deep_gemm() -> tuple[str, ...]:
-    """The modules there that may be DeepGEMM. Imports nothing; a first call imports one."""
+    """The modules there that may be DeepGEMM. Imports nothing; a first call imports one.
+
+    A host's copy whose compiled extension is missing does not count: it imports, and raises in its first product.
+    """
     found = []
     for module in DEEP_GEMM:
         package, *inside = module.split(".")
         folder = _folder(package)
-        if folder is not None and folder.joinpath(*inside, "__init__.py").is_file():
+        if folder is None or not (place := folder.joinpath(*inside)).joinpath("__init__.py").is_file():
+            continue
+        if not place.joinpath("_C.py").is_file() or any(place.glob("_C_extension*.so")):
             found.append(module)
     return tuple(found)
 

@@ -1,0 +1,25 @@
+"""Blocks of fp8 that fit no merged layer, in engines on a GPU: the rules of the same models on a CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+from test_quantized_blocks import (
+    TestNumbers,
+    answers,
+    compared,
+    models,
+    test_its_products_in_blocks_are_all_ours,
+)
+
+pytestmark = pytest.mark.gpu
+__all__ = ["TestNumbers", "answers", "compared", "models", "test_its_products_in_blocks_are_all_ours"]
