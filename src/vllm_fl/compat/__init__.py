@@ -19,6 +19,7 @@ imports the module that it needs:
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``
 ``determinism``      vLLM's own kernels for batch invariance, on a CPU
 ``metrics``          the registry behind ``/metrics``
+``ending``           streams that run when an engine's client ends
 ``models``           models that vLLM gets wrong, or runs by classes of Transformers
 ``v0_26``            all that vLLM 0.26 needs, installed by one call
 ===================  ===================================================================================================

@@ -66,12 +66,13 @@ def register_ops() -> None:
     wanted = detect()
     START.raise_kept()
     if is_active():
-        from ..compat import metrics
+        from ..compat import ending, metrics
         from ..extensions import extensions
         from ..layers import classes
 
         _prepare_host()
         metrics.join_metrics()
+        ending.end_requests()
         for extension in extensions():
             extension.offer()
         classes.register(get_settings())

