@@ -6,7 +6,10 @@ They are of the package's small model, four layers of a Llama, and small enough 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +167,41 @@ CASES: Mapping[str, Case] = {
 }
 """By what is missing or odd. ``extra`` and ``another head`` are each host's."""
 EXTRA, HEAD = Case(_extra), Case(_with_head(equal=False))
+
+
+Outcomes = Mapping[str, Mapping[str, Any]]
+"""Case → what a host said when it loaded that checkpoint: ``refused`` (``None`` where it serves) and ``messages``."""
+
+
+def load_all(folder: Path, cases: Mapping[str, Case], script: Path, environment: Mapping[str, str]) -> Outcomes:
+    """Write each case's checkpoint, and have a host's script load them, all in one process."""
+    folders = write_all(folder, cases)
+    jobs, result = folder / "jobs.json", folder / "result.json"
+    jobs.write_text(json.dumps([str(path) for path in folders.values()]))
+    ran = subprocess.run(
+        [sys.executable, script, jobs, result], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return dict(zip(folders, json.loads(result.read_text()), strict=True))
+
+
+def check_refusal(case: Case, outcome: Mapping[str, Any]) -> None:
+    """Compare the sentence that refused a checkpoint with the case's pattern."""
+    if case.refused is None:
+        assert outcome["refused"] is None
+    else:
+        assert re.search(case.refused, outcome["refused"] or "served")
+        assert re.match("CheckpointError|ValueError", outcome["refused"])
+
+
+def warned(cases: Mapping[str, Case]) -> list[str]:
+    """The cases with a warning."""
+    return [name for name, case in cases.items() if case.warned]
+
+
+def check_warning(case: Case, outcome: Mapping[str, Any]) -> None:
+    """Find the case's warning among the messages."""
+    assert any(re.search(str(case.warned), message) for message in outcome["messages"])
 
 
 def write_all(folder: Path, cases: Mapping[str, Case]) -> dict[str, Path]:

@@ -38,7 +38,9 @@ T = TypeVar("T")
 ATTRIBUTE = "fl_prepared"
 """The attribute of a declared weight that has its forms."""
 IN_A_ROW = 64
-"""Calls in a row that find a weight written, or shared, after which it is not prepared any more."""
+"""Calls in a row that find a weight written, or shared, after which it is not prepared any more.
+
+After as many more calls, or steps, a weight that was shared is tried again if its memory has one owner then."""
 SHARED = "a view, a NumPy array or a DLPack capsule shares its memory, and PyTorch may not notice what that writes"
 """Why a weight that is not the one owner of its memory is not marked."""
 CALLED_BY_PYTORCH = "fl_dispatch.compiled.views"
@@ -153,7 +155,10 @@ def follow(weight: Tensor, forms: Forms, held: bool = True) -> None:
     if getattr(weight, ATTRIBUTE, None) is not forms:
         setattr(weight, ATTRIBUTE, forms)
         forms.fresh.clear()
-    elif not forms.made or (_unwritten(weight) and len(forms.fresh) == len(forms.made)):
+    elif not forms.made:
+        if not _may_be_again(weight, forms):
+            return
+    elif _unwritten(weight) and len(forms.fresh) == len(forms.made):
         return
     for name, make in [*forms.makers.items()]:
         _made_anew(weight, forms, name, make)
@@ -210,7 +215,7 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         if forms.settled is not weight and not _unwritten(weight):
             forms.in_a_row = forms.in_a_row + 1 if forms.fresh else 0
             forms.fresh.clear()
-        if forms.given_up or name in forms.fresh:
+        if name in forms.fresh or (forms.given_up and not _may_be_again(weight, forms)):
             return forms.made.get(name)
         now, why_not = _as_it_is(weight)
         forms.shared = forms.shared + 1 if why_not is SHARED else 0
@@ -226,6 +231,7 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         elif now is None or forms.in_a_row >= IN_A_ROW:
             forms.given_up = why_not or f"it was found written {IN_A_ROW} calls in a row"
             forms.made.clear()
+            forms.fresh.clear()
             logger.info(
                 "a weight %s %s is not prepared, so products with it may be slower: %s",
                 tuple(weight.shape), weight.dtype, forms.given_up,
@@ -240,6 +246,20 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         forms.made[name] = made
         forms.fresh.add(name)
         return made
+
+
+def _may_be_again(weight: Tensor, forms: Forms) -> bool:
+    """Whether a weight that was given up because its memory was shared is tried again: its memory has one owner now.
+
+    That is looked at in one of :data:`IN_A_ROW` calls or steps.
+    """
+    if forms.given_up is not SHARED:
+        return False
+    forms.shared += 1
+    if forms.shared % IN_A_ROW or _is_shared(weight):
+        return False
+    forms.given_up, forms.shared = "", 0
+    return True
 
 
 @cache

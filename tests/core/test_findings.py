@@ -10,7 +10,7 @@ import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "findings").glob("*"))
 FIELDS = ("Packages:", "Behaviour:", "Why it matters:", "Seen 20")
-PROJECT = re.compile(r"fl_dispatch|fl_transfer|vllm_fl|sglang_fl|fl-dispatch|/work/|\.venv\b")
+PROJECT = re.compile(r"fl_dispatch|fl_transfer|vllm_fl|sglang_fl|fl-dispatch|\.venv\b")
 
 each = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 

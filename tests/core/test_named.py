@@ -33,6 +33,16 @@ def declared(**helpers: Callable[..., Any]) -> Operator:
     [
         pytest.param(lambda weight: seen_by(weight), (WEIGHT,), id="one"),
         pytest.param(lambda epsilon, x: seen_by(epsilon, x), (0.5, X), id="in an order of its own"),
+        pytest.param(
+            lambda epsilon, weight, residual, x: seen_by(epsilon, weight, residual, x),
+            (0.5, WEIGHT, None, X),
+            id="all, in an order of its own",
+        ),
+        pytest.param(
+            lambda epsilon, weight, other, x: seen_by(epsilon, weight, other, x),
+            (X, None, WEIGHT, 0.5),
+            id="all but one, so by position",
+        ),
         pytest.param(lambda x, *, epsilon: seen_by(x, epsilon), (X, 0.5), id="by keyword alone"),
         pytest.param(lambda x, limit=7: seen_by(x, limit), (X, 7), id="beside a default of its own"),
         pytest.param(lambda: seen_by(), (), id="none"),

@@ -216,6 +216,32 @@ def test_a_weight_whose_memory_stays_shared_is_given_up_and_the_log_says_why(
     assert torch.equal(form(weight, "a", make), weight)
 
 
+@pytest.mark.parametrize("step", [True, False], ids=["in a step", "in a call"])
+def test_a_weight_that_was_given_up_is_tried_again_when_its_memory_has_one_owner(weight: Tensor, step: bool) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+    alias = weight.data.numpy()
+    for _ in range(3 * prepared.IN_A_ROW):
+        assert prepared.of(weight, "a", make) is None
+    del alias
+    for _ in range(prepared.IN_A_ROW):
+        if step:
+            prepared.follow(weight, forms)
+        else:
+            prepared.of(weight, "a", make)
+    assert prepared.may_be(weight)
+    assert torch.equal(form(weight, "a", make), weight)
+
+
+def test_a_second_form_that_is_given_up_takes_the_first_one_along(weight: Tensor) -> None:
+    first, second = Maker(), Maker()
+    form(weight, "a", first)
+    alias = weight.data
+    for _ in range(prepared.IN_A_ROW):
+        assert prepared.of(weight, "b", second) is None
+    assert prepared.of(weight, "a", first) is None
+    del alias
+
+
 def test_a_form_that_is_held_is_made_anew_in_every_step_while_memory_is_shared_and_the_log_says_so(
     weight: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:

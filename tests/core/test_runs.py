@@ -232,6 +232,22 @@ if __name__ == "__main__":
     assert {ban["implementation"] for ban in run.choices["failed"]} == {"default.fails", "vendor.fails"}
 
 
+@pytest.mark.parametrize("options", [(), ("-i",)], ids=["a program", "a prompt"])
+def test_an_error_that_a_person_met_at_a_prompt_is_not_what_ended_the_process(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    program = """
+from fl_dispatch.hosting import runs
+from fl_dispatch.hosting.survey import Survey
+runs.record("host 1", "tiny", Survey("host", {}, {}, {}), {})
+raise RuntimeError("of one cell")
+"""
+    state = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, *options, "-c", program], check=False, env=state, input=b"", capture_output=True)
+    (run,) = runs.recorded()
+    assert run.ended == ("" if options else "RuntimeError: of one cell")
+
+
 # -- the runs of an engine ---------------------------------------------------------------------------------------------
 
 

@@ -162,7 +162,7 @@ class Recorder:
         """Write the record for the last time, with the error that ends the process: this one, or the one at work."""
         if self._run is None or self._run.ended is not None:
             return
-        error = error or sys.exception() or getattr(sys, "last_value", None)
+        error = error or sys.exception() or _last_error()
         planned = error is None or isinstance(error, SystemExit | KeyboardInterrupt)
         said = "" if error is None or planned else _first_line(error)
         self._run, self._written = replace(self._run, ended=said), {}
@@ -233,6 +233,16 @@ def ending() -> Iterator[None]:
     except Exception as error:
         _recorder.end(error)
         raise
+
+
+def _last_error() -> BaseException | None:
+    """The error with which Python ended this program; an interactive one goes on after it, such as a notebook."""
+    return None if is_interactive() else getattr(sys, "last_value", None)
+
+
+def is_interactive() -> bool:
+    """Whether a person types this program: in Python's prompt (``python -i``), IPython or a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "IPython" in sys.modules
 
 
 def _first_line(error: BaseException) -> str:
