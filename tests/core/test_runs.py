@@ -237,8 +237,8 @@ def test_an_error_that_a_person_met_at_a_prompt_is_not_what_ended_the_process(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     program = """
-from fl_dispatch.hosting import runs
-from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.hosting.records import runs
+from fl_dispatch.hosting.layers.survey import Survey
 runs.record("host 1", "tiny", Survey("host", {}, {}, {}), {})
 raise RuntimeError("of one cell")
 """
