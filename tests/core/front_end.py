@@ -44,7 +44,7 @@ def samples(name: str) -> Iterable[Sample]:
 
 def existing() -> set[str]:
     """The names of all kernels that launchers have."""
-    names = [f"{impl.__name__}.{found.name}" for found in pkgutil.iter_modules(impl.__path__)]
+    names = [found.name for found in pkgutil.walk_packages(impl.__path__, f"{impl.__name__}.")]
     values = [each for name in names for each in vars(importlib.import_module(name)).values()]
     return {each.kernel.__name__ for each in values if isinstance(each, Launcher)}
 
