@@ -58,7 +58,7 @@ from .policy import (
 from .prepared import weights_were_written
 from .registry import OpRegistry, OpRegistrySnapshot
 from .selection.decision import Decision
-from .types import BackendImplKind, BackendPriority, OpImpl, match_token
+from .types import BackendImplKind, BackendPriority, OpImpl, Traits, match_token
 from .version import __version__
 
 __all__ = [
@@ -87,6 +87,7 @@ __all__ = [
     "RankDivergenceError",
     "RegistrationError",
     "SelectionPolicy",
+    "Traits",
     "__version__",
     "bind_op",
     "call_op",

@@ -15,7 +15,7 @@ from .ops import OPERATORS
 from .replaced import AtenReplacement, refuse_taken_name, register_replacement
 from .settings.names import near_miss, suggestion
 from .signatures import Convention, convention_of
-from .types import PROPERTIES, OpImpl
+from .types import TRAITS, OpImpl
 
 logger = get_logger(__name__)
 
@@ -88,8 +88,8 @@ class OpRegistry:
             if meant := suggestion(op_name, cutoff=ALMOST_SURELY):
                 logger.warning("%s registers '%s', which nobody declared%s", self._source or "a plugin", op_name, meant)
         for impl in new:
-            for key in map(str, impl.properties.keys() - PROPERTIES):
-                if known := near_miss(key, PROPERTIES):
+            for key in map(str, impl.traits.extra):
+                if known := near_miss(key, TRAITS):
                     text = "'%s' of op '%s' has the property '%s', which nobody asks for; did you mean '%s'?"
                     logger.warning(text, impl.impl_id, impl.op_name, key, known)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}

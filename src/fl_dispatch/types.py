@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -39,29 +39,61 @@ _DEFAULT_PRIORITY = {
 }
 
 
-BATCH_INVARIANT = "batch_invariant"
-ONLY_BATCH_INVARIANT = "only_batch_invariant"
-ONLY_BY_NAME = "only_by_name"
-GRAPHS = "graphs"
-DETERMINISTIC = "deterministic"
-INDUCTOR = "inductor"
-REFERENCE_FROM = "reference_from"
-CHUNK = "chunk"
-KV_LAYOUT = "kv_layout"
-KV_BLOCK = "kv_block"
-PROPERTIES = (
-    BATCH_INVARIANT,
-    ONLY_BATCH_INVARIANT,
-    ONLY_BY_NAME,
-    GRAPHS,
-    DETERMINISTIC,
-    INDUCTOR,
-    REFERENCE_FROM,
-    CHUNK,
-    KV_LAYOUT,
-    KV_BLOCK,
-)
-"""The properties that something asks for; :class:`OpImpl` says what each means. A vendor may have others."""
+@dataclass(frozen=True, eq=False)
+class Traits(Mapping[str, Any]):
+    """Facts about an implementation that policies and hosts ask for; as a mapping, those that differ from the default.
+
+    Args:
+        batch_invariant: a row of its result has the same bits in every batch.
+        only_batch_invariant: admitted only where the policy asks for batch invariance.
+        only_by_name: chosen only by its id; it compiles kernels while requests wait, for instance.
+        graphs: a graph can hold its calls; not where it takes a batch's numbers as integers, or waits for the device.
+        deterministic: the same arguments give the same result.
+        inductor: ``False`` where the reference is faster, because Inductor fuses it with the code around it.
+        reference_from: the number of tokens from which on it calls the reference itself.
+        chunk: tokens for which a scan keeps two states in float32 while it runs.
+        kv_layout: the layout of the KV cache with which it is faster, and without which it also runs.
+        kv_block: slots of a block of the KV cache from which on it is fastest.
+        extra: a vendor's own facts.
+    """
+
+    batch_invariant: bool = False
+    only_batch_invariant: bool = False
+    only_by_name: bool = False
+    graphs: bool = True
+    deterministic: bool = True
+    inductor: bool = True
+    reference_from: int | None = None
+    chunk: int | None = None
+    kv_layout: str | None = None
+    kv_block: int = 1
+    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @staticmethod
+    def of(properties: Mapping[str, Any]) -> Traits:
+        """Traits from a mapping of their names; other keys are ``extra``."""
+        if isinstance(properties, Traits):
+            return properties
+        known = {key: value for key, value in properties.items() if key in TRAITS}
+        return Traits(**known, extra={key: value for key, value in properties.items() if key not in TRAITS})
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in TRAITS:
+            return self.extra[key]
+        if (value := getattr(self, key)) == TRAITS[key]:
+            raise KeyError(key)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (key for key, default in TRAITS.items() if getattr(self, key) != default)
+        yield from self.extra
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+TRAITS: Mapping[str, Any] = {each.name: each.default for each in fields(Traits) if each.name != "extra"}
+"""The names of traits, with their defaults."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +113,8 @@ class OpImpl:
             :func:`fl_dispatch.ops.named.names_of`; ``True``, ``False``, or a string that says why not.
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
-        properties: facts that policies and hosts ask for: ``{"batch_invariant": True}``,
-            ``{"only_batch_invariant": True}`` where nobody wants it otherwise, ``{"only_by_name": True}`` where
-            nobody wants it unasked (it compiles while requests wait), ``{"graphs": False}`` where no
-            graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
-            ``{"deterministic": False}``, ``{"inductor": False}`` where the reference is faster if Inductor fuses it
-            with the code around it, ``{"reference_from": 33}`` where it calls the reference itself for 33 tokens and
-            more, ``{"chunk": 256}`` where a scan keeps two states in float32 for each so many tokens while it runs,
-            ``{"kv_layout": "NHD"}`` where it is merely faster with a layout of the cache, ``{"kv_block": 32}`` where
-            it is with blocks of so many tokens at least. A near miss of one of these is a WARNING at registration;
-            other keys are a vendor's own.
+        properties: its :class:`Traits`, or a mapping of their names, such as ``{"batch_invariant": True}``. Other keys
+            are a vendor's own; one that almost is a trait's name is a WARNING at registration.
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.
@@ -114,7 +138,7 @@ class OpImpl:
     priority: int | None = None
     supports: Callable[..., bool | str] | None = None
     available: Callable[[], bool] | None = None
-    properties: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    properties: Mapping[str, Any] = field(default_factory=Traits)
     requires: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     device_types: tuple[str, ...] | None = None
     signature: str = "checked"
@@ -138,6 +162,7 @@ class OpImpl:
             raise ValueError(f"{self.impl_id}: opaque must be True, False or None, not {self.opaque!r}")
         if self.priority is None:
             object.__setattr__(self, "priority", int(_DEFAULT_PRIORITY[self.kind]))
+        object.__setattr__(self, "properties", Traits.of(self.properties))
 
     def _check_types(self) -> None:
         """A field of another type would only show when policies are compared, far from who registered it."""
@@ -162,6 +187,11 @@ class OpImpl:
             if not fits:
                 value = getattr(self, name)
                 raise ValueError(f"OpImpl {self.impl_id} of '{self.op_name}': {name} must be {needed}, not {value!r}")
+
+    @property
+    def traits(self) -> Traits:
+        """Its properties."""
+        return Traits.of(self.properties)
 
     @property
     def place(self) -> str:
@@ -225,7 +255,7 @@ def match_token(impl: OpImpl, token: str) -> bool:
     """
     if token.startswith("impl:"):
         return impl.impl_id == token[5:]
-    if impl.properties.get(ONLY_BY_NAME):
+    if impl.traits.only_by_name:
         return False
     if token.startswith("vendor:"):
         return impl.vendor is not None and impl.vendor.casefold() == token[7:].casefold()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from builders import impl
-from fl_dispatch import BackendImplKind, BackendPriority, OpImpl, match_token
+from fl_dispatch import BackendImplKind, BackendPriority, OpImpl, Traits, match_token
 
 
 def test_the_kind_is_the_token_that_selects_it() -> None:
@@ -84,3 +84,23 @@ TOKENS = ["flagos", "vendor", "reference", "vendor:a", "vendor:b", "impl:default
 )
 def test_tokens_name_implementations(impl_id: str, named_by: set[str]) -> None:
     assert {token for token in TOKENS if match_token(impl(impl_id), token)} == named_by
+
+
+@pytest.mark.parametrize("properties", [Traits(graphs=False, chunk=256), {"graphs": False, "chunk": 256}])
+def test_properties_are_the_same_as_traits_and_by_their_names(properties: Traits | dict[str, object]) -> None:
+    found = impl("default.a", properties=properties)
+    assert (found.traits.graphs, found.traits.chunk, found.traits.inductor) == (False, 256, True)
+    assert found.properties == {"graphs": False, "chunk": 256}
+    assert found.properties.get("inductor") is None
+
+
+def test_a_property_that_is_no_trait_is_a_vendors_own() -> None:
+    found = impl("default.a", properties={"acme_clusters": 4, "kv_block": 32})
+    assert found.traits.extra == {"acme_clusters": 4}
+    assert found.properties["acme_clusters"] == 4
+    assert sorted(found.properties) == ["acme_clusters", "kv_block"]
+
+
+def test_a_trait_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(TypeError, match="batch_invarant"):
+        Traits(batch_invarant=True)  # type: ignore[call-arg]

@@ -24,7 +24,7 @@ from ..ops import OPERATORS, Access, Sample, Tolerance
 from ..ops.results import broken_promise, flat
 from ..run.plan import direct_function, why_declined
 from ..state import State
-from ..types import DETERMINISTIC, OpImpl
+from ..types import OpImpl
 from .arguments import (
     UNTOUCHED,
     Arguments,
@@ -152,7 +152,7 @@ def verify(
         direct,
         compiled_function(impl, compiled) if compiled else direct,
         repeats,
-        bool(impl.properties.get(DETERMINISTIC, True)),
+        bool(impl.traits.deterministic),
         bool(compiled),
     )
     with refusals_counted():

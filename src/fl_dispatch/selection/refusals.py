@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..settings.selection_policy import SelectionPolicy
-from ..types import BATCH_INVARIANT, ONLY_BATCH_INVARIANT, BackendImplKind, OpImpl
+from ..types import BackendImplKind, OpImpl
 
 FLAGGEMS_ID = "default.flagos"
 
@@ -31,9 +31,9 @@ def why_excluded(
     if impl.impl_id == FLAGGEMS_ID and not policy.is_flaggems_allowed(op_name):
         listed = "flagos_blacklist" if policy.flagos_whitelist is None else "flagos_whitelist"
         return f"FlagGems is switched off for it ({policy.origin(listed if policy.use_flaggems else 'use_flaggems')})"
-    if policy.batch_invariant and not impl.properties.get(BATCH_INVARIANT):
+    if policy.batch_invariant and not impl.traits.batch_invariant:
         return f"it does not declare batch_invariant ({policy.origin('batch_invariant')})"
-    if not policy.batch_invariant and impl.properties.get(ONLY_BATCH_INVARIANT):
+    if not policy.batch_invariant and impl.traits.only_batch_invariant:
         return f"it stands in for a faster one where batches are invariant ({policy.origin('batch_invariant')})"
     for name, needed in impl.requires.items():
         if name in facts and not _holds(facts[name], needed):

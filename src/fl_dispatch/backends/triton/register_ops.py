@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fl_dispatch.backends.base import Backend, Registry
 from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import interpreted, why_unavailable
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.types import BATCH_INVARIANT, ONLY_BATCH_INVARIANT, REFERENCE_FROM, BackendImplKind, OpImpl
+from fl_dispatch.types import BackendImplKind, OpImpl, Traits
 
 IMPL_ID = "default.triton"
 INVARIANT_ID = "default.triton.invariant"
@@ -121,16 +120,16 @@ def _implementation(kernel: Kernel, backend: Backend) -> OpImpl:
     if why_unavailable():
         return absent
     module = importlib.import_module(f".impl.{kernel.module}", __package__)
-    properties: dict[str, Any] = {BATCH_INVARIANT: True} if kernel.invariant else {}
-    if kernel.impl_id == INVARIANT_ID:
-        properties[ONLY_BATCH_INVARIANT] = True
-    if kernel.most_rows:
-        properties[REFERENCE_FROM] = getattr(module, kernel.most_rows) + 1
+    traits = Traits(
+        batch_invariant=kernel.invariant,
+        only_batch_invariant=kernel.impl_id == INVARIANT_ID,
+        reference_from=getattr(module, kernel.most_rows) + 1 if kernel.most_rows else None,
+    )
     return replace(
         absent,
         fn=getattr(module, kernel.op_name),
         supports=getattr(module, kernel.supports) if kernel.supports else None,
-        properties=properties,
+        properties=traits,
         # In host memory the launch declines, so that a call need not look where its tensors are.
         device_types=None if interpreted() else (detect_device().torch_type,),
         opaque=not kernel.traced,

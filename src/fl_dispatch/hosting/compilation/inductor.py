@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ... import get_default_manager, get_policy
 from ...settings.selection_policy import PREFER_DEFAULT
-from ...types import INDUCTOR
 
 
 def missing_for_cpp() -> str | None:
@@ -36,4 +35,4 @@ def fused(operators: Iterable[str]) -> list[str]:
         return []
     ruled = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned)}
     firsts = {op: manager.first_choices(op) for op in operators if op not in ruled}
-    return [op for op, impls in firsts.items() if impls and all(i.properties.get(INDUCTOR) is False for i in impls)]
+    return [op for op, impls in firsts.items() if impls and not any(impl.traits.inductor for impl in impls)]

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from ... import get_default_manager
 from ...logger_manager import get_logger
-from ...types import KV_BLOCK, KV_LAYOUT, OpImpl
+from ...types import OpImpl
 
 logger = get_logger(__name__)
 
 OPERATORS = ("paged_attention", "kv_cache_write")
-LAYOUT, MULTIPLE = KV_LAYOUT, "kv_block_multiple"
+LAYOUT, MULTIPLE = "kv_layout", "kv_block_multiple"
 """Requirements; an implementation that is merely faster with a layout has it among its properties."""
 _ORDERS = "|".join("".join(order) for order in permutations("NHD"))
 _GRAMMAR = re.compile(rf"(?P<joint>{_ORDERS})|(?P<open>\()?(?P<keys>{_ORDERS})(?P<mark>[/|])(?P<values>{_ORDERS})\)?")
@@ -194,8 +194,8 @@ def _needed_by(impl: OpImpl) -> Wish:
     multiple = impl.requires.get(MULTIPLE, 1)
     if type(multiple) is not int or multiple < 1:
         raise ValueError(f"{MULTIPLE} is a whole number above 0, not {multiple!r}")
-    wanted = impl.requires.get(LAYOUT, impl.properties.get(LAYOUT))
-    layout, block = None if wanted is None else KVLayout.parse(wanted), int(impl.properties.get(KV_BLOCK, 1))
+    wanted = impl.requires.get(LAYOUT, impl.traits.kv_layout)
+    layout, block = None if wanted is None else KVLayout.parse(wanted), int(impl.traits.kv_block)
     return Wish(layout, multiple, block, layout is not None and LAYOUT not in impl.requires)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ... import explain
-from ...types import GRAPHS
 from . import blocks, orders
 from .layers import QuantizedKernel
 
@@ -79,7 +78,7 @@ class QuantizedExperts(QuantizedKernel):
         found = explain(self.fl_operator, *args, scope=self.fl_scope)
         if found.chosen is None:
             return "; ".join(f"{impl.impl_id}: {reason}" for impl, reason in found.refusals.items() if reason)
-        if first is None or not first.properties.get(GRAPHS, True) or found.chosen.properties.get(GRAPHS, True):
+        if first is None or not first.traits.graphs or found.chosen.traits.graphs:
             return ""
         return found.refusals[first]
 

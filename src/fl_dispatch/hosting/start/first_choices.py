@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ... import get_default_manager, get_policy
 from ...compiled.manifest import Manifest
-from ...types import BATCH_INVARIANT, CHUNK, GRAPHS, REFERENCE_FROM, BackendImplKind, OpImpl
+from ...types import BackendImplKind, OpImpl
 
 STATES = 2
 """The states that an implementation with a ``chunk`` keeps for each: one before it is added to them, one behind it."""
@@ -14,7 +14,7 @@ STATES = 2
 
 def states_kept(op_name: str, tokens: int) -> int:
     """The most states, besides those of requests, that first choices keep at once for a prompt of so many tokens."""
-    chunks = (impl.properties.get(CHUNK) for impl in get_default_manager().first_choices(op_name, in_layers=True))
+    chunks = (impl.traits.chunk for impl in get_default_manager().first_choices(op_name, in_layers=True))
     most: int = max((-(-tokens // chunk) * STATES for chunk in chunks if chunk), default=0)
     return most
 
@@ -23,7 +23,7 @@ def without_graphs(operators: Iterable[str], given: Iterable[str] = ()) -> list[
     """The first choices for these operators, called with these optional parameters, that no graph can hold."""
     manager = get_default_manager()
     firsts = (impl for op in operators for impl in manager.first_choices(op, given=given))
-    return [impl for impl in firsts if impl.properties.get(GRAPHS) is False]
+    return [impl for impl in firsts if not impl.traits.graphs]
 
 
 def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
@@ -32,7 +32,7 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
     It is asked for calls with these optional parameters.
     """
     first = get_default_manager().first_choices(op_name, in_layers=True, given=given)
-    return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get(BATCH_INVARIANT) for impl in first)
+    return any(impl.kind is not BackendImplKind.REFERENCE or impl.traits.batch_invariant for impl in first)
 
 
 def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
@@ -77,7 +77,7 @@ def reference_from(manifest: Manifest, op_name: str, scope: str | None = None) -
 
 
 def _reference_from(impl: OpImpl) -> int | None:
-    return 1 if impl.kind is BackendImplKind.REFERENCE else impl.properties.get(REFERENCE_FROM)
+    return 1 if impl.kind is BackendImplKind.REFERENCE else impl.traits.reference_from
 
 
 def _last(begins: Iterable[int | None]) -> int | None:

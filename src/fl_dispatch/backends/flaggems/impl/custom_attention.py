@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_dispatch.backends.base import Registry
-from fl_dispatch.types import BackendImplKind, OpImpl
+from fl_dispatch.types import BackendImplKind, OpImpl, Traits
 
 BACKEND = "vllm_fl.attention.dense.AttentionFLBackend"
 MLA_BACKEND = "vllm_fl.attention.mla.MLAFLBackend"
@@ -19,7 +19,7 @@ def register(registry: Registry) -> None:
 
     It is batch-invariant if they are, and they have to declare that themselves.
     """
-    default, properties = BackendImplKind.DEFAULT, {"batch_invariant": True}
+    default, properties = BackendImplKind.DEFAULT, Traits(batch_invariant=True)
     registry.register_many(
         [OpImpl("attention_backend", "default.fl", default, attention_backend, properties=properties)]
     )

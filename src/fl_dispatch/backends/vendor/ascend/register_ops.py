@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fl_dispatch.backends.base import Registry
-from fl_dispatch.types import BackendImplKind, BackendPriority
+from fl_dispatch.types import BackendImplKind, BackendPriority, Traits
 
 from .ascend import AscendAttentionKernels, AscendBackend
 from .impl import (
@@ -69,7 +69,7 @@ def register_builtins(registry: Registry) -> None:
     )
     registry.register_many(
         [
-            replace(impl, properties={"graphs": False}) if impl.op_name in OUTSIDE_GRAPHS else impl
+            replace(impl, properties=Traits(graphs=False)) if impl.op_name in OUTSIDE_GRAPHS else impl
             for impl in (*plain, *cache)
         ]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_dispatch.backends.base import Registry
-from fl_dispatch.types import GRAPHS, BackendImplKind, BackendPriority
+from fl_dispatch.types import BackendImplKind, BackendPriority, Traits
 
 from .cpu import (
     CpuAttentionBackend,
@@ -51,7 +51,7 @@ def register_builtins(registry: Registry) -> None:
                     "quantize": quantization.supports_quantize,
                 },
                 opaque=True,  # the compiled operators have no fake functions
-                properties={"inductor": False},
+                properties=Traits(inductor=False),
             ),
             *CpuProductsBackend().implementations(
                 BackendImplKind.VENDOR,
@@ -107,7 +107,7 @@ def register_builtins(registry: Registry) -> None:
                     "paged_attention": attention.supports_paged_attention,
                 },
                 requires={"kv_layout": attention.KV_LAYOUT},
-                properties={"kv_block": 32},  # smaller blocks run 16 keys at a time
+                properties=Traits(kv_block=32),  # smaller blocks run 16 keys at a time
                 opaque=True,
             ),
             *CpuOwnBackend().implementations(
@@ -118,7 +118,7 @@ def register_builtins(registry: Registry) -> None:
                     "kv_cache_write": own_attention.supports_kv_cache_write,
                     "paged_attention": own_attention.supports_paged_attention,
                 },
-                properties={"kv_layout": attention.KV_LAYOUT, "kv_block": own_attention.STRIP, "batch_invariant": True},
+                properties=Traits(kv_layout=attention.KV_LAYOUT, kv_block=own_attention.STRIP, batch_invariant=True),
                 opaque=True,
             ),
             *CpuOwnExpertsBackend().implementations(
@@ -140,7 +140,7 @@ def register_builtins(registry: Registry) -> None:
                 "vendor.cpu.cpp",
                 BackendPriority.VENDOR - 6,
                 supports={"scaled_moe": own_integers.supports_scaled_moe},
-                properties={GRAPHS: False},  # as the reference, which takes what it declines
+                properties=Traits(graphs=False),  # as the reference, which takes what it declines
                 opaque=True,
             ),
             *CpuOwnQuantizedBackend().implementations(

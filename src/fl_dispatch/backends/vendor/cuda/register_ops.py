@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_dispatch.backends.base import Registry
-from fl_dispatch.types import ONLY_BY_NAME, BackendImplKind, BackendPriority
+from fl_dispatch.types import BackendImplKind, BackendPriority, Traits
 
 from .cuda import (
     CudaBackend,
@@ -94,7 +94,7 @@ def register_builtins(registry: Registry) -> None:
                 "vendor.cuda.deep_gemm",
                 priority,
                 supports={"scaled_linear": deep_gemm.supports},
-                properties={ONLY_BY_NAME: True},  # it compiles kernels while requests wait
+                properties=Traits(only_by_name=True),  # it compiles kernels while requests wait
                 opaque=True,
                 device_types=devices,
             ),
@@ -130,7 +130,7 @@ def register_builtins(registry: Registry) -> None:
                     "selective_scan": state_space.supports_scan_of_heads,
                     "selective_state_update": state_space.supports_selective_state_update,
                 },
-                properties={"chunk": state_space.CHUNK},
+                properties=Traits(chunk=state_space.CHUNK),
                 opaque=True,
                 device_types=devices,
             ),
