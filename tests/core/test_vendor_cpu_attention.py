@@ -13,7 +13,6 @@ from builders import as_called
 from comparing import alike
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
-from fl_dispatch.backends.vendor.cpu.cpu import CpuAttentionBackend
 from fl_dispatch.backends.vendor.cpu.impl import attention, limits
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
@@ -219,5 +218,5 @@ def test_kernels_with_another_layout_are_not_available(monkeypatch: pytest.Monke
         attention, "kv_cache_write", lambda k, v, keys, values, slots: write(k, v, keys, values, slots + 1)
     )
     assert "do not keep a block as HDN/HND" in attention.find_layout_problem()
-    monkeypatch.setattr("fl_dispatch.backends.vendor.cpu.cpu._layout_problem", attention.find_layout_problem)
-    assert not CpuAttentionBackend().is_available()
+    monkeypatch.setattr(attention, "_layout_problem", attention.find_layout_problem)
+    assert not any(implementation(name).is_available() for name in (WRITE, ATTEND))

@@ -11,7 +11,6 @@ from torch import Tensor
 from builders import as_called
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
-from fl_dispatch.backends.vendor.cpu.cpu import CpuRecurrentBackend
 from fl_dispatch.backends.vendor.cpu.impl import recurrent
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
@@ -72,5 +71,5 @@ def test_a_library_without_the_kernels_is_not_available(monkeypatch: pytest.Monk
     monkeypatch.setattr(library, "why_unavailable", lambda: "")
     monkeypatch.setattr(recurrent, "KERNELS", ("no_such_kernel",))
     reason = "the library for this processor has no no_such_kernel"
-    assert CpuRecurrentBackend().why_unavailable() == reason
-    assert not CpuRecurrentBackend().is_available()
+    found = {implementation(name).availability() for name in NAMES}
+    assert found == {(False, reason)}

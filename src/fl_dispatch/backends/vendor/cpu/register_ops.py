@@ -1,154 +1,74 @@
-"""Registers the CPU kernels."""
+"""Registers the CPU kernels: vLLM's compiled ones, PyTorch's oneDNN products, and C++ of this project.
+
+There is no ``gemma_rms_norm``, because vLLM's kernels round the scale to the input dtype.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 from fl_dispatch.backends.base import Registry
+from fl_dispatch.backends.rows import Row, implementations
+from fl_dispatch.devices import detect_device
 from fl_dispatch.types import BackendImplKind, BackendPriority, Traits
 
-from .cpu import (
-    CpuAttentionBackend,
-    CpuBackend,
-    CpuExpertsBackend,
-    CpuOwnBackend,
-    CpuOwnExpertsBackend,
-    CpuOwnIntegerExpertsBackend,
-    CpuOwnIntegersBackend,
-    CpuOwnQuantizedBackend,
-    CpuProductsBackend,
-    CpuRecurrentBackend,
-    CpuStateSpaceBackend,
-    OneDnnBackend,
+from . import library
+from .impl.linear import why_no_onednn
+
+
+def why_elsewhere() -> str:
+    """Why no model runs on the CPU here, or an empty string: a product has no tensors of another device to look at."""
+    device = detect_device()
+    return "" if device.torch_type == "cpu" else f"models run on {device.name} here"
+
+
+FIRST = BackendPriority.VENDOR
+_Kernel = partial(Row, kind=BackendImplKind.VENDOR, vendor="cpu", opaque=True)  # no kernel has a fake function
+Wheel = partial(_Kernel, impl_id="vendor.cpu", priority=FIRST, needs=(library.why_unavailable,))
+"""Kernels of vLLM's CPU build."""
+Build = partial(Wheel, needs=("why_unavailable",))
+"""Kernels that some builds for other processors lack."""
+OneDnn = partial(
+    _Kernel,
+    impl_id="vendor.cpu.onednn",
+    priority=FIRST - 5,  # the same kernels, and 10 us more in each call
+    needs=(why_elsewhere, why_no_onednn),
 )
-from .impl import (
-    activation,
-    attention,
-    experts,
-    normalization,
-    own_attention,
-    own_experts,
-    own_integers,
-    own_quantization,
-    quantization,
-    recurrent,
-    rotary,
-    state_space,
+"""PyTorch's products, whose repacked weights Inductor does not take."""
+Own = partial(_Kernel, impl_id="vendor.cpu.cpp", priority=FIRST - 5, needs=(why_elsewhere, "why_unavailable"))
+"""C++ of this project, which needs a compiler and no build of vLLM's."""
+OwnProduct = partial(Own, priority=FIRST - 6)  # after PyTorch's, where that one has instructions for them
+
+ROWS = (
+    Wheel("silu_and_mul", "activation", supports="supports_silu_and_mul", traits=Traits(inductor=False)),
+    Wheel("gelu_and_mul", "activation", supports="supports_gelu_and_mul", traits=Traits(inductor=False)),
+    Wheel("rms_norm", "normalization", supports="supports_rms_norm", traits=Traits(inductor=False)),
+    Wheel("rotary_embedding", "rotary", supports="supports_rotary_embedding", traits=Traits(inductor=False)),
+    Wheel("quantize", "quantization", supports="supports_quantize", traits=Traits(inductor=False)),
+    # An operator without results needs no fake function.
+    Wheel("linear", "linear", needs=(why_elsewhere, library.why_unavailable), opaque=False),
+    Build("fused_moe", "experts", supports="supports_fused_moe"),
+    OneDnn("linear", "linear:linear_reordered"),
+    OneDnn("scaled_linear", "quantization", supports="supports_scaled_linear"),
+    OneDnn("weight_only_linear", "quantization", supports="supports_weight_only_linear"),
+    Build("causal_conv1d", "recurrent", supports="supports_causal_conv1d"),
+    Build("causal_conv1d_update", "recurrent", supports="supports_causal_conv1d_update"),
+    Build("gated_delta_rule", "recurrent", supports="supports_gated_delta_rule"),
+    Build("gated_delta_rule_update", "recurrent", supports="supports_gated_delta_rule_update"),
+    Build("selective_scan", "state_space", supports="supports_selective_scan"),
+    Build("selective_state_update", "state_space", supports="supports_selective_state_update"),
+    Build("kv_cache_write", "attention", supports="supports_kv_cache_write", traits="TRAITS", requires="REQUIRES"),
+    Build("paged_attention", "attention", supports="supports_paged_attention", traits="TRAITS", requires="REQUIRES"),
+    Own("kv_cache_write", "own_attention", supports="supports_kv_cache_write", traits="TRAITS"),
+    Own("paged_attention", "own_attention", supports="supports_paged_attention", traits="TRAITS"),
+    Own("fused_moe", "own_experts", supports="supports_fused_moe"),
+    OwnProduct("scaled_linear", "own_integers", supports="supports_scaled_linear"),
+    # As the reference, which takes what it declines.
+    OwnProduct("scaled_moe", "own_integers", supports="supports_scaled_moe", traits=Traits(graphs=False)),
+    OwnProduct("weight_only_linear", "own_quantization", supports="supports_weight_only_linear"),
 )
 
 
 def register_builtins(registry: Registry) -> None:
-    """Register ``vendor.cpu`` for every operator that has a compiled kernel."""
-    registry.register_many(
-        [
-            *CpuBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu",
-                BackendPriority.VENDOR,
-                supports={
-                    "silu_and_mul": activation.supports_silu_and_mul,
-                    "gelu_and_mul": activation.supports_gelu_and_mul,
-                    "rms_norm": normalization.supports_rms_norm,
-                    "rotary_embedding": rotary.supports_rotary_embedding,
-                    "quantize": quantization.supports_quantize,
-                },
-                opaque=True,  # the compiled operators have no fake functions
-                properties=Traits(inductor=False),
-            ),
-            *CpuProductsBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu",
-                BackendPriority.VENDOR,
-                opaque=False,  # an operator without results needs no fake function
-            ),
-            *CpuExpertsBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu",
-                BackendPriority.VENDOR,
-                supports={"fused_moe": experts.supports_fused_moe},
-                opaque=True,
-            ),
-            *OneDnnBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu.onednn",
-                BackendPriority.VENDOR - 5,  # the same kernels, and 10 us more in each call
-                supports={
-                    "scaled_linear": quantization.supports_scaled_linear,
-                    "weight_only_linear": quantization.supports_weight_only_linear,
-                },
-                opaque=True,  # Inductor takes no weight in oneDNN's layout
-            ),
-            *CpuRecurrentBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu",
-                BackendPriority.VENDOR,
-                supports={
-                    "causal_conv1d": recurrent.supports_causal_conv1d,
-                    "causal_conv1d_update": recurrent.supports_causal_conv1d_update,
-                    "gated_delta_rule": recurrent.supports_gated_delta_rule,
-                    "gated_delta_rule_update": recurrent.supports_gated_delta_rule_update,
-                },
-                opaque=True,
-            ),
-            *CpuStateSpaceBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu",
-                BackendPriority.VENDOR,
-                supports={
-                    "selective_scan": state_space.supports_selective_scan,
-                    "selective_state_update": state_space.supports_selective_state_update,
-                },
-                opaque=True,
-            ),
-            *CpuAttentionBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu",
-                BackendPriority.VENDOR,
-                supports={
-                    "kv_cache_write": attention.supports_kv_cache_write,
-                    "paged_attention": attention.supports_paged_attention,
-                },
-                requires={"kv_layout": attention.KV_LAYOUT},
-                properties=Traits(kv_block=32),  # smaller blocks run 16 keys at a time
-                opaque=True,
-            ),
-            *CpuOwnBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu.cpp",
-                BackendPriority.VENDOR - 5,
-                supports={
-                    "kv_cache_write": own_attention.supports_kv_cache_write,
-                    "paged_attention": own_attention.supports_paged_attention,
-                },
-                properties=Traits(kv_layout=attention.KV_LAYOUT, kv_block=own_attention.STRIP, batch_invariant=True),
-                opaque=True,
-            ),
-            *CpuOwnExpertsBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu.cpp",
-                BackendPriority.VENDOR - 5,
-                supports={"fused_moe": own_experts.supports_fused_moe},
-                opaque=True,
-            ),
-            *CpuOwnIntegersBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu.cpp",
-                BackendPriority.VENDOR - 6,  # after PyTorch's, where that one has instructions for them
-                supports={"scaled_linear": own_integers.supports_scaled_linear},
-                opaque=True,
-            ),
-            *CpuOwnIntegerExpertsBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu.cpp",
-                BackendPriority.VENDOR - 6,
-                supports={"scaled_moe": own_integers.supports_scaled_moe},
-                properties=Traits(graphs=False),  # as the reference, which takes what it declines
-                opaque=True,
-            ),
-            *CpuOwnQuantizedBackend().implementations(
-                BackendImplKind.VENDOR,
-                "vendor.cpu.cpp",
-                BackendPriority.VENDOR - 6,
-                supports={"weight_only_linear": own_quantization.supports_weight_only_linear},
-                opaque=True,
-            ),
-        ]
-    )
+    """Register every row of the table."""
+    registry.register_many(implementations(ROWS, __package__))

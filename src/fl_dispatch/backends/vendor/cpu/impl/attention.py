@@ -10,18 +10,24 @@ another request left a NaN or an infinity there, the result is NaN, and the call
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fl_dispatch.types import Traits
+
+from .. import library
 from . import schedules
 from .limits import problem, rounds
 from .schedules import instructions
 
 KV_LAYOUT = "HDN/HND"
 """Order of a block's axes in memory, keys and values: heads, slots (N) and dimensions."""
+REQUIRES = {"kv_layout": KV_LAYOUT}
+TRAITS = Traits(kv_block=32)  # smaller blocks run 16 keys at a time
 HEAD_DIMS = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 """Those that the kernels are compiled for."""
 LEAST_BLOCK = 16
@@ -244,3 +250,11 @@ def find_layout_problem() -> str:
     if torch.equal(key_cache[1, 5], token[0, 0]) and torch.equal(value_cache[1, 5], token[1, 0]):
         return ""
     return f"the kernels of this vLLM do not keep a block as {KV_LAYOUT}"
+
+
+_layout_problem = functools.cache(find_layout_problem)
+
+
+def why_unavailable() -> str:
+    """Why the kernels are not loaded, or not those that this module knows; an empty string if they are."""
+    return library.why_unavailable() or _layout_problem()

@@ -8,6 +8,7 @@ from torch import Tensor
 from fl_dispatch import prepared
 from fl_dispatch.ops import moe as declared
 
+from .. import library
 from .expert_shapes import mismatch
 from .limits import problem, rounds
 
@@ -19,6 +20,11 @@ MANY = 96
 """Rows of an expert, on average, from which on PyTorch's products in float32 are faster."""
 INSTRUCTIONS = "vec"
 """Those that every build has."""
+
+
+def why_unavailable() -> str:
+    """Why the kernels are not loaded, or not there; an empty string if they are."""
+    return library.why_unavailable() or library.why_missing(KERNELS)
 
 
 def supports_fused_moe(

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import cpp, native
+from fl_dispatch.types import Traits
+
+from .attention import KV_LAYOUT
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 STRIP = 16
 """Elements or tokens that are computed together; a head has whole strips, and so has a block."""
+TRAITS = Traits(kv_layout=KV_LAYOUT, kv_block=STRIP, batch_invariant=True)
 
 
 class _Call(ctypes.Structure):

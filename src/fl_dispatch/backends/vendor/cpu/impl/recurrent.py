@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl_dispatch.ops.recurrent import LEAST_LENGTH
 
+from .. import library
 from .limits import problem
 
 WIDTH, CHANNELS = 4, 32
@@ -26,6 +27,11 @@ KERNELS = (
 )
 SOFTPLUS = (1.0, 20.0)
 """Its slope, and where it goes over into a straight line; PyTorch's own."""
+
+
+def why_unavailable() -> str:
+    """Why the kernels are not loaded, or not there; an empty string if they are."""
+    return library.why_unavailable() or library.why_missing(KERNELS)
 
 
 def supports_causal_conv1d(

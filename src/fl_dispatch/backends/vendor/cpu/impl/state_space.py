@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import library
 from .limits import problem, rounds
 
 KERNELS = ("mamba_chunk_scan_fwd_cpu", "selective_state_update_cpu")
 NOBODY = -1
 """A slot that no request has."""
+
+
+def why_unavailable() -> str:
+    """Why the kernels are not loaded, or not there; an empty string if they are."""
+    return library.why_unavailable() or library.why_missing(KERNELS)
 
 
 def supports_selective_scan(
