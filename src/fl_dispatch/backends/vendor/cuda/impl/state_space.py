@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.types import Traits
+
 from .limits import problem
 
 OPERATORS = "vllm.model_executor.layers.mamba.ops"
@@ -21,6 +23,7 @@ NOBODY = -1
 """A slot that no request has."""
 CHUNK = 256
 """Tokens of a chunk, as models with such layers have it."""
+TRAITS = Traits(chunk=CHUNK)
 LARGEST_STATE = 256
 """Columns of a state up to which there are kernels."""
 
