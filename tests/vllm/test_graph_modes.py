@@ -18,7 +18,6 @@ from fl_dispatch import (
     reset_global_policy,
     set_global_policy,
 )
-from fl_dispatch.backends.vendor.ascend.register_ops import OUTSIDE_GRAPHS
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.ops import OPERATORS
 from vllm_fl.compilation import compile
@@ -27,6 +26,8 @@ from vllm_fl.platform import config
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 WAITING = tuple(name for name, operator in OPERATORS.items() if operator.waits)
+OUTSIDE_GRAPHS = ("kv_cache_write", "paged_attention", "mla_decode", "mla_prefill")
+"""Operators whose Ascend kernels take a batch's lengths as integers, or wait for the device."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,75 +1,64 @@
-"""Registers the Ascend kernels."""
+"""Registers the Ascend kernels, and ``attention_backend``.
+
+Some operators have no kernel here, because ``torch_npu`` has none with their meaning: ``mul_and_silu``,
+``fatrelu_and_mul``, ``swiglustep_and_mul``, ``situ_and_mul``, ``gelu_and_mul_sparse``, ``relu2``, ``xielu`` and
+``moe_align_block_size``. docs/evidence/ascend.md has the calls of the others, what they decline and what no chip has
+shown yet.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from fl_dispatch.backends.base import Registry
+from fl_dispatch.backends.rows import Row, implementations
 from fl_dispatch.types import BackendImplKind, BackendPriority, Traits
 
-from .ascend import AscendAttentionKernels, AscendBackend
-from .impl import (
-    activation,
-    attention,
-    experts,
-    linear,
-    mla,
-    normalization,
-    quantization,
-    quantized_experts,
-    rotary,
-    routing,
-)
+from . import library
 
-OUTSIDE_GRAPHS = ("kv_cache_write", "paged_attention", "mla_decode", "mla_prefill")
-"""Their kernels take a batch's lengths as integers, which a graph would repeat, or wait for the device."""
+Kernel = partial(
+    Row,
+    impl_id="vendor.ascend",
+    kind=BackendImplKind.VENDOR,
+    vendor=library.VENDOR,
+    priority=BackendPriority.VENDOR,
+    needs=(library.why_unavailable,),
+    opaque=True,  # no chip has shown that a trace through these calls is right
+    device_types=("npu",),
+)
+OutsideGraphs = partial(Kernel, traits=Traits(graphs=False))
+"""Kernels that take a batch's lengths as integers, which a graph would repeat, or wait for the device."""
+
+ROWS = (
+    Kernel("silu_and_mul", "activation", supports="supports"),
+    Kernel("gelu_and_mul", "activation", supports="supports_gelu"),
+    Kernel("swigluoai_and_mul", "activation", supports="supports_clipped"),
+    Kernel("silu_and_mul_with_clamp", "activation", supports="supports_clipped"),
+    Kernel("gelu", "activation", supports="supports_gelu"),
+    Kernel("quick_gelu", "activation", supports="supports"),
+    Kernel("rms_norm", "normalization", supports="supports_rms_norm"),
+    Kernel("gemma_rms_norm", "normalization", supports="supports_rms_norm"),
+    Kernel("layer_norm", "normalization", supports="supports_layer_norm"),
+    Kernel("rotary_embedding", "rotary", supports="supports_rotary_embedding"),
+    Kernel("linear", "linear", supports="supports_linear"),
+    Kernel("quantize", "quantization", supports="supports_quantize"),
+    Kernel("scaled_linear", "quantization", supports="supports_scaled_linear"),
+    Kernel("weight_only_linear", "quantization", supports="supports_weight_only_linear"),
+    Kernel("topk_softmax", "routing", supports="supports_topk"),
+    Kernel("topk_sigmoid", "routing", supports="supports_topk"),
+    Kernel("grouped_topk", "routing", supports="supports_grouped_topk"),
+    Kernel("fused_moe", "experts", supports="supports_fused_moe"),
+    Kernel("scaled_moe", "quantized_experts", supports="supports_scaled_moe"),
+    Kernel("weight_only_moe", "quantized_experts", supports="supports_weight_only_moe"),
+    Kernel("moe_sum", "experts", supports="supports_moe_sum"),
+    OutsideGraphs("mla_decode", "mla", supports="supports_mla_decode"),
+    OutsideGraphs("mla_prefill", "mla", supports="supports_mla_prefill"),
+    Kernel("attention_backend", "attention"),
+    OutsideGraphs("kv_cache_write", "attention", supports="supports_kv_cache_write", requires="REQUIRES"),
+    OutsideGraphs("paged_attention", "attention", supports="supports_paged_attention", requires="REQUIRES"),
+)
 
 
 def register_builtins(registry: Registry) -> None:
-    """Register ``vendor.ascend`` for every operator that has a kernel, and for ``attention_backend``."""
-    kind, priority, devices = BackendImplKind.VENDOR, BackendPriority.VENDOR, ("npu",)
-    plain = AscendBackend().implementations(
-        kind,
-        "vendor.ascend",
-        priority,
-        supports={
-            **dict.fromkeys(("silu_and_mul", "quick_gelu"), activation.supports),
-            **dict.fromkeys(("swigluoai_and_mul", "silu_and_mul_with_clamp"), activation.supports_clipped),
-            **dict.fromkeys(("gelu", "gelu_and_mul"), activation.supports_gelu),
-            **dict.fromkeys(("rms_norm", "gemma_rms_norm"), normalization.supports_rms_norm),
-            "layer_norm": normalization.supports_layer_norm,
-            "rotary_embedding": rotary.supports_rotary_embedding,
-            "linear": linear.supports_linear,
-            "quantize": quantization.supports_quantize,
-            "scaled_linear": quantization.supports_scaled_linear,
-            "weight_only_linear": quantization.supports_weight_only_linear,
-            **dict.fromkeys(("topk_softmax", "topk_sigmoid"), routing.supports_topk),
-            "grouped_topk": routing.supports_grouped_topk,
-            "fused_moe": experts.supports_fused_moe,
-            "scaled_moe": quantized_experts.supports_scaled_moe,
-            "weight_only_moe": quantized_experts.supports_weight_only_moe,
-            "moe_sum": experts.supports_moe_sum,
-            "mla_decode": mla.supports_mla_decode,
-            "mla_prefill": mla.supports_mla_prefill,
-        },
-        opaque=True,  # no chip has shown that a trace through these calls is right
-        device_types=devices,
-    )
-    cache = AscendAttentionKernels().implementations(
-        kind,
-        "vendor.ascend",
-        priority,
-        supports={
-            "kv_cache_write": attention.supports_kv_cache_write,
-            "paged_attention": attention.supports_paged_attention,
-        },
-        requires={"kv_layout": attention.KV_LAYOUT, "kv_block_multiple": attention.BLOCK_MULTIPLE},
-        opaque=True,
-        device_types=devices,
-    )
-    registry.register_many(
-        [
-            replace(impl, properties=Traits(graphs=False)) if impl.op_name in OUTSIDE_GRAPHS else impl
-            for impl in (*plain, *cache)
-        ]
-    )
+    """Register every row of the table."""
+    registry.register_many(implementations(ROWS, __package__))

@@ -27,6 +27,7 @@ MLA_BACKEND = "vllm_fl.attention.mla.MLAFLBackend"
 KV_LAYOUT = "(NHD|NHD)"
 """All keys of a layer, then all values, each contiguous: slots (N), heads and dimensions of a block in this order."""
 BLOCK_MULTIPLE = 128
+REQUIRES = {"kv_layout": KV_LAYOUT, "kv_block_multiple": BLOCK_MULTIPLE}
 LARGEST_BLOCK = 512
 HEAD_SIZES = (128, 192)
 MOST_HEADS = 256
