@@ -18,46 +18,38 @@ from fl_dispatch import devices as device
 from fl_dispatch.backends.flaggems import library as flaggems
 from fl_dispatch.backends.flaggems.flaggems import FlagGemsBackend
 from fl_dispatch.backends.vendor.cuda import library
-from fl_dispatch.backends.vendor.cuda.cuda import (
-    CudaBackend,
-    CudaExpertsBackend,
-    CutlassBackend,
-    CutlassBlocksBackend,
-    DeepGemmBackend,
-    FlashAttentionBackend,
-    MacheteBackend,
-    MarlinBackend,
-    ScanBackend,
-    SglangAttentionBackend,
-    StateSpaceBackend,
-)
+from fl_dispatch.backends.vendor.cuda import register_ops as cuda
 from fl_dispatch.backends.vendor.cuda.impl import attention, deep_gemm, experts, quantization
 from fl_dispatch.devices import nvml
 
-BACKENDS = {
-    "vendor.cuda": (CudaBackend, CudaExpertsBackend, ScanBackend),
-    "vendor.cuda.cutlass": (CutlassBackend,),
-    "vendor.cuda.cutlass.blocks": (CutlassBlocksBackend,),
-    "vendor.cuda.deep_gemm": (DeepGemmBackend,),
-    "vendor.cuda.fa3": (FlashAttentionBackend,),
-    "vendor.cuda.machete": (MacheteBackend,),
-    "vendor.cuda.marlin": (MarlinBackend,),
-    "vendor.cuda.sglang_fa3": (SglangAttentionBackend,),
-    "vendor.cuda.triton": (StateSpaceBackend,),
-    "default.flagos": (FlagGemsBackend,),
+IDS = {
+    "vendor.cuda",
+    "vendor.cuda.cutlass",
+    "vendor.cuda.cutlass.blocks",
+    "vendor.cuda.deep_gemm",
+    "vendor.cuda.fa3",
+    "vendor.cuda.machete",
+    "vendor.cuda.marlin",
+    "vendor.cuda.sglang_fa3",
+    "vendor.cuda.triton",
+    "default.flagos",
 }
-KINDS = dict.fromkeys(BACKENDS, BackendImplKind.VENDOR) | {"default.flagos": BackendImplKind.DEFAULT}
+OPERATORS = {
+    **{name: {row.op_name for row in cuda.ROWS if row.impl_id == name} for name in IDS},
+    "default.flagos": {
+        impl.op_name for impl in FlagGemsBackend().implementations(BackendImplKind.DEFAULT, "default.flagos")
+    },
+}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
-@pytest.mark.parametrize("impl_id", BACKENDS)
+@pytest.mark.parametrize("impl_id", sorted(IDS))
 def test_every_operator_of_a_backend_is_registered_for_its_device_only(impl_id: str) -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
     registered = {op for op in manager.registry.list_operators() if manager.registry.get_implementation(op, impl_id)}
-    assert registered == {
-        impl.op_name for backend in BACKENDS[impl_id] for impl in backend().implementations(KINDS[impl_id], impl_id)
-    }
+    assert registered
+    assert registered == OPERATORS[impl_id]
     for op in registered:
         impl = manager.registry.get_implementation(op, impl_id)
         assert impl is not None
@@ -67,11 +59,16 @@ def test_every_operator_of_a_backend_is_registered_for_its_device_only(impl_id: 
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("impl_id", BACKENDS)
+@pytest.mark.parametrize("impl_id", sorted(IDS))
 def test_without_a_gpu_a_backend_says_why_it_is_not_available(impl_id: str) -> None:
-    for backend in BACKENDS[impl_id]:
-        assert not backend().is_available()
-        assert "GPU" in backend().why_unavailable() or "not installed" in backend().why_unavailable()
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    for op in OPERATORS[impl_id]:
+        impl = manager.registry.get_implementation(op, impl_id)
+        assert impl is not None
+        available, why = impl.availability()
+        assert not available
+        assert "GPU" in why or "not installed" in why
 
 
 def test_a_tensor_on_the_cpu_is_declined_with_a_reason() -> None:

@@ -1,31 +1,18 @@
-"""The FlagGems backend.
-
-It leaves out what FlagGems 5.0.2 gets wrong or does not have: its cache write ignores the strides of a cache whose
-heads lie before its slots, and it has no latent attention with our arguments.
-"""
+"""FlagGems as a backend class, by the path of the specification; :mod:`.register_ops` registers its rows."""
 
 from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
+from fl_dispatch.backends.rows import implementations
 
 from . import library
-from .impl import activation, experts, normalization, rotary
+from .register_ops import ROWS
 
 
 class FlagGemsBackend(Backend):
     """FlagGems, wherever it is installed (``pip install --no-deps flag-gems``: it pins an old NumPy)."""
 
-    silu_and_mul = staticmethod(activation.silu_and_mul)
-    gelu_and_mul = staticmethod(activation.gelu_and_mul)
-    rms_norm = staticmethod(normalization.rms_norm)
-    rotary_embedding = staticmethod(rotary.rotary_embedding)
-    topk_softmax = staticmethod(experts.topk_softmax)
-    moe_sum = staticmethod(experts.moe_sum)
-
-    @property
-    def name(self) -> str:
-        """``flaggems``."""
-        return "flaggems"
+    name = "flaggems"
 
     def is_available(self) -> bool:
         """Whether FlagGems and a GPU are there."""
@@ -34,3 +21,7 @@ class FlagGemsBackend(Backend):
     def why_unavailable(self) -> str:
         """Why not."""
         return library.why_unavailable()
+
+
+for _impl in implementations(ROWS, __package__):
+    setattr(FlagGemsBackend, _impl.op_name, staticmethod(_impl.fn))

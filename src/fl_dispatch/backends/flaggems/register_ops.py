@@ -1,34 +1,52 @@
-"""Registers FlagGems."""
+"""Registers FlagGems: its operators, the attention class, and its kernels for PyTorch's own operators.
+
+It leaves out what FlagGems 5.0.2 gets wrong or does not have: its cache write ignores the strides of a cache whose
+heads lie before its slots, and it has no latent attention with our arguments.
+"""
 
 from __future__ import annotations
 
-from fl_dispatch.backends.base import Registry
-from fl_dispatch.devices import detect_device
-from fl_dispatch.types import BackendImplKind, BackendPriority
+from dataclasses import replace
+from functools import partial
 
+from fl_dispatch.backends.base import Registry
+from fl_dispatch.backends.rows import Row, implementations
+from fl_dispatch.devices import detect_device
+from fl_dispatch.types import BackendImplKind, BackendPriority, Traits
+
+from . import library
 from .aten import replacement
-from .flaggems import FlagGemsBackend
-from .impl import activation, custom_attention, experts, normalization, rotary
+
+Operator = partial(
+    Row,
+    impl_id="default.flagos",
+    kind=BackendImplKind.DEFAULT,
+    priority=BackendPriority.DEFAULT,
+    needs=(library.why_unavailable,),
+    opaque=True,  # it launches through layers of Python that Dynamo does not follow
+)
+
+ROWS = (
+    Operator("silu_and_mul", "activation", supports="supports"),
+    Operator("gelu_and_mul", "activation", supports="supports"),
+    Operator("rms_norm", "normalization", supports="supports_rms_norm"),
+    Operator("rotary_embedding", "rotary", supports="supports_rotary_embedding"),
+    Operator("topk_softmax", "experts", supports="supports_topk_softmax"),
+    Operator("moe_sum", "experts", supports="supports_moe_sum"),
+)
+ATTENTION = Row(
+    "attention_backend",
+    "custom_attention",
+    impl_id="default.fl",
+    kind=BackendImplKind.DEFAULT,
+    traits=Traits(batch_invariant=True),
+)
+"""The attention class needs no FlagGems: it dispatches its operators, which declare themselves what they are."""
 
 
 def register_builtins(registry: Registry) -> None:
     """Register ``default.flagos`` for each operator, ``default.fl`` for ``attention_backend``, and its ATen kernels."""
+    devices = (detect_device().torch_type,)
     registry.register_replacement(replacement)
-    custom_attention.register(registry)
-    registry.register_many(
-        FlagGemsBackend().implementations(
-            BackendImplKind.DEFAULT,
-            "default.flagos",
-            BackendPriority.DEFAULT,
-            supports={
-                "silu_and_mul": activation.supports,
-                "gelu_and_mul": activation.supports,
-                "rms_norm": normalization.supports_rms_norm,
-                "rotary_embedding": rotary.supports_rotary_embedding,
-                "topk_softmax": experts.supports_topk_softmax,
-                "moe_sum": experts.supports_moe_sum,
-            },
-            opaque=True,  # it launches through layers of Python that Dynamo does not follow
-            device_types=(detect_device().torch_type,),
-        )
-    )
+    rows = (ATTENTION, *(replace(row, device_types=devices) for row in ROWS))
+    registry.register_many(implementations(rows, __package__))
