@@ -78,15 +78,15 @@ def main() -> None:
         mock.patch.object(Launcher, "__call__", launch),
         mock.patch.object(ASTSource, "make_ir", make_and_stop),
     ):
-        for kernel in register_ops.KERNELS:
-            module = importlib.import_module(f"{impl.__name__}.{kernel.module}")
-            call = getattr(module, kernel.op_name)
-            asked = getattr(module, kernel.supports) if kernel.supports else lambda: True
-            supports = of_arguments(asked, OPERATORS[kernel.op_name].parameters)
-            for sample in samples(kernel.op_name):
+        for row in register_ops.ROWS:
+            module = importlib.import_module(f"{impl.__name__}.{row.module}")
+            call = getattr(module, row.function)
+            asked = getattr(module, row.supports) if row.supports else lambda: True
+            supports = of_arguments(asked, OPERATORS[row.op_name].parameters)
+            for sample in samples(row.op_name):
                 if len(sample.args) > len(inspect.signature(call).parameters) or supports(*sample.args) is not True:
                     continue
-                inputs.append(f"{kernel.op_name}, {sample.label}")
+                inputs.append(f"{row.op_name}, {sample.label}")
                 with contextlib.suppress(NotSupported):
                     call(*sample.args)
     print(json.dumps([sorted(set(read.values())), sorted(existing()), refused]))

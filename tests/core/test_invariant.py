@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import invariance
-from fl_dispatch import SelectionPolicy
+from fl_dispatch import SelectionPolicy, Traits
 from fl_dispatch.backends.reference.impl import invariant
-from fl_dispatch.backends.triton.register_ops import IMPL_ID, INVARIANT_ID, KERNELS
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, INVARIANT_ID, ROWS
 from fl_dispatch.backends.vendor.cpu.impl import own_attention
 from fl_dispatch.devices.triton import why_unavailable
 from fl_dispatch.selection.decision import select
@@ -28,7 +28,9 @@ from sampling import drawn
 CPU = torch.device("cpu")
 REFERENCES = ("reference.torch", "reference.invariant")
 TRITON = (IMPL_ID, INVARIANT_ID)
-INVARIANT_KERNELS = {(kernel.op_name, kernel.impl_id) for kernel in KERNELS if kernel.invariant}
+INVARIANT_KERNELS = {
+    (row.op_name, row.impl_id) for row in ROWS if isinstance(row.traits, Traits) and row.traits.batch_invariant
+}
 CPP = "vendor.cpu.cpp"
 OF_A_MODEL = {*invariance.CASES} - {"layer_norm"}
 """Operators of dense models and of mixtures."""

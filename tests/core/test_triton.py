@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.backends.triton.register_ops import IMPL_ID, KERNELS, PRIORITY
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, PRIORITY, ROWS
 from fl_dispatch.devices import CPU
 from fl_dispatch.devices.triton import why_unavailable
 from interpreting import run
@@ -501,8 +501,8 @@ def test_fp8_is_left_to_others_where_it_does_not_compile() -> None:
 def test_every_kernel_is_registered_below_flaggems_whether_or_not_it_can_run() -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
-    for kernel in KERNELS:
-        found = manager.registry.get_implementation(kernel.op_name, kernel.impl_id)
+    for row in ROWS:
+        found = manager.registry.get_implementation(row.op_name, row.impl_id)
         assert found is not None
         assert found.priority == PRIORITY < 150
 

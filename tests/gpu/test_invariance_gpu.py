@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import invariance
-from fl_dispatch.backends.triton.register_ops import IMPL_ID, INVARIANT_ID, KERNELS
+from fl_dispatch import Traits
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, INVARIANT_ID, ROWS
 from fl_dispatch.cli.checkpoints import build_checkpoint
 
 if not torch.cuda.is_available():
@@ -21,6 +22,9 @@ if not torch.cuda.is_available():
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
 """float16 has the tiles of bfloat16."""
+INVARIANT_KERNELS = [
+    (row.op_name, row.impl_id) for row in ROWS if isinstance(row.traits, Traits) and row.traits.batch_invariant
+]
 
 
 ASKED = {"VLLM_BATCH_INVARIANT": "1"}
@@ -59,7 +63,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("op_name", "impl_id"), [(each.op_name, each.impl_id) for each in KERNELS if each.invariant])
+@pytest.mark.parametrize(("op_name", "impl_id"), INVARIANT_KERNELS)
 def test_a_kernels_rows_do_not_depend_on_the_batch(op_name: str, impl_id: str, dtype: torch.dtype) -> None:
     (impl,) = (impl for impl in invariance.declared(impl_id) if impl.op_name == op_name)
     assert invariance.differences(impl, dtype, torch.device("cuda")) == []

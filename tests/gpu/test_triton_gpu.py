@@ -18,13 +18,13 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.backends.triton.impl import hopper, launch
 from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_prefill, paged
 from fl_dispatch.backends.triton.impl.rows import activation
-from fl_dispatch.backends.triton.register_ops import IMPL_ID, KERNELS
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, ROWS
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-OURS = {kernel.op_name: kernel.traced for kernel in KERNELS if kernel.impl_id == IMPL_ID}
+OURS = {row.op_name: not row.opaque for row in ROWS if row.impl_id == IMPL_ID}
 """Operator → whether Dynamo traces its kernel."""
 
 

@@ -74,13 +74,13 @@ def implementations(rows: Iterable[Row], package: str) -> list[OpImpl]:
 
 
 def absent(rows: Iterable[Row]) -> list[OpImpl]:
-    """Rows of modules that cannot be imported here; each has its operator's prototype, so that decisions say why."""
+    """Rows of modules that cannot be imported here; each has its operator's reference, so that decisions say why."""
     return [
         OpImpl(
             row.op_name,
             row.impl_id,
             row.kind,
-            OPERATORS[row.op_name].prototype,
+            OPERATORS[row.op_name].reference,
             vendor=row.vendor,
             priority=row.priority,
             available=Needs(tuple(check for check in row.needs if not isinstance(check, str))).is_available,

@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
-from fl_dispatch.backends.base import Backend, Registry
+from fl_dispatch.backends.base import Registry
+from fl_dispatch.backends.rows import Row, absent, implementations
 from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import interpreted, why_unavailable
-from fl_dispatch.ops import OPERATORS
-from fl_dispatch.types import BackendImplKind, OpImpl, Traits
+from fl_dispatch.types import BackendImplKind, Traits
 
 IMPL_ID = "default.triton"
 INVARIANT_ID = "default.triton.invariant"
 PRIORITY = 140
 """Below FlagGems, which has its kind's priority."""
 
+Kernel = partial(
+    Row, impl_id=IMPL_ID, kind=BackendImplKind.DEFAULT, priority=PRIORITY, needs=(why_unavailable,), opaque=True
+)
+"""A kernel that Dynamo does not trace; Inductor compiles around those that are not ``opaque``."""
+SAME_ROWS = Traits(batch_invariant=True)
+"""Traits of kernels whose tiles are the same in every batch."""
+Invariant = partial(Kernel, impl_id=INVARIANT_ID, traits=Traits(batch_invariant=True, only_batch_invariant=True))
+"""Forms with such tiles of kernels whose tiles depend on the batch."""
 
-@dataclass(frozen=True)
-class Kernel:
-    """A function of ``impl``, whose modules are imported only where Triton can run.
-
-    Args:
-        op_name: the operator, and the function.
-        module: it is in.
-        traced: Dynamo traces it, and Inductor compiles around it.
-        invariant: its tiles are the same in every batch.
-        supports: the module's predicate for arguments that it declines before it is called.
-        most_rows: the module's constant; for more tokens it calls the reference itself.
-    """
-
-    op_name: str
-    module: str
-    traced: bool = False
-    invariant: bool = False
-    supports: str = ""
-    most_rows: str = ""
-
-    @property
-    def impl_id(self) -> str:
-        """The id; the forms in ``invariant``, of kernels whose tiles depend on the batch, have one of their own."""
-        return INVARIANT_ID if self.module == "invariant" else IMPL_ID
-
-
-KERNELS = (
-    Kernel("linear", "products.linear", most_rows="MOST_ROWS"),
-    Kernel("linear", "invariant", invariant=True),
+ROWS = (
+    Kernel("linear", "products.linear", traits="TRAITS"),
+    Invariant("linear", "invariant"),
     Kernel("lora_shrink", "products.lora"),
     Kernel("lora_expand", "products.lora"),
     Kernel("quantize", "rows.quantization", supports="supports"),
@@ -54,28 +36,28 @@ KERNELS = (
     Kernel("scaled_linear", "products.scaled_linear", supports="supports"),
     Kernel("weight_only_linear", "products.weight_only_linear", supports="supports"),
     Kernel("fused_linear", "fusion.fused_linear", supports="supports"),
-    Kernel("silu_and_mul", "rows.activation", traced=True, invariant=True),
-    Kernel("gelu_and_mul", "rows.activation", traced=True, invariant=True),
-    Kernel("rms_norm", "rows.normalization", traced=True, invariant=True),
-    Kernel("gemma_rms_norm", "rows.normalization", traced=True, invariant=True),
-    Kernel("rms_norm_gated", "rows.gated_norm", traced=True),
-    Kernel("rotary_embedding", "rows.rotary", traced=True, invariant=True),
-    Kernel("topk_softmax", "experts.routing", traced=True),
-    Kernel("topk_softmax", "invariant", traced=True, invariant=True),
-    Kernel("topk_sigmoid", "experts.routing", traced=True),
-    Kernel("topk_sigmoid", "invariant", traced=True, invariant=True),
-    Kernel("grouped_topk", "experts.routing", traced=True),
-    Kernel("grouped_topk", "invariant", traced=True, invariant=True),
+    Kernel("silu_and_mul", "rows.activation", opaque=False, traits=SAME_ROWS),
+    Kernel("gelu_and_mul", "rows.activation", opaque=False, traits=SAME_ROWS),
+    Kernel("rms_norm", "rows.normalization", opaque=False, traits=SAME_ROWS),
+    Kernel("gemma_rms_norm", "rows.normalization", opaque=False, traits=SAME_ROWS),
+    Kernel("rms_norm_gated", "rows.gated_norm", opaque=False),
+    Kernel("rotary_embedding", "rows.rotary", opaque=False, traits=SAME_ROWS),
+    Kernel("topk_softmax", "experts.routing", opaque=False),
+    Invariant("topk_softmax", "invariant", opaque=False),
+    Kernel("topk_sigmoid", "experts.routing", opaque=False),
+    Invariant("topk_sigmoid", "invariant", opaque=False),
+    Kernel("grouped_topk", "experts.routing", opaque=False),
+    Invariant("grouped_topk", "invariant", opaque=False),
     Kernel("moe_align_block_size", "experts.alignment"),
-    Kernel("moe_sum", "experts.fused_moe", traced=True),
+    Kernel("moe_sum", "experts.fused_moe", opaque=False),
     Kernel("fused_moe", "experts.fused_moe"),
-    Kernel("fused_moe", "invariant", invariant=True),
+    Invariant("fused_moe", "invariant"),
     Kernel("scaled_moe", "experts.quantized_moe", supports="supports_scaled"),
     Kernel("weight_only_moe", "experts.quantized_moe", supports="supports_packed"),
-    Kernel("kv_cache_write", "attention.cache", invariant=True),
-    Kernel("rotary_embedding_kv_cache_write", "fusion.rotary_cache", invariant=True),
+    Kernel("kv_cache_write", "attention.cache", traits=SAME_ROWS),
+    Kernel("rotary_embedding_kv_cache_write", "fusion.rotary_cache", traits=SAME_ROWS),
     Kernel("paged_attention", "attention.paged"),
-    Kernel("paged_attention", "invariant", invariant=True),
+    Invariant("paged_attention", "invariant"),
     Kernel("mla_decode", "attention.latent_decode"),
     Kernel("mla_prefill", "attention.latent_prefill"),
     Kernel("causal_conv1d", "states.convolution"),
@@ -87,50 +69,11 @@ KERNELS = (
 )
 
 
-class TritonBackend(Backend):
-    """Plain Triton, for every chip that it serves."""
-
-    name = "triton"
-
-    def is_available(self) -> bool:
-        """Whether Triton can run here."""
-        return not why_unavailable()
-
-    def why_unavailable(self) -> str:
-        """Why not."""
-        return why_unavailable()
-
-
 def register_builtins(registry: Registry) -> None:
-    """Register every row of the table."""
-    backend = TritonBackend()
-    registry.register_many([_implementation(kernel, backend) for kernel in KERNELS])
-
-
-def _implementation(kernel: Kernel, backend: Backend) -> OpImpl:
-    """A kernel as the registry has it: the operator's reference where Triton cannot run, so that decisions say why."""
-    absent = OpImpl(
-        kernel.op_name,
-        kernel.impl_id,
-        BackendImplKind.DEFAULT,
-        OPERATORS[kernel.op_name].reference,
-        priority=PRIORITY,
-        available=backend.is_available,
-    )
+    """Register every row of the table; modules are imported only where Triton can run."""
     if why_unavailable():
-        return absent
-    module = importlib.import_module(f".impl.{kernel.module}", __package__)
-    traits = Traits(
-        batch_invariant=kernel.invariant,
-        only_batch_invariant=kernel.impl_id == INVARIANT_ID,
-        reference_from=getattr(module, kernel.most_rows) + 1 if kernel.most_rows else None,
-    )
-    return replace(
-        absent,
-        fn=getattr(module, kernel.op_name),
-        supports=getattr(module, kernel.supports) if kernel.supports else None,
-        properties=traits,
-        # In host memory the launch declines, so that a call need not look where its tensors are.
-        device_types=None if interpreted() else (detect_device().torch_type,),
-        opaque=not kernel.traced,
-    )
+        registry.register_many(absent(ROWS))
+        return
+    # In host memory the launch declines, so that a call need not look where its tensors are.
+    devices = None if interpreted() else (detect_device().torch_type,)
+    registry.register_many(implementations([replace(row, device_types=devices) for row in ROWS], __package__))

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fl_dispatch.ops.declaration import HALF_TYPES
+from fl_dispatch.types import Traits
 
 from ..launch import Launcher, fitting, power_of_two, shared_memory
 
@@ -23,6 +24,7 @@ ENOUGH = 1536
 AT_ONCE = 4096
 """Bytes of a column, at most, that such a program multiplies at a time."""
 MOST_ROWS = 32
+TRAITS = Traits(reference_from=MOST_ROWS + 1)
 SMALL_WEIGHTS = 1 << 25
 """Elements of weights up to which a few rows are multiplied here."""
 SHORT, MANY_COLUMNS = 3072, 4096
