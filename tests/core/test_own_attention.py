@@ -98,7 +98,7 @@ def test_tensors_that_do_not_belong_together_are_declined() -> None:
     starts, lengths = torch.tensor([0, 2, 3]).int(), torch.tensor([4, 5]).int()
     good: dict[str, Any] = {
         "query": query, "key_cache": keys, "value_cache": values, "block_table": table, "query_start_loc": starts,
-        "seq_lens": lengths, "max_query_len": 2, "max_seq_len": 5, "scale": 1.0,
+        "seq_lens": lengths, "max_query_len": 2,
     }  # fmt: skip
     assert own_attention.supports_paged_attention(**good) is True
     for name, wrong, reason in (

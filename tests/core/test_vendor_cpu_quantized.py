@@ -202,7 +202,7 @@ def test_the_processor_is_asked_once_whether_it_multiplies_int8(monkeypatch: pyt
 
     monkeypatch.setattr(library, "processor_flags", flags)
     quantization._multiplies_int8.cache_clear()
-    args = (bytes_of(1, 64), ONES(1, 1), bytes_of(4, 64), ONES(4, 1))
+    args = (bytes_of(1, 64), ONES(1, 1), bytes_of(4, 64))
     answers = {quantization.supports_scaled_linear(*args) for _ in range(3)}
     quantization._multiplies_int8.cache_clear()
     assert answers == {"the processor has no instructions for products of int8"}

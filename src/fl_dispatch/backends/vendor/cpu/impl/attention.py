@@ -75,9 +75,7 @@ def _layout_refusal(
     return ""
 
 
-def supports_kv_cache_write(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> bool | str:
+def supports_kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool | str:
     """One dtype, the layout of the kernels, and rows that lie side by side."""
     if why := problem("key", key, contiguous=False):
         return why
@@ -108,21 +106,7 @@ def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
 
 
 def supports_paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor | None = None
 ) -> bool | str:
     """One dtype and the layout of the kernels; windows, soft caps, ALiBi and sinks are all covered."""
     if why := problem("query", query, contiguous=False):

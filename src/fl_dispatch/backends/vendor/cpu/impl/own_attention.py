@@ -111,12 +111,8 @@ def supports_paged_attention(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     max_query_len: int,
-    max_seq_len: int,
-    scale: float,
     out: Tensor | None = None,
     causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> bool | str:

@@ -41,13 +41,7 @@ def why_unavailable() -> str:
 
 
 def supports_scaled_linear(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    dtype: str = "bfloat16",
-    block_size: int = 0,
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, block_size: int = 0
 ) -> bool | str:
     """int8 without blocks."""
     if x.dtype is not torch.int8 or weight.dtype is not torch.int8 or block_size:
@@ -79,7 +73,7 @@ def scaled_linear(
     block_size: int = 0,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.scaled_linear`. Sums are exact."""
-    answer = supports_scaled_linear(x, x_scale, weight, weight_scale, bias, dtype, block_size)
+    answer = supports_scaled_linear(x, x_scale, weight, weight_scale, bias, block_size)
     native.require("" if answer is True else str(answer))
     if bias is not None:
         native.require_data((bias,))
@@ -107,12 +101,9 @@ def supports_scaled_moe(
     topk_weights: Tensor,
     topk_ids: Tensor,
     activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
     expert_map: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    x13_scale: Tensor | None = None,
-    x2_scale: Tensor | None = None,
     block_size: int = 0,
     out: Tensor | None = None,
 ) -> bool | str:

@@ -33,7 +33,7 @@ def _multiplies_int8() -> bool:
     return not flags or bool(INT8 & flags)
 
 
-def supports_quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> bool | str:
+def supports_quantize(x: Tensor, dtype: str, group_size: int = 0) -> bool | str:
     """Rows in int8, with a scale of each."""
     if dtype != "int8" or group_size != 0:
         return "the kernel quantizes to int8, with a scale for each row"
@@ -54,15 +54,7 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
     return out, scales
 
 
-def supports_scaled_linear(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    dtype: str = "bfloat16",
-    block_size: int = 0,
-) -> bool | str:
+def supports_scaled_linear(x: Tensor, x_scale: Tensor, weight: Tensor, block_size: int = 0) -> bool | str:
     """int8 without blocks, on the CPU."""
     if x.dtype is not torch.int8 or weight.dtype is not torch.int8 or block_size:
         return "the kernel multiplies int8, without scales of blocks"
@@ -90,9 +82,7 @@ def scaled_linear(
     return product.to(getattr(torch, dtype))
 
 
-def supports_weight_only_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
-) -> bool | str:
+def supports_weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> bool | str:
     """bfloat16, with 4 bits in groups or int8 with one scale a column."""
     if not x.is_cpu or x.dtype is not torch.bfloat16 or scale.dtype is not x.dtype:
         return "the kernels are fast in bfloat16 on the CPU only"

@@ -34,28 +34,12 @@ def why_unavailable() -> str:
     return library.why_unavailable() or library.why_missing(KERNELS)
 
 
-def supports_causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
-    activation: str = "silu",
-) -> bool | str:
+def supports_causal_conv1d(x: Tensor, weight: Tensor, states: Tensor) -> bool | str:
     """As :func:`supports_causal_conv1d_update`."""
-    return supports_causal_conv1d_update(x, weight, bias, states, state_indices, activation)
+    return supports_causal_conv1d_update(x, weight, states)
 
 
-def supports_causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
-    activation: str = "silu",
-) -> bool | str:
+def supports_causal_conv1d_update(x: Tensor, weight: Tensor, states: Tensor) -> bool | str:
     """Four taps of whole vectors of channels, which lie side by side in the states."""
     channels, width = weight.shape
     if why := _halves(x=x, weight=weight, states=states) or _empty(x):
@@ -117,15 +101,12 @@ def supports_gated_delta_rule(
     a_log: Tensor,
     dt_bias: Tensor,
     states: Tensor,
-    state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
     scale: float = 1.0,
 ) -> bool | str:
     """As for one token, and keys and values of one size."""
     if (size := key.shape[-1]) not in HEADS or value.shape[-1] != size:
         return f"keys of {size} and values of {value.shape[-1]} elements are not both {' or '.join(map(str, HEADS))}"
-    return supports_gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, states, state_indices, scale)
+    return supports_gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, states, scale)
 
 
 def supports_gated_delta_rule_update(
@@ -137,7 +118,6 @@ def supports_gated_delta_rule_update(
     a_log: Tensor,
     dt_bias: Tensor,
     states: Tensor,
-    state_indices: Tensor,
     scale: float = 1.0,
 ) -> bool | str:
     """States in float32 or bfloat16, each in one piece, and the scale that belongs to the size of a key."""

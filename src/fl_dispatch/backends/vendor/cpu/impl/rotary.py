@@ -9,13 +9,7 @@ from .limits import VECTOR, narrowed, problem, rounds, widened
 
 
 def supports_rotary_embedding(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
+    query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, inplace: bool = True
 ) -> bool | str:
     """Tensors of one dtype whose heads lie side by side."""
     # The kernel does not check this one itself: it runs over the end.

@@ -24,32 +24,14 @@ def why_unavailable() -> str:
 
 
 def supports_selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    dt_bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None, states: Tensor
 ) -> bool | str:
     """Everything of a token in one dtype, one decay a head, and each state in one piece."""
     return _why_not(x, dt, a, b, c, d, dt_bias, states) or True
 
 
 def supports_selective_state_update(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    dt_bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None, states: Tensor
 ) -> bool | str:
     """As :func:`supports_selective_scan`, and states that the kernel rounds."""
     if not rounds(states.dtype):  # a state is read again in the next step, so what is cut off would add up
