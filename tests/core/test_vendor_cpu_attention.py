@@ -213,10 +213,11 @@ def test_a_host_with_another_cache_layout_does_not_get_them(name: str) -> None:
 def test_kernels_with_another_layout_are_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later vLLM may keep its blocks otherwise: one token is written, and looked for."""
     assert attention.find_layout_problem() == ""
+    registered = [implementation(name) for name in (WRITE, ATTEND)]
     write: Callable[..., None] = attention.kv_cache_write
     monkeypatch.setattr(
         attention, "kv_cache_write", lambda k, v, keys, values, slots: write(k, v, keys, values, slots + 1)
     )
     assert "do not keep a block as HDN/HND" in attention.find_layout_problem()
     monkeypatch.setattr(attention, "_layout_problem", attention.find_layout_problem)
-    assert not any(implementation(name).is_available() for name in (WRITE, ATTEND))
+    assert not any(impl.is_available() for impl in registered)
