@@ -1,46 +1,123 @@
-"""Checks the prose of Markdown pages, docstrings and comments.
+"""Check the prose of Markdown pages, docstrings, comments and messages.
 
-    python tools/prose.py            # the pages, and the Python files of src, tests, tools and benchmarks
+    python tools/prose.py            # the pages, the fragments of the changelog, and the Python files of src
     python tools/prose.py FILE ...
+    python tools/prose.py --count    # how many problems each file has, for tools/prose_allowed.txt
 
-A page has one sentence a line, short lines and short cells, and a sentence begins with its subject. Code blocks are
-not prose, and headings are titles: neither is checked. Link targets do not count as length. In Python files only the
-beginnings of sentences are checked, because ruff checks the lines.
+A page has one sentence a line, short lines and short cells. Every sentence keeps the rules in `WORDS` and `CLAUSES`; a
+docstring also keeps those in `SUBJECTS`. Code is not prose, and link targets do not count as length. A file passes with
+as many problems as `ALLOWED` still grants it.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import re
 import sys
 import tokenize
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LONGEST = 160
-SOURCES = ("src", "tests", "tools", "benchmarks")
+"""Characters of a line of a page, or of a table's cell."""
 
-HIDDEN_SUBJECT = re.compile(r"(Of|What|Where|How many)\b")
-MARKER = re.compile(r"\s*(?:\[\^[\w-]+\]:\s*|\[[\w-]+\]:\s*|>\s*|[-*+]\s+|\d+\.\s+)*")
-BLOCK = re.compile(r"\s*(?:[-*+]\s|\d+\.\s|#|\||>|\[\^[\w-]+\]:|!\[|<)")
-"""How a line begins that continues no paragraph."""
+
+class Rule(NamedTuple):
+    """A pattern, and what to write instead of what it finds."""
+
+    pattern: re.Pattern[str]
+    instead: str
+
+
+def _words(words: str) -> re.Pattern[str]:
+    return re.compile(rf"\b({words})\b", re.IGNORECASE)
+
+
+WORDS = (
+    Rule(_words("nobody|no one"), "name the caller, backend or host that does not"),
+    Rule(_words("somebody|someone"), "name the caller, backend, host or reader"),
+    Rule(_words("so many"), "give the count, or its name"),
+    Rule(_words("told"), "write 'logged', 'given', 'passed' or 'set'"),
+    Rule(_words("whose"), "write 'with', or start a sentence of its own"),
+    Rule(_words("likewise"), "say the thing, or leave the word out"),
+    Rule(_words("of ours"), "write 'our', or name the package"),
+)
+"""Rules of every sentence."""
+
+CLAUSES = Rule(_words("that|which|who|whom|what"), "split the sentence")
+"""Words that open a relative clause; `MOST_CLAUSES` a sentence."""
+
+MOST_CLAUSES = 2
+"""Relative clauses that a reader follows in one sentence."""
+
+SUBJECTS = (
+    Rule(
+        re.compile(r"(Of|As (for|many)|He|It|She|That (of|which|is)|The (one|ones|same)|These|They|This is|Those)\b"),
+        "begin with an imperative or with the field's noun",
+    ),
+    Rule(
+        re.compile(
+            r"(Adds|Checks|Ends|Finds|Gets|Gives|Has|Imports|Makes|Raises|Returns|Says|Sets|Starts|Tells)\b(?! of)"
+        ),
+        "write the imperative: 'Return', not 'Returns'",
+    ),
+    Rule(re.compile(r"(Are|Do|Does|Is|Was)\b"), "begin with 'Whether', or with what the module does"),
+)
+"""Rules of a docstring's first words. Ruff's D401 is none of them, because it takes a noun phrase for an error."""
+
+ALLOWED = ROOT / "tools/prose_allowed.txt"
+"""Problems that stand in files which are still to be rewritten: ``COUNT PATH`` a line, from ``--count``."""
 
 CODE = re.compile(r"`+[^`]*`+")
 TARGET = re.compile(r"\]\([^)]*\)|\]\[[^\]]*\]")
+MARKER = re.compile(r"\s*(?:\[\^[\w-]+\]:\s*|\[[\w-]+\]:\s*|>\s*|[-*+]\s+|\d+\.\s+)*")
+"""What a line of a page begins with before its sentence."""
+
+BLOCK = re.compile(r"\s*(?:[-*+]\s|\d+\.\s|#|\||>|\[\^[\w-]+\]:|!\[|<)")
+"""How a line begins that continues no paragraph."""
+
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|vs|al)\.")
 NEXT_SENTENCE = re.compile(r"""[.!?][)"'*_”\]]*\s+["'(*_“\[]*(?=[A-Z]|vLLM\b)""")
 END = re.compile(r"""[.!?:][)"'*_”\]]*$""")
 
+SENTENCE = re.compile(r"""(?<=[.!?:])["')]*\s+(?=[A-Z`"'(*])|\n\s*\n|\n\s*(?=[-*] |\w+: )""")
+"""What stands between two sentences of a docstring: a full stop, an empty line, or the next item of a list."""
 
-def visible(line: str) -> str:
-    """The line as a reader sees it, with code spans as single words."""
-    without_code = CODE.sub(lambda code: "C" + "o" * (len(code[0]) - 3), line)
-    return ABBREVIATION.sub(r"\1", TARGET.sub("]", without_code)).replace("[^", "[")
+EXAMPLE = re.compile(r"(?m)^(\s*>>> .*|    .*::.*)$")
+FEWEST_WORDS = 4
+"""Words of a string that is a message rather than a name."""
 
 
-def problems(text: str) -> Iterator[tuple[int, str]]:
+def sentence_problems(sentence: str) -> Iterator[str]:
+    """Problems that a sentence has wherever it stands."""
+    words = CODE.sub("`", sentence)
+    for pattern, instead in WORDS:
+        yield from (f"'{found[0].lower()}': {instead}" for found in pattern.finditer(words))
+    clauses = [found[0].lower() for found in CLAUSES.pattern.finditer(words)]
+    if len(clauses) > MOST_CLAUSES:
+        yield f"{len(clauses)} of that, which, who, what in a sentence, at most {MOST_CLAUSES}: {CLAUSES.instead}"
+
+
+def docstring_problems(text: str) -> Iterator[str]:
+    """Problems of a docstring: those of its first words, and of each sentence."""
+    for pattern, instead in SUBJECTS:
+        if found := pattern.match(text.lstrip()):
+            yield f"begins with '{found[0].strip()}': {instead}"
+    yield from text_problems(text)
+
+
+def text_problems(text: str) -> Iterator[str]:
+    """Problems of each sentence of a text."""
+    for sentence in SENTENCE.split(ABBREVIATION.sub(r"\1", EXAMPLE.sub("", text))):
+        yield from sentence_problems(sentence)
+
+
+def page_problems(text: str) -> Iterator[tuple[int, str]]:
     """Each ``(line number, what is wrong)`` of a page."""
     lines = text.splitlines()
     prose = list(_prose(lines))
@@ -55,10 +132,16 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
             yield number + 1, f"{len(line)} characters, at most {LONGEST}"
         if NEXT_SENTENCE.search(sentence):
             yield number + 1, "more than one sentence on a line"
-        yield from ((number + 1, problem) for problem in _beginning(sentence))
+        yield from ((number + 1, problem) for problem in sentence_problems(sentence))
         continued = number + 1 in prose and not BLOCK.match(lines[number + 1])
         if continued and not END.search(line):
             yield number + 1, "the line ends inside a sentence"
+
+
+def visible(line: str) -> str:
+    """The line as a reader sees it, with code spans as single words."""
+    without_code = CODE.sub(lambda code: "C" + "o" * (len(code[0]) - 3), line)
+    return ABBREVIATION.sub(r"\1", TARGET.sub("]", without_code)).replace("[^", "[")
 
 
 def _prose(lines: list[str]) -> Iterator[int]:
@@ -77,31 +160,58 @@ def _prose(lines: list[str]) -> Iterator[int]:
 def _cell(cell: str) -> Iterator[str]:
     if len(cell) > LONGEST:
         yield f"a cell of {len(cell)} characters, at most {LONGEST}; a paragraph goes under the table"
-    yield from _beginning(cell)
+    for sentence in SENTENCE.split(cell):
+        yield from sentence_problems(sentence)
 
 
-def _beginning(text: str) -> Iterator[str]:
-    if found := HIDDEN_SUBJECT.match(text.lstrip("*_\"'(")):
-        yield f"begins with '{found[0]}'; begin with the subject"
+def fragment_problems(text: str) -> Iterator[tuple[int, str]]:
+    """Each ``(line number, what is wrong)`` of a fragment of the changelog, which may be one long line."""
+    for number, line in enumerate(text.splitlines(), 1):
+        yield from ((number, problem) for problem in text_problems(line))
 
 
-def problems_of_code(source: str) -> Iterator[tuple[int, str]]:
-    """Each ``(line number, what is wrong)`` of a Python file's docstrings and comments."""
-    for number, text in sorted([*_docstrings(source), *_comments(source)]):
-        for sentence in SENTENCE.split(_LITERAL.sub("", text)):
-            yield from ((number, problem) for problem in _beginning(sentence.strip()))
+def code_problems(source: str) -> Iterator[tuple[int, str]]:
+    """Each ``(line number, what is wrong)`` of a Python file's docstrings, comments and messages."""
+    tree = ast.parse(source)
+    docstrings = dict(_docstrings(tree))
+    found = [(node.lineno, problem) for node, text in docstrings.items() for problem in docstring_problems(text)]
+    for number, text in [*_comments(source), *_messages(tree, docstrings)]:
+        found += [(number, problem) for problem in text_problems(text)]
+    found += [(number, "one docstring for several constants: give each its own") for number in _shared(tree)]
+    yield from sorted(found)
 
 
-SENTENCE = re.compile(r"""(?<=[.!?:])["')]*\s+(?=[A-Z])|\n\s*\n""")
-_LITERAL = re.compile(r"(?m)^(\s*>>> .*|    .*::.*)$")
-
-
-def _docstrings(source: str) -> Iterator[tuple[int, str]]:
+def _docstrings(tree: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
     """Strings that stand as statements: docstrings, also those below a field or a constant."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         match node:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, text
+            case ast.Expr(value=ast.Constant(value=str(text)) as string):
+                yield string, text
+
+
+def _messages(tree: ast.AST, docstrings: dict[ast.Constant, str]) -> Iterator[tuple[int, str]]:
+    """Strings of several words, such as errors, reasons, logs and helps; a value in one reads as a word."""
+    parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.JoinedStr(values=values):
+                text = "".join(value.value if isinstance(value, ast.Constant) else "`x`" for value in values)
+            case ast.Constant(value=str(text)) if node not in docstrings and node not in parts:
+                pass
+            case _:
+                continue
+        if len(text.split()) >= FEWEST_WORDS:
+            yield node.lineno, text
+
+
+def _shared(tree: ast.AST) -> Iterator[int]:
+    """Lines of docstrings below an assignment to several names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for before, after in pairwise(node.body):
+                match before, after:
+                    case ast.Assign(targets=[ast.Tuple()]), ast.Expr(value=ast.Constant(value=str())):
+                        yield after.lineno
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
@@ -128,20 +238,51 @@ def pages() -> list[Path]:
     return listed + sorted((ROOT / "docs").rglob("*.md"))
 
 
+def fragments() -> list[Path]:
+    """The fragments of the changelog."""
+    return sorted((ROOT / "changes").glob("*.md"))
+
+
 def sources() -> list[Path]:
-    """The Python files of this project."""
-    return sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py"))
+    """The Python files of the packages."""
+    return sorted((ROOT / "src").rglob("*.py"))
+
+
+def file_problems(path: Path) -> list[tuple[int, str]]:
+    """Each ``(line number, what is wrong)`` of a file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return list(code_problems(text))
+    return list(fragment_problems(text) if path.parent == ROOT / "changes" else page_problems(text))
+
+
+def allowed() -> dict[Path, int]:
+    """The number of problems that each file may still have."""
+    if not ALLOWED.exists():
+        return {}
+    rows = (line.split(maxsplit=1) for line in ALLOWED.read_text(encoding="utf-8").splitlines())
+    return {ROOT / name: int(count) for count, name in rows}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def main(arguments: list[str]) -> int:
     """Print what is wrong; the exit code is 1 if anything is."""
-    found = 0
-    for path in [Path(argument) for argument in arguments] or pages() + sources():
-        check = problems_of_code if path.suffix == ".py" else problems
-        for number, problem in check(path.read_text(encoding="utf-8")):
-            name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-            print(f"{name}:{number}: {problem}")
-            found += 1
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--count", action="store_true")
+    options = parser.parse_args(arguments)
+    found = {path: file_problems(path) for path in options.files or pages() + fragments() + sources()}
+    if options.count:
+        print("".join(f"{len(listed)} {_name(path)}\n" for path, listed in found.items() if listed), end="")
+        return 0
+    granted = {} if options.files else allowed()
+    found = {path: listed for path, listed in found.items() if len(listed) > granted.get(path, 0)}
+    for path, listed in found.items():
+        for number, problem in listed:
+            print(f"{_name(path)}:{number}: {problem}")
     return 1 if found else 0
 
 
