@@ -93,28 +93,35 @@ FEWEST_WORDS = 4
 """Words of a string that is a message rather than a name."""
 
 
-def sentence_problems(sentence: str) -> Iterator[str]:
-    """Problems that a sentence has wherever it stands."""
-    words = CODE.sub("`", sentence)
+def sentence_problems(sentence: str) -> Iterator[tuple[int, str]]:
+    """Each ``(line of the sentence, what is wrong)`` wherever it stands."""
+    words = CODE.sub(lambda code: "`" + "\n" * code[0].count("\n"), sentence)
     for pattern, instead in WORDS:
-        yield from (f"'{found[0].lower()}': {instead}" for found in pattern.finditer(words))
-    clauses = [found[0].lower() for found in CLAUSES.pattern.finditer(words)]
-    if len(clauses) > MOST_CLAUSES:
-        yield f"{len(clauses)} of that, which, who, what in a sentence, at most {MOST_CLAUSES}: {CLAUSES.instead}"
+        for found in pattern.finditer(words):
+            yield words.count("\n", 0, found.start()), f"'{' '.join(found[0].lower().split())}': {instead}"
+    clauses = len(CLAUSES.pattern.findall(words))
+    if clauses > MOST_CLAUSES:
+        first = len(words) - len(words.lstrip())
+        found_in = f"{clauses} of that, which, who, what in a sentence, at most {MOST_CLAUSES}"
+        yield words.count("\n", 0, first), f"{found_in}: {CLAUSES.instead}"
 
 
-def docstring_problems(text: str) -> Iterator[str]:
-    """Problems of a docstring: those of its first words, and of each sentence."""
+def docstring_problems(text: str) -> Iterator[tuple[int, str]]:
+    """Each ``(line of the docstring, what is wrong)``, with its first words and every sentence."""
     for pattern, instead in SUBJECTS:
         if found := pattern.match(text.lstrip()):
-            yield f"begins with '{found[0].strip()}': {instead}"
+            yield 0, f"begins with '{found[0].strip()}': {instead}"
     yield from text_problems(text)
 
 
-def text_problems(text: str) -> Iterator[str]:
-    """Problems of each sentence of a text."""
-    for sentence in SENTENCE.split(ABBREVIATION.sub(r"\1", EXAMPLE.sub("", text))):
-        yield from sentence_problems(sentence)
+def text_problems(text: str) -> Iterator[tuple[int, str]]:
+    """Each ``(line of the text, what is wrong)`` in one of its sentences."""
+    prose = ABBREVIATION.sub(r"\1", EXAMPLE.sub("", text))
+    start = 0
+    for end in [*(found.start() for found in SENTENCE.finditer(prose)), len(prose)]:
+        lines = prose.count("\n", 0, start)
+        yield from ((lines + line, problem) for line, problem in sentence_problems(prose[start:end]))
+        start = end
 
 
 def page_problems(text: str) -> Iterator[tuple[int, str]]:
@@ -132,7 +139,7 @@ def page_problems(text: str) -> Iterator[tuple[int, str]]:
             yield number + 1, f"{len(line)} characters, at most {LONGEST}"
         if NEXT_SENTENCE.search(sentence):
             yield number + 1, "more than one sentence on a line"
-        yield from ((number + 1, problem) for problem in sentence_problems(sentence))
+        yield from ((number + 1, problem) for _, problem in sentence_problems(sentence))
         continued = number + 1 in prose and not BLOCK.match(lines[number + 1])
         if continued and not END.search(line):
             yield number + 1, "the line ends inside a sentence"
@@ -160,23 +167,25 @@ def _prose(lines: list[str]) -> Iterator[int]:
 def _cell(cell: str) -> Iterator[str]:
     if len(cell) > LONGEST:
         yield f"a cell of {len(cell)} characters, at most {LONGEST}; a paragraph goes under the table"
-    for sentence in SENTENCE.split(cell):
-        yield from sentence_problems(sentence)
+    yield from (problem for _, problem in text_problems(cell))
 
 
 def fragment_problems(text: str) -> Iterator[tuple[int, str]]:
     """Each ``(line number, what is wrong)`` of a fragment of the changelog, which may be one long line."""
     for number, line in enumerate(text.splitlines(), 1):
-        yield from ((number, problem) for problem in text_problems(line))
+        yield from ((number, problem) for _, problem in text_problems(line))
 
 
 def code_problems(source: str) -> Iterator[tuple[int, str]]:
     """Each ``(line number, what is wrong)`` of a Python file's docstrings, comments and messages."""
     tree = ast.parse(source)
     docstrings = dict(_docstrings(tree))
-    found = [(node.lineno, problem) for node, text in docstrings.items() for problem in docstring_problems(text)]
-    for number, text in [*_comments(source), *_messages(tree, docstrings)]:
-        found += [(number, problem) for problem in text_problems(text)]
+    found = [
+        (node.lineno + at, problem) for node, text in docstrings.items() for at, problem in docstring_problems(text)
+    ]
+    found += [(number + at, problem) for number, text in _comments(source) for at, problem in text_problems(text)]
+    # A message may be written as strings on several lines, of which only the first is known.
+    found += [(number, problem) for number, text in _messages(tree, docstrings) for _, problem in text_problems(text)]
     found += [(number, "one docstring for several constants: give each its own") for number in _shared(tree)]
     yield from sorted(found)
 
@@ -222,7 +231,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
             continue
         words = token.string.lstrip("#:").strip()
         if token.start[0] == last + 1 and token.line.lstrip().startswith("#"):
-            text += f" {words}"
+            text += f"\n{words}"
         else:
             if text:
                 yield began, text
