@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -13,9 +13,6 @@ from torch import nn
 from fl_dispatch import bind_op
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.positions import windows
-from fl_dispatch.logger_manager import get_logger
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,6 @@ def window(layer: RadixAttention) -> int | None:
 def give_windows(model: nn.Module, config: Any, host_backends: list[str]) -> None:
     """Give causal layers the window that the configuration states, where SGLang's class gives them none.
 
-    A window of another size is SGLang's decision, and is logged.
-
     Args:
         model: a loaded model.
         config: its text model's configuration.
@@ -93,30 +88,19 @@ def give_windows(model: nn.Module, config: Any, host_backends: list[str]) -> Non
     Raises:
         ValueError: a window is missing, and one of SGLang's own backends attends.
     """
-    stated = windows.windows(config)
-    if stated is None:
-        return
-    differing: Counter[tuple[int | None, int | None]] = Counter()
-    for _, layer in layers(model):
-        if layer.attn_type is AttentionType.DECODER and 0 <= layer.layer_id < len(stated):
-            has, wanted = window(layer), stated[layer.layer_id]
-            if has != wanted:
-                differing[has, wanted] += 1
-            if has is None and wanted is not None:
-                layer.sliding_window_size = wanted - 1
-    for (has, wanted), count in differing.items():
-        name = type(model).__name__
-        said = f"the configuration (sliding_window, layer_types) gives {count} layers {_tokens(wanted)}"
-        if has is not None:
-            logger.warning("%s, SGLang's %s gives them %s, which holds", said, name, _tokens(has))
-        elif host_backends:
-            raise ValueError(
-                f"{said}, SGLang's {name} and its attention backend '{host_backends[0]}' have none for them: "
-                "leave --attention-backend unset, or give 'fl'"
-            )
-        else:
-            logger.info("%s, which SGLang's %s leaves out: they have it", said, name)
 
+    def give(layer: RadixAttention, size: int) -> None:
+        layer.sliding_window_size = size - 1
 
-def _tokens(size: int | None) -> str:
-    return "no window" if size is None else f"a window of {size} tokens"
+    causal = (
+        (layer.layer_id, window(layer), partial(give, layer))
+        for _, layer in layers(model)
+        if layer.attn_type is AttentionType.DECODER
+    )
+    why_not = (
+        f"and its attention backend '{host_backends[0]}' have none for them: "
+        "leave --attention-backend unset, or give 'fl'"
+        if host_backends
+        else ""
+    )
+    windows.give_missing(config, causal, f"SGLang's {type(model).__name__}", why_not)

@@ -1,11 +1,12 @@
 """Rotations and windows as a model's configuration states them, where vLLM's classes read it otherwise.
 
-Rotary tables are corrected once a model is loaded. A rotation that no table can hold, and a window that Transformers'
-class of the model does not know, are settled before.
+Rotary tables and missing windows are corrected once a model is loaded. A rotation that no table can hold, and a
+window that Transformers' class of the model does not know, are settled before.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -56,6 +57,33 @@ def correct(model: nn.Module, vllm_config: VllmConfig) -> None:
     rotary_tables.correct(with_table, config, length)
     long = ((prefix, layer) for prefix, layer in layers if hasattr(layer, "long_short_cos_sin_cache"))
     rotary_tables.correct_long(long, config, length)
+
+
+def give_windows(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Give the layers of a loaded model the window that its configuration states, where vLLM's class has none.
+
+    The layer masks; its cache keeps all tokens, as vLLM has planned it.
+
+    Raises:
+        ValueError: a window is missing, and vLLM's own attention runs.
+    """
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    from ..attention.dense import AttentionFLImpl
+
+    if vllm_config.model_config.disable_sliding_window:  # texts end where the window does
+        return
+    causal, foreign = [], ""
+    for prefix, layer in model.named_modules():
+        numbers = [int(part) for part in prefix.split(".") if part.isdecimal()]
+        if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER or len(numbers) != 1:
+            continue
+        if not isinstance(layer.impl, AttentionFLImpl):
+            foreign = type(layer.impl).__name__
+        causal.append((numbers[0], layer.sliding_window, partial(setattr, layer.impl, "sliding_window")))
+    why_not = f"and its {foreign} have none for them: leave --attention-backend unset" if foreign else ""
+    windows.give_missing(vllm_config.model_config.hf_text_config, causal, f"vLLM's {type(model).__name__}", why_not)
 
 
 def _is_table(found: object) -> bool:

@@ -80,6 +80,7 @@ class WorkerFL(Worker):
         if not self.use_v2_model_runner:
             generators.rewind(self.model_runner, detect_device())
         rotations.correct(self.get_model(), self.vllm_config)
+        rotations.give_windows(self.get_model(), self.vllm_config)
         model = self.fl_models()
         classes.bind_scopes(model)
         linear.multiply_with_embeddings(model)

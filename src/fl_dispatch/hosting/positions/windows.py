@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+Layer = tuple[int, int | None, Callable[[int], object]]
+"""A causal layer: its number, the window that its host gives it, and the function that gives it another."""
 WINDOWED: Mapping[str, bool] = {
     "sliding_attention": True,
     "hybrid_sliding": True,
@@ -48,3 +55,41 @@ def windows(config: Any) -> Sequence[int | None] | None:
     if not set(types) <= set(WINDOWED) or len(types) < layers:
         return None
     return [size if WINDOWED[kind] else None for kind in types]
+
+
+def give_missing(config: Any, layers: Iterable[Layer], model: str, why_not: str = "") -> None:
+    """Give layers the window that the configuration states, where the host's class of the model gives them none.
+
+    A window of another size is the host's decision, and is logged.
+
+    Args:
+        config: the text model's configuration.
+        layers: the causal layers of a loaded model.
+        model: the host and its class, for log and errors.
+        why_not: why a layer cannot be given a window, with the way out; empty where it can.
+
+    Raises:
+        ValueError: a layer lacks its window and cannot be given one.
+    """
+    stated = windows(config)
+    if stated is None:
+        return
+    differing: Counter[tuple[int | None, int | None]] = Counter()
+    for number, has, give in layers:
+        if not 0 <= number < len(stated) or has == (wanted := stated[number]):
+            continue
+        differing[has, wanted] += 1
+        if has is None and wanted is not None and not why_not:
+            give(wanted)
+    for (has, wanted), count in differing.items():
+        said = f"the configuration (sliding_window, layer_types) gives {count} layers {_tokens(wanted)}"
+        if has is not None:
+            logger.warning("%s, %s gives them %s, which holds", said, model, _tokens(has))
+        elif why_not:
+            raise ValueError(f"{said}, {model} {why_not}")
+        else:
+            logger.info("%s, which %s leaves out: they have it", said, model)
+
+
+def _tokens(size: int | None) -> str:
+    return "no window" if size is None else f"a window of {size} tokens"
