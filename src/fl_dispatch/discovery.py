@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from .api import why_refused
 from .errors import PluginLoadError, RegistrationError, text_of
 from .importing import is_incomplete, is_of_incomplete_module
 from .logger_manager import get_logger
@@ -76,9 +77,15 @@ def plugins() -> list[Target]:
     settings = get_settings()
     source = str(settings.origin("plugin_modules"))
     return [
-        *(Target(point.name, f"entry point {point.value}", point.load, False) for point in points),
+        *(Target(point.name, f"entry point {point.value}", partial(_load, point), False) for point in points),
         *(Target(name, source, partial(importlib.import_module, name), True) for name in settings.plugin_modules),
     ]
+
+
+def _load(point: EntryPoint) -> object:
+    if why := why_refused(point):
+        raise PluginLoadError(why)
+    return point.load()
 
 
 def discover_plugins(registry: OpRegistry) -> int:

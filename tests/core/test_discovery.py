@@ -99,7 +99,7 @@ def test_a_plugin_that_fails_half_way_leaves_nothing(plugin: Any) -> None:
 
 
 def entry_point(value: Any, name: str = "found") -> Any:
-    return SimpleNamespace(name=name, value="found_pkg:register", load=lambda: value)
+    return SimpleNamespace(name=name, value="found_pkg:register", load=lambda: value, dist=None)
 
 
 def test_an_entry_point_registers_and_one_that_fails_is_a_warning(

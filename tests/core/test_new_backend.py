@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from fl_dispatch.api import SERVED
 from fl_dispatch.cli import new_backend
 from fl_dispatch.cli.new_backend import write_package
 from fl_dispatch.devices import CPU, DeviceSpec
@@ -56,6 +57,8 @@ def test_the_package_passes_strict_typing(device: str | None, packages: Path) ->
 def test_the_metadata_names_what_is_there(name: str, device: str | None, packages: Path) -> None:
     folder = packages / f"{name}-{device}"
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    api = project["entry-points"].pop("fl_dispatch.api")
+    assert api == {name: f"fl_dispatch.api:V{SERVED.stop - 1}"}
     assert set(project["entry-points"]) == {"vllm_fl.plugin", *(["vllm_fl.device"] if device else [])}
     for points in project["entry-points"].values():
         ((point, target),) = points.items()

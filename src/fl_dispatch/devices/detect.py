@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
+from ..api import why_refused
 from ..errors import DeviceError
 from ..logger_manager import get_logger
 from .ascend import ASCEND
@@ -32,6 +33,8 @@ def _load(entry: EntryPoint) -> DeviceSpec | str:
     Raises:
         DeviceError: the package has a spec, and a field of it is wrong.
     """
+    if why := why_refused(entry):
+        return f"device entry point '{entry.name}' ({entry.value}) is not used: {why}"
     try:
         target = entry.load()
         spec = target if isinstance(target, DeviceSpec) else target()
