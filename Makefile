@@ -145,7 +145,7 @@ $(ENVIRONMENTS) .venv-newest/.ready: requirements/dev.txt pyproject.toml | .venv
 	@touch $@
 
 # What some tests put before an environment on PYTHONPATH: the Python files of other versions of the hosts, Ray and TRL.
-HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0 .venv-hosts/sglang-0.5.21
+HOSTS := .venv-hosts/vllm-0.33.0 .venv-hosts/sglang-0.5.21
 LIBRARIES := .venv-hosts/ray .venv-hosts/trl
 hosts: $(HOSTS:=/.ready) $(LIBRARIES:=/.ready)
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from fl_dispatch.hosting.host_facts import HostFact
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.factory"
-CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CONNECTOR_MODULE = "fl_transfer.p2p.connector"
 CONNECTOR = "P2pConnector"
 NAMES = frozenset({CONNECTOR, "P2pNcclConnector"})
@@ -38,7 +37,7 @@ def facts() -> tuple[HostFact, ...]:
 
 
 def offer() -> None:
-    """Register all names with vLLM's factories. Idempotent; vLLM 0.26 lacks what both need and gets none."""
+    """Register all names with vLLM's factories. Idempotent."""
     _offer_connector()
     _offer_backends()
 
@@ -46,8 +45,6 @@ def offer() -> None:
 def _offer_connector() -> None:
     """Register the connector; one of vLLM's own keeps its name."""
     factory: Any = importlib.import_module(CONNECTORS).KVConnectorFactory
-    if not hasattr(importlib.import_module(CONNECTOR_BASE).KVConnectorBase_V1, "get_external_cache_hit_sources"):
-        return
     for name in NAMES:
         if name not in factory._registry:
             factory.register_connector(name, CONNECTOR_MODULE, CONNECTOR)
@@ -57,11 +54,9 @@ def _offer_connector() -> None:
 def _offer_backends() -> None:
     """Register the backends of weight transfer, for workers and for trainers."""
     factory: Any = importlib.import_module(BACKENDS)
-    trainers = getattr(factory, "WeightTransferTrainerFactory", None)
-    if trainers is None:
-        return
+    factories = (factory.WeightTransferEngineFactory, factory.WeightTransferTrainerFactory)
     for backend, classes in ENGINES.items():
-        for register, name in zip((factory.WeightTransferEngineFactory, trainers), classes, strict=True):
+        for register, name in zip(factories, classes, strict=True):
             if backend not in register._registry:
                 register.register_engine(backend, BACKENDS_MODULE, name)
 

@@ -127,7 +127,7 @@ def _implied() -> Iterator[HostFact]:
     why = "A Triton kernel of the V2 model runner; devices without a Triton driver run its PyTorch form."
     for module, names in table.by_module().items():
         owner = f"{table.WORKER}.{module}"
-        yield HostFact(owner, names, "replaces", "runner_kernels.table", why, since="0.32")
+        yield HostFact(owner, names, "replaces", "runner_kernels.table", why)
     yield from (fact for row in LAYER_CLASSES for fact in row.facts)
 
 

@@ -168,7 +168,7 @@ def test_flash_attention_gets_each_value_by_its_name(
 
 
 ROUTED = "Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output"
-"""As vLLM declares its routers, 0.26 without the padding and 0.32 and 0.33 with it."""
+"""As vLLM declares its routers, before 0.32 without the padding."""
 PADDED = {"fl_test_routers": "", "fl_test_padded_routers": ", Tensor? is_padding"}
 
 

@@ -48,9 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="module")
 def runs(checkpoint: Callable[[str], Path]) -> Mapping[tuple[str, str], dict[str, Any]]:
-    """Mode and family → what the engine says. A process each: vLLM 0.26 refuses captures of its V2 runner in a process
-    in which its V1 runner has captured before.
-    """
+    """Mode and family → what the engine says. A process each."""
     sampling = {"max_tokens": TOKENS, "logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY}
     ask = [{"do": "generate", "prompts": PROMPTS, "sampling": sampling}]
     common = {"dtype": "bfloat16", "max_logprobs": VOCABULARY, "gpu_memory_utilization": 0.1}

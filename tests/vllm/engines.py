@@ -39,14 +39,14 @@ WRONG_IF_ASKED = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDOR
 
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 """vLLM's model runners, and the variables that ask for each."""
-OTHER_HOSTS = drawn(("vLLM 0.26", "vLLM 0.33", "Ray", "TRL"), 1, "other hosts")
+OTHER_HOSTS = drawn(("vLLM 0.33", "Ray", "TRL"), 1, "other hosts")
 """Those that ``make hosts`` brings and this run tests."""
 
 
 HOSTS = Path(__file__).parents[2] / ".venv-hosts"
 HOST_VERSION = "FL_HOST_VERSION"
 """The variable that names a version of vLLM whose Python files all engines of these tests run."""
-UNPACKED = {"0.26": "0.26.0", "0.33": "0.33.0"}
+UNPACKED = {"0.33": "0.33.0"}
 """Versions whose Python files ``make hosts`` unpacks."""
 
 

@@ -59,11 +59,10 @@ def load(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from vllm_fl.compat import loaders, versions
+    from vllm_fl.compat import loaders
     from vllm_fl.platform import startup
 
     startup.activate()
-    versions.adapt()
     loaders.count()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     Path(sys.argv[2]).write_text(json.dumps([load(folder) for folder in jobs]))

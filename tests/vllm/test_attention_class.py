@@ -11,7 +11,6 @@ import torch
 from fl_dispatch.backends.flaggems.impl.custom_attention import attention_backend
 from vllm_fl.attention.dense import AttentionFLBackend, AttentionFLImpl
 from vllm_fl.attention.metadata import AttentionFLMetadata, _token_blocks
-from vllm_fl.compat.v0_26 import attention as v0_26_attention
 
 BLOCKS, HEADS, SLOTS, DIMS = 6, 2, 4, 8
 
@@ -106,11 +105,3 @@ def test_the_default_classes_are_ours() -> None:
     for use_mla, expected in ((False, AttentionFLBackend), (True, MLAFLBackend)):
         module, _, name = attention_backend(use_mla).rpartition(".")
         assert getattr(importlib.import_module(module), name) is expected
-
-
-def test_both_interfaces_describe_one_layout() -> None:
-    shape = v0_26_attention.get_kv_cache_shape(BLOCKS, SLOTS, HEADS, DIMS)
-    order = v0_26_attention.get_kv_cache_stride_order()
-    assert shape == tuple(cache().shape)
-    (layout,) = AttentionFLBackend.supported_kv_cache_layouts()
-    assert layout.layer_view_order == order

@@ -110,9 +110,3 @@ def test_vllm_leaves_the_threads_of_a_cpus_model_alone_and_warns_of_none(
     worker.set_torch_threads_for_runtime()
     torch.set_num_threads(before)
     assert "OMP_NUM_THREADS" not in capfd.readouterr().err
-
-
-def test_an_older_host_that_sets_no_threads_is_left_as_it_is() -> None:
-    worker = types.ModuleType("worker")
-    threads.leave(worker)
-    assert not hasattr(worker, threads.NAME)

@@ -1,8 +1,8 @@
-"""Latent attention of one layer: context in chunks as any vLLM describes it, warm-up, graphs, and what it declines."""
+"""Latent attention of one layer: context in chunks, warm-up, graphs, and what it declines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,6 @@ from vllm_fl.attention.mla import MLAFLBackend, MLAFLImpl
 from vllm_fl.attention.mla_metadata import MLAFLMetadataBuilder, prefill_starts
 from vllm_fl.attention.mla_prefill import MLAFLPrefillBackend, merge
 from vllm_fl.compat import accelerator
-from vllm_fl.compat.v0_26.latent import NumberedChunks, with_chunks, with_longest_query
 from vllm_fl.platform import startup
 from vllm_fl.worker import warm_up
 
@@ -90,25 +89,6 @@ def prefill_metadata(workspace_rows: int) -> MLACommonPrefillMetadata:
     return MLACommonPrefillMetadata(PAGES, starts(NEW), max(NEW), chunked_context=chunked)
 
 
-def numbered_chunks(rows: int) -> SimpleNamespace:
-    """As vLLM 0.26 describes it: each chunk has the next ``rows`` of every request, of some of them none."""
-    first = torch.arange(0, max(CONTEXT), rows)[:, None]
-    lengths = (torch.tensor(CONTEXT) - first).clamp(0, rows)
-    tokens = [torch.repeat_interleave(torch.arange(len(CONTEXT)), row) for row in lengths]
-    plan = SimpleNamespace(
-        cu_seq_lens=torch.stack([starts(row.tolist()) for row in lengths]),
-        starts=first.expand(-1, len(CONTEXT)).int(),
-        seq_tot=lengths.sum(1).tolist(),
-        max_seq_lens=lengths.amax(1).tolist(),
-        seq_lens=lengths,
-        token_to_seq=torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).int(),
-    )
-    prefill = SimpleNamespace()
-    fill = with_chunks(lambda part, **fields: vars(part).update(fields))
-    fill(prefill, block_table=PAGES, query_start_loc=starts(NEW), max_query_len=max(NEW), chunked_context=plan)
-    return prefill
-
-
 def batch(prefill: Any) -> SimpleNamespace:
     """The description of a batch that has no other part."""
     return SimpleNamespace(prefill=prefill, prefill_starts=prefill_starts(prefill, starts(NEW).tolist()))
@@ -141,11 +121,8 @@ PLANS = pytest.mark.parametrize(
         (prefill_metadata(64), 2),
         (prefill_metadata(12), 3),
         (prefill_metadata(4), 9),
-        (numbered_chunks(16), 1),
-        (numbered_chunks(8), 2),
-        (numbered_chunks(4), 4),
     ],
-    ids=["64 rows", "12 rows", "4 rows", "16 rows each", "8 rows each", "4 rows each"],
+    ids=["64 rows", "12 rows", "4 rows"],
 )
 
 
@@ -287,18 +264,6 @@ def test_vllms_prefill_backend_gives_what_the_layer_gives(layer: MLAFLImpl) -> N
     assert (second.token_slice.start, second.token_slice.stop) == (sum(NEW[:2]), sum(NEW))
 
 
-def test_a_chunk_that_vllm_names_by_its_number_gives_what_the_chunk_gives(layer: MLAFLImpl) -> None:
-    backend, metadata = NumberedChunks(HEADS, SCALE, RANK, NOPE, ROPE, VALUE, None), numbered_chunks(8)
-    backend.prepare_metadata(metadata)
-    rows = metadata.chunked_context.seq_tot[1]
-    query, key = torch.randn(sum(NEW), HEADS, NOPE + ROPE), torch.randn(rows, HEADS, NOPE + ROPE)
-    value = torch.randn(rows, HEADS, VALUE)
-    key_starts = metadata.chunked_context.cu_seq_lens[1]
-    expected = layer.fl_prefill(query, key, value, starts(NEW), key_starts, max(NEW), 5, SCALE, None, False)
-    actual = backend.run_prefill_context_chunk(chunk_idx=1, q=query, k=key, v=value)
-    torch.testing.assert_close(actual, expected)
-
-
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_a_layer_asks_whether_every_implementation_takes_the_parts_of_a_query(
     layer: MLAFLImpl, in_parts: bool, monkeypatch: pytest.MonkeyPatch
@@ -369,13 +334,12 @@ def test_a_batch_is_tried_with_its_operator_and_the_cache_keeps_its_contents(
     assert torch.equal(cache, before)
 
 
-@pytest.mark.parametrize("plan", [prefill_metadata, numbered_chunks])
-def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLImpl) -> None:
+def test_nothing_waits_for_the_device(layer: MLAFLImpl) -> None:
     """On PyTorch's device without memory, where reading a value raises; a captured graph can read none either."""
     layer.kv_b_proj = lambda latent: (latent.new_empty(len(latent), HEADS * (NOPE + VALUE)), None)
     layer.fl_write = lambda *args, **hints: None
     layer.fl_decode, layer.fl_prefill = OPERATORS["mla_decode"].fake, OPERATORS["mla_prefill"].fake
-    part = plan(8)
+    part = prefill_metadata(8)
     metadata = SimpleNamespace(prefill=on_meta(part), prefill_starts=batch(part).prefill_starts)
     tokens, decodes = sum(NEW), len(NEW)
     with torch.device("meta"):
@@ -387,11 +351,9 @@ def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLIm
         first = torch.empty(decodes + 1, dtype=torch.int32)
     layer.do_kv_cache_update(latents, rotary, cache, slot_mapping, "auto", None)
     layer.forward_mha(query, latents, rotary, cache, metadata, None, output)
-    builder = SimpleNamespace(reorder_batch_threshold=3, seq_lens_host=None)
-    decode = with_longest_query(MLAFLMetadataBuilder._build_decode)(
-        builder, block_table, lengths, 36, starts([1] * decodes), first, decodes, dcp_tot_seq_lens_device=None
-    )
-    assert decode.max_query_len == 3  # vLLM 0.26 does not tell it; the bound by which it divides the batch is left
+    builder = SimpleNamespace(seq_lens_host=None)
+    build: Any = MLAFLMetadataBuilder._build_decode
+    decode = build(builder, block_table, lengths, 36, starts([1] * decodes), first, decodes, max_query_len=1)
     attended, _ = layer.forward_mqa(absorbed, cache, SimpleNamespace(decode=decode, causal=True), None)
     assert attended.shape == (decodes, HEADS, RANK)
     with pytest.raises(RuntimeError, match="meta"):

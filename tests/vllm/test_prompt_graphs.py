@@ -272,20 +272,10 @@ def test_decoding_of_all_requests_has_a_whole_graph(taking: Callable[..., None])
     assert given.compilation_config.cudagraph_capture_sizes == sorted([1, 512, 600, *sizes(512, 8192)])
 
 
-def test_a_runner_that_draws_no_tokens_keeps_vllms_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in vLLM 0.26: tokens that are all alike go to the same experts."""
-    worker: Any = object.__new__(gpu.GPUWorkerFL)
-    worker.model_runner = SimpleNamespace(_dummy_run=lambda tokens, is_profile=False, **others: None)
-    monkeypatch.setattr(prompt_graphs, "add", lambda *given: pytest.fail("measured"))
-    assert worker._add_prompt_graphs(1 << 30) == 0
-
-
 def test_layers_of_several_kinds_are_counted_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     worker: Any = object.__new__(gpu.GPUWorkerFL)
     specs = {name: SimpleNamespace(max_memory_usage_bytes=lambda config, size=size: size) for name, size in NEEDS}
-    worker.model_runner = SimpleNamespace(
-        _dummy_run=lambda tokens, randomize_inputs=False: None, get_kv_cache_spec=lambda: specs
-    )
+    worker.model_runner = SimpleNamespace(get_kv_cache_spec=lambda: specs)
     worker.vllm_config, asked = None, []
     monkeypatch.setattr(worker, "fl_models", lambda: None)
     monkeypatch.setattr(prompt_graphs, "add", lambda *given: asked.append(given[-2:]) or 0)
@@ -320,7 +310,7 @@ def test_a_rank_whose_device_takes_longer_decides_for_all(
 def test_every_rank_of_the_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(ranks, "get_world_group", lambda: SimpleNamespace(cpu_group="everybody"))
-    monkeypatch.setattr(ranks.ranks, "everywhere", lambda *given: asked.append(given) or False)
+    monkeypatch.setattr(ranks.agreement, "everywhere", lambda *given: asked.append(given) or False)
     assert ranks.everywhere(True) is False
     assert asked == [("everybody", True)]
 

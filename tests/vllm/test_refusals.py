@@ -419,7 +419,7 @@ def test_adapters_sleep_on_an_accelerator_where_vllm_keeps_what_is_neither_weigh
 ) -> None:
     asked = configure("llama", enable_lora=True)
     asked.model_config.enable_sleep_mode = True
-    for version, refused in (("0.26", ["LoRA with sleep mode with vLLM 0.26"]), ("0.32", []), ("0.33", [])):
+    for version, refused in (("0.32", []), ("0.33", []), ("0.99", ["LoRA with sleep mode with vLLM 0.99"])):
         monkeypatch.setattr(versions, "host_version", lambda version=version: version)
         assert _asked(refusals._engine_features(asked, HOPPER)) == refused
         assert _asked(refusals._engine_features(asked, CPU)) == []
@@ -520,14 +520,14 @@ def test_a_list_that_leaves_out_layers_with_a_state_is_refused_for_a_model_that_
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba", "mamba2", "lfm2"])
-def test_states_are_refused_on_accelerators_and_where_they_cannot_be_moved(
+def test_states_are_refused_on_accelerators_and_on_an_untested_host(
     family: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_config = configure(family)
     sentence = f"does not support the layers with a state of {ARCHITECTURES[family]} on"
     with pytest.raises(ValueError, match=f"{sentence} cuda"):
         refusals.refuse_unsupported(vllm_config, CUDA)
-    monkeypatch.setattr(model_runner, "takes_forms", lambda: False)
+    monkeypatch.setattr(versions, "host_version", lambda: "0.99")
     with pytest.raises(ValueError, match=f"{sentence} cpu"):
         refusals.refuse_unsupported(vllm_config, CPU)
 
@@ -619,8 +619,8 @@ def test_a_quantization_on_an_untested_host_is_named_as_the_checkpoint_does(monk
     from vllm_fl.compat import versions
     from vllm_fl.platform.out_of_tree import PlatformFL
 
-    monkeypatch.setattr(versions, "host_version", lambda: "0.26")
-    with pytest.raises(ValueError, match=r"'gptq' on vLLM 0.26 yet \(only on 0.32, 0.33\)"):
+    monkeypatch.setattr(versions, "host_version", lambda: "0.99")
+    with pytest.raises(ValueError, match=r"'gptq' on vLLM 0.99 yet \(only on 0.32, 0.33\)"):
         PlatformFL.verify_quantization("auto_gptq")
 
 

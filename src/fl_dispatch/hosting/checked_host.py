@@ -24,14 +24,17 @@ from .records.private_file import write_private
 logger = get_logger(__name__)
 
 
-def warn_if_untested(host: Host, version: str, tested: Sequence[str], smoke_tested: Sequence[str], *also: str) -> None:
+def warn_if_untested(
+    host: Host, version: str, tested: Sequence[str], *also: str, smoke_tested: Sequence[str] = ()
+) -> None:
     """One WARNING on a host that not all tests ran on, with what does not hold there of what we rely on.
 
     Args:
         host: the host.
         version: its version.
-        tested, smoke_tested: versions that all tests ran on, and some.
+        tested: versions that all tests ran on.
         also: packages beside the host's own that facts are about.
+        smoke_tested: versions that some tests ran on.
     """
     if version not in tested:
         how = "only smoke-tested" if version in smoke_tested else "not a tested version"

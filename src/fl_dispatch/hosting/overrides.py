@@ -47,7 +47,7 @@ class Overrides:
 def overrides(package: str, folder: Path, host: str) -> Iterator[Overrides]:
     """Every class of a plugin that derives from a class of the host, at the top level of a module.
 
-    Folders and modules for one older version, such as ``v0_26``, are left out: their facts are written.
+    Folders and modules for one older version, such as ``v0_5_21``, are left out: their facts are written.
 
     Args:
         package, folder: the plugin's package.

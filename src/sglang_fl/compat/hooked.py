@@ -37,7 +37,7 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 @cache
 def warn_of_untested_host() -> None:
     """One WARNING on an SGLang that the tests did not run on, with what does not hold there of what we rely on."""
-    checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, SMOKE_TESTED_HOSTS)
+    checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, smoke_tested=SMOKE_TESTED_HOSTS)
 
 
 def _supports_triton(original: Any, backend: str) -> bool:

@@ -38,8 +38,8 @@ QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 SCALE_BYTES = torch.float32.itemsize
 """Bytes of a scale, which vLLM has behind each head's key and behind its value in int8."""
 DEFAULT = KVLayout.parse("NHD")
-HOST_ORDERS = {"N": ("LBNHC", (0, 2, 1, 3)), "H": ("LBHNC", (0, 1, 2, 3))}
-"""First axis of the keys → vLLM's name of the order of its tensor in memory, and the same as a permutation.
+HOST_ORDERS = {"N": "LBNHC", "H": "LBHNC"}
+"""First axis of the keys → vLLM's name of the order of its tensor in memory.
 
 A block is one piece in both; vLLM only has to name one.
 """
@@ -62,8 +62,8 @@ def usual_block(default: int) -> int:
     return -(-_block // default) * default if _block > default else default
 
 
-def host_order() -> tuple[str, tuple[int, int, int, int]]:
-    """vLLM's name of the order that its tensor has in memory, and the same as a permutation of its four axes."""
+def host_order() -> str:
+    """vLLM's name of the order that its tensor has in memory."""
     return HOST_ORDERS.get(_in_force.keys[0], HOST_ORDERS["N"])
 
 

@@ -4,7 +4,7 @@ Nothing else in ``vllm_fl`` replaces vLLM's or PyTorch's attributes; ``host_fact
 imports the module that it needs:
 
 ===================  ===================================================================================================
-``versions``         the host's version, which versions are tested, the warning on others, and what an older one needs
+``versions``         the host's version, which versions are tested, and the warning on others
 ``detection``        what vLLM is told and asked before it has a platform
 ``accelerator``      ``torch.accelerator`` without an accelerator
 ``kernels``          the Triton kernels that the V1 model runner launches, on a CPU
@@ -21,6 +21,5 @@ imports the module that it needs:
 ``metrics``          the registry behind ``/metrics``
 ``ending``           streams that run when an engine's client ends
 ``models``           models that vLLM gets wrong, or runs by classes of Transformers
-``v0_26``            all that vLLM 0.26 needs, installed by one call
 ===================  ===================================================================================================
 """

@@ -21,7 +21,7 @@ class CacheQuestions:
         """The physical layouts that it can read."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
-        return (KVCacheLayout[kv_layout.host_order()[0]],)
+        return (KVCacheLayout[kv_layout.host_order()],)
 
 
 def attention_refusals(backend: Any, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:

@@ -51,7 +51,7 @@ def lend_allocator() -> None:
     """Have vLLM take its allocator whatever the platform is called. Idempotent."""
     for name in USERS:
         module = importlib.import_module(name)
-        if hasattr(module, DOOR):
+        if hasattr(module, DOOR):  # the mixin's since vLLM 0.33
             setattr(module, DOOR, allocator)
 
 

@@ -9,7 +9,6 @@ it. vLLM's own rule says what V2 lacks, and V1 then runs.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import pkgutil
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,11 +21,10 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
 CONFIG = "vllm.config.vllm"
-DOOR = "vllm.triton_utils.dispatcher"
 WORKER = "vllm.v1.worker.gpu_worker"
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 VERIFICATIONS = ("", "standard", "synthetic")
-"""How drafts are verified by forms; empty without speculation, and in a version that has one way only."""
+"""How drafts are verified by forms; empty without speculation."""
 DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
 """Speculation by a model whose kernels have forms; by several predictors of one model (MTP) they have none."""
 HOST_AS_DEVICE = "vllm.v1.worker.cpu.shm"
@@ -39,7 +37,7 @@ def do_without_triton(v2: bool) -> None:
         v2: whether the V2 runner's kernels have forms for the device; it then serves what they are enough for.
     """
     module: Any = importlib.import_module(CONFIG)
-    module.HAS_TRITON = v2 = v2 and takes_forms()
+    module.HAS_TRITON = v2
     config = module.VllmConfig
     if v2 and not hasattr(config._get_v2_model_runner_unsupported_features, "__wrapped__"):
         config._get_v2_model_runner_unsupported_features = _with_ours(config._get_v2_model_runner_unsupported_features)
@@ -80,16 +78,6 @@ def kernels(device: DeviceSpec) -> str:
     return "C++ and PyTorch" if not device.accelerator and native.compiles() else "PyTorch"
 
 
-def takes_forms() -> bool:
-    """Whether this vLLM takes other kernels for its V2 runner."""
-    return importlib.util.find_spec(DOOR) is not None
-
-
-def serves_v2(device: DeviceSpec) -> bool:
-    """Whether the V2 runner's kernels run on the device: by Triton, or as forms that this vLLM takes."""
-    return "v2" in device.model_runners and (not why_unserved() or takes_forms())
-
-
 class Choice(NamedTuple):
     """A model runner, ``V1`` or ``V2``, and why a configuration gets it."""
 
@@ -110,10 +98,7 @@ def choice(config: VllmConfig) -> Choice:
         return Choice("V2", f"vLLM prefers it and it has all that is asked for{forms}")
     if "v2" not in (device := detect_device()).model_runners:
         return Choice("V1", f"V2 does not run on {device.name} yet")
-    if why_unserved() and not takes_forms():
-        lacking = "Triton, and this version takes no other kernels"
-    else:
-        lacking = ", ".join(config._get_v2_model_runner_unsupported_features()) or "vLLM's preference in this version"
+    lacking = ", ".join(config._get_v2_model_runner_unsupported_features()) or "vLLM's preference in this version"
     return Choice("V1", f"V2 lacks {lacking}")
 
 
@@ -137,7 +122,7 @@ def without_forms(config: VllmConfig) -> list[str]:
 
 def has_several_predictors(speculation: SpeculativeConfig | None) -> bool:
     """Whether several predictors of one model draft, each a token of its own."""
-    return bool(getattr(speculation, "use_multi_module_mtp", bool)())  # vLLM 0.26 has none
+    return speculation is not None and speculation.use_multi_module_mtp()
 
 
 def _is_for_v1(given: str | type) -> bool:

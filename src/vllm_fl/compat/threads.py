@@ -12,9 +12,8 @@ NAME = "set_torch_threads_for_runtime"
 
 
 def leave(module: ModuleType) -> None:
-    """Have a module of vLLM leave the number of PyTorch's threads as it is. Idempotent; older versions never set it."""
-    if hasattr(module, NAME):
-        setattr(module, NAME, _leave)
+    """Have a module of vLLM leave the number of PyTorch's threads as it is. Idempotent."""
+    setattr(module, NAME, _leave)
 
 
 def _leave() -> None:

@@ -182,7 +182,7 @@ def _why_apart(vllm_config: VllmConfig, own_attention: bool) -> list[str]:
     """
     from vllm.utils import torch_utils
 
-    if versions.host_version() not in versions.JOINING_HOSTS:
+    if not versions.is_tested():
         return ["it was not tested with this vLLM"]
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     cache_dtype = vllm_config.cache_config.cache_dtype

@@ -118,7 +118,7 @@ def why_apart(vllm_config: VllmConfig) -> list[str]:
     """All that speaks against joining any product."""
     found = [
         (not get_settings().fuse_one_token, f"{compile.ASKED_TO_FUSE} is off"),
-        (versions.host_version() not in versions.JOINING_HOSTS, "it was not tested with this vLLM"),
+        (not versions.is_tested(), "it was not tested with this vLLM"),
         (
             not compile.has_passes(vllm_config.compilation_config),
             "our passes run in graphs that VLLM_COMPILE compiles with Inductor",

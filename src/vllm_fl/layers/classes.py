@@ -136,21 +136,20 @@ LAYER_CLASSES = (
     LayerClass(f"{_MOE}.runner.moe_runner", "MoERunner", mixture.RunnerLayer),
     LayerClass(f"{_LAYERS}.layernorm", "RMSNorm", forwards.RMSNormLayer),
     LayerClass(f"{_LAYERS}.layernorm", "GemmaRMSNorm", forwards.GemmaRMSNormLayer),
-    LayerClass(f"{_LAYERS}.layernorm", "LayerNorm", forwards.LayerNormLayer, since="0.32"),
+    LayerClass(f"{_LAYERS}.layernorm", "LayerNorm", forwards.LayerNormLayer),
     LayerClass(f"{_LAYERS}.layernorm", "RMSNormGated", forwards.RMSNormGatedLayer),
     LayerClass(
         f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn",
         "QwenGatedDeltaNetAttention",
         delta_net.DeltaNetLayer,
-        since="0.32",
         creates_context=True,
     ),
-    LayerClass(f"{_LAYERS}.mamba.mamba_mixer", "MambaMixer", mamba1.Mamba1Layer, since="0.32"),
-    LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "MambaMixer2", mamba2.StateSpaceLayer, since="0.32"),
-    LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "Mixer2RMSNormGated", mamba2.StateSpaceNormLayer, since="0.32"),
-    LayerClass(f"{_LAYERS}.mamba.short_conv", "ShortConv", short_conv.ShortConvLayer, since="0.32"),
+    LayerClass(f"{_LAYERS}.mamba.mamba_mixer", "MambaMixer", mamba1.Mamba1Layer),
+    LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "MambaMixer2", mamba2.StateSpaceLayer),
+    LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "Mixer2RMSNormGated", mamba2.StateSpaceNormLayer),
+    LayerClass(f"{_LAYERS}.mamba.short_conv", "ShortConv", short_conv.ShortConvLayer),
     *(LayerClass(f"{_LAYERS}.activation", name, forwards.activation_layer(name)) for name in _ACTIVATIONS),
-    LayerClass(f"{_LAYERS}.activation", "SituAndMul", forwards.activation_layer("SituAndMul"), since="0.32"),
+    LayerClass(f"{_LAYERS}.activation", "SituAndMul", forwards.activation_layer("SituAndMul")),
     LayerClass(f"{_LAYERS}.activation", "XIELU", forwards.XieluLayer),
     LayerClass(f"{_ROPE}.base", "RotaryEmbedding", forwards.RotaryLayer),
     LayerClass(f"{_ROPE}.llama3_rope", "Llama3RotaryEmbedding", forwards.RotaryLayer),
@@ -170,7 +169,7 @@ LAYER_CLASSES = (
     LayerClass(f"{_ROPE}.mrope", "MRotaryEmbedding", forwards.MRotaryLayer),
     LayerClass(f"{_ROPE}.mrope_interleaved", "MRotaryEmbeddingInterleaved", forwards.ListedMRotaryLayer),
     LayerClass(f"{_ROPE}.ernie45_vl_rope", "Ernie4_5_VLRotaryEmbedding", forwards.ErnieRotaryLayer),
-    LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer, since="0.32"),
+    LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer),
     *(
         LayerClass(module, name, encoder.EncoderAttentionLayer, cpu_only=True)
         for module, name in (
@@ -180,12 +179,10 @@ LAYER_CLASSES = (
     ),
     *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
     LayerClass(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead", linear.HeadLayer, own_kernel=True),
-    LayerClass(f"{_HW}.layernorm", "RMSNorm", forwards.RMSNormLayer, since="0.32"),
-    LayerClass(f"{_HW}.activation", "SiluAndMul", forwards.activation_layer("SiluAndMul"), since="0.32"),
-    LayerClass(f"{_FUSERS}.rms_norm", "TPAwareRMSNorm", forwards.RMSNormLayer, since="0.32", transformers=True),
-    LayerClass(
-        f"{_FUSERS}.rms_norm", "TPAwareGemmaRMSNorm", forwards.GemmaRMSNormLayer, since="0.32", transformers=True
-    ),
+    LayerClass(f"{_HW}.layernorm", "RMSNorm", forwards.RMSNormLayer),
+    LayerClass(f"{_HW}.activation", "SiluAndMul", forwards.activation_layer("SiluAndMul")),
+    LayerClass(f"{_FUSERS}.rms_norm", "TPAwareRMSNorm", forwards.RMSNormLayer, transformers=True),
+    LayerClass(f"{_FUSERS}.rms_norm", "TPAwareGemmaRMSNorm", forwards.GemmaRMSNormLayer, transformers=True),
 )
 """Classes that stay vLLM's, and why, are in :mod:`vllm_fl.host`."""
 

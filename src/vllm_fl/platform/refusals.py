@@ -68,7 +68,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         if present:
             where = "" if model is None else f" (model {model.model})"
             raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not model_runner.serves_v2(device):
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and "v2" not in device.model_runners:
         raise ValueError(f"vllm_fl runs vLLM's V1 model runner on {device.name}; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
         _check_attention_class(config.attention_backend_path(model.use_mla))
@@ -103,7 +103,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
             vllm_config.lora_config is not None
             and device.accelerator
             and getattr(vllm_config.model_config, "enable_sleep_mode", False)
-            and versions.host_version() not in versions.SLEEP_BACKUP_HOSTS,
+            and not versions.is_tested(),
             f"LoRA with sleep mode with vLLM {versions.host_version()}",
         ),
         (speculation is not None and _has_states(vllm_config.model_config), f"speculative decoding by {STATES}"),
@@ -119,7 +119,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
 def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     cache_type = f"a KV cache of type {cache.cache_dtype}"
-    quantized, version = cache.cache_dtype in kv_layout.QUANTIZED_DTYPES, versions.host_version()
+    quantized = cache.cache_dtype in kv_layout.QUANTIZED_DTYPES
     fp8 = cache.cache_dtype in kv_layout.FP8_DTYPES
     uncompiled = why_no_float8(device.capability(0)) if fp8 else ""
     int8, width = cache.cache_dtype == kv_layout.INT8_DTYPE, 0 if model is None else model.get_head_size()
@@ -129,7 +129,7 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (int8 and not _attends_over_int8(device), cache_type),
         (int8 and bool(width % kv_layout.SCALE_BYTES), f"{cache_type} for heads of {width} elements"),
         (bool(uncompiled), f"{cache_type} ({uncompiled})"),
-        (quantized and version not in versions.QUANTIZING_HOSTS, f"{cache_type} with vLLM {version}"),
+        (quantized and not versions.is_tested(), f"{cache_type} with vLLM {versions.host_version()}"),
         (int8 and model is not None and model.use_mla, f"{cache_type} for latent attention"),
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
         (quantized and _has_states(model), f"{cache_type} for {STATES}"),
@@ -170,11 +170,9 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
     layers has more than its reference, which waits for the device in every layer.
     """
     layer = STATE_MODELS.get(model.architecture)
-    if layer is None or versions.host_version() not in versions.STATE_HOSTS:
+    if layer is None or not versions.is_tested():
         return False
-    if not device.accelerator:
-        return model_runner.takes_forms()
-    return not why_unserved() and all(map(_has_kernel, STATE_LAYERS[layer]))
+    return not device.accelerator or (not why_unserved() and all(map(_has_kernel, STATE_LAYERS[layer])))
 
 
 def _has_kernel(op_name: str) -> bool:

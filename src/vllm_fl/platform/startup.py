@@ -87,6 +87,7 @@ def register_ops() -> None:
 
 
 def _prepare_host() -> None:
+    versions.warn_of_untested_host()  # before anything that such a version may lack
     runners = detect_device().model_runners
     if "v2" not in runners or why_unserved():
         model_runner.do_without_triton(v2="v2" in runners)
@@ -99,7 +100,6 @@ def _prepare_host() -> None:
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
     START.raise_kept()
-    versions.warn_of_untested_host()
     _prepare_host()
     from ..attention.dense import register_backend
 

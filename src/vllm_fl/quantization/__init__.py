@@ -40,10 +40,10 @@ def verify(method: str) -> None:
     Args:
         method: vLLM's name of it.
     """
-    from ..compat.versions import QUANTIZING_HOSTS, host_version
+    from ..compat.versions import TESTED_HOSTS, host_version, is_tested
     from ..host import HOST
 
-    device, version, name = detect_device(), host_version(), SERVED.get(method, method)
+    device, name = detect_device(), SERVED.get(method, method)
     if method not in SERVED and method in SERVED.values():
         raise ValueError(f"vllm_fl serves '{name}' only where the checkpoint's config.json has a quantization_config")
     if method not in SERVED:
@@ -54,7 +54,7 @@ def verify(method: str) -> None:
     if HOST.name not in device.quantized:
         where = ", ".join(sorted(spec.name for spec in device_specs() if HOST.name in spec.quantized))
         raise ValueError(f"vllm_fl does not support quantization '{name}' on {device.name} yet (only on {where})")
-    if version not in QUANTIZING_HOSTS:
-        those = ", ".join(QUANTIZING_HOSTS)
-        raise ValueError(f"vllm_fl does not support quantization '{name}' on vLLM {version} yet (only on {those})")
+    if not is_tested():
+        where = f"vLLM {host_version()} yet (only on {', '.join(TESTED_HOSTS)})"
+        raise ValueError(f"vllm_fl does not support quantization '{name}' on {where}")
     register()

@@ -52,7 +52,6 @@ class WorkerFL(Worker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         startup.adopt(vllm_config.additional_config)
         startup.activate()
-        versions.adapt()
         loaders.count()
         transformers = vllm_config.model_config.using_transformers_backend()
         classes.register(get_settings(), in_worker=True, transformers=transformers)

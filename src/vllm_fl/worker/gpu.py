@@ -9,7 +9,6 @@ ends the start.
 from __future__ import annotations
 
 import gc
-import inspect
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -106,9 +105,6 @@ class GPUWorkerFL(WorkerFL):
 
     def _add_prompt_graphs(self, room: int) -> int:
         """Bytes to leave for graphs of prompts."""
-        if "randomize_inputs" not in inspect.signature(self.model_runner._dummy_run).parameters:
-            logger.info("no graphs of prompts: this vLLM makes batches up of one token alone")
-            return 0
         # vLLM keeps layers of several kinds in pages of one size, so each may take as much as the largest.
         specs = self.model_runner.get_kv_cache_spec().values()
         needs = [spec.max_memory_usage_bytes(self.vllm_config) for spec in specs]
