@@ -221,7 +221,7 @@ def test_inputs_of_ones_own_can_be_given() -> None:
 
 
 def test_who_is_unknown_is_named() -> None:
-    with pytest.raises(DispatchError, match=r"nobody registered an implementation 'vendor.nobody'"):
+    with pytest.raises(DispatchError, match=r"no backend registered an implementation 'vendor.nobody'"):
         implementations(get_default_manager(), impl_ids=["vendor.nobody"])
     with pytest.raises(DispatchError, match="'attention_backend' has no samples"):
         implementations(get_default_manager(), ["attention_backend"])
@@ -272,7 +272,7 @@ def test_the_command_is_green_for_the_reference_and_2_for_what_does_not_exist() 
     assert row["tolerance"] == {"rtol": 2e-5, "atol": 2e-6}
     done = fl("verify", "--impl", "vendor.nobody")
     assert done.returncode == 2
-    assert "nobody registered" in done.stderr
+    assert "no backend registered" in done.stderr
 
 
 PLUGIN = """

@@ -18,7 +18,7 @@ Arguments = tuple[Any, ...]
 
 
 def copied(args: Sequence[Any]) -> Arguments:
-    """The same arguments in memory of their own. Views that shared memory share it again, gaps included.
+    """Copy the arguments to memory of their own. Views that shared memory share it again, gaps included.
 
     Declared weights (:mod:`fl_dispatch.prepared`) are declared again.
     """
@@ -44,9 +44,9 @@ GUARD_BYTES = 4096
 
 
 def guarded(args: Sequence[Any]) -> Arguments:
-    """The same arguments in memory of their own, as :func:`copied`, between guards.
+    """Copy the arguments as :func:`copied` does, between guards.
 
-    Whatever no view covers is NaN in floating storages: the gaps between rows, and 4 KiB before and behind. An
+    In floating storages all memory outside the views is NaN: the gaps between rows, and 4 KiB before and behind. An
     implementation that reads there and multiplies by 0 spoils its result.
     """
     storages: dict[int, torch.UntypedStorage] = {}
@@ -145,7 +145,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, PyTorch fills new floating tensors with NaN, so that an element which nobody writes shows."""
+    """Inside, PyTorch fills new floating tensors with NaN, so an element that no kernel writes shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = torch.utils.deterministic
     fill = switch.fill_uninitialized_memory
@@ -167,7 +167,7 @@ _NEW = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_emp
 
 
 class MarkedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, new floating tensors hold :data:`UNTOUCHED`: what an implementation leaves there, it has not written."""
+    """Inside, new floating tensors hold :data:`UNTOUCHED`: an element that still does was not written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

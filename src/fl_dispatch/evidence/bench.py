@@ -27,26 +27,30 @@ from .timing import LEAST_ROUNDS, Call, Clock, Timing
 from .weights import PLAIN, PREPARED, are_prepared, refusals_counted
 
 SLOW_SECONDS = 0.25
-"""Calls that together take longer are not all made in a round."""
-LIKELY_SHARE, CALL_SECONDS, MAKING_FACTOR, OVERHEAD_SECONDS = 0.1, 2e-5, 8, 0.02
-"""For an estimate: the share of the floor that an implementation reaches, the least time of a call, and the time that
-arguments take to make, as a multiple of a copy of them, and that a row takes besides.
-"""
+"""Seconds: a round makes fewer calls if all of them together take longer."""
+LIKELY_SHARE = 0.1
+"""Share of the floor that an implementation is expected to reach, for an estimate."""
+CALL_SECONDS = 2e-5
+"""Least seconds of a call, for an estimate."""
+MAKING_FACTOR = 8
+"""Time to make arguments, as a multiple of the time to copy them, for an estimate."""
+OVERHEAD_SECONDS = 0.02
+"""Seconds that a row takes besides its calls and arguments, for an estimate."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One implementation on one case.
+    """Figures of one implementation on one case.
 
     Args:
         op_name, impl_id, dtype, label, tokens, width: what was measured.
         device: time of a call on the device, inputs rotated past its cache.
         host: how long a call keeps the host, or ``None`` where it is the same.
-        bytes_moved, operations: the least that the operator has to do.
-        floor: the time that no implementation beats at the measured rates, seconds.
-        copy: the time of a copy that moves as many bytes, seconds.
-        weights: ``prepared`` where the implementation made a form of a weight before, ``plain`` in a second result of
-            such an implementation, whose weights nobody declared; else empty.
+        bytes_moved, operations: the least work of the operator.
+        floor: seconds at the measured rates; no implementation is faster.
+        copy: seconds of a copy that moves ``bytes_moved``.
+        weights: ``prepared`` if the implementation had prepared a form of a weight; ``plain`` in such an
+            implementation's second result, with undeclared weights; else empty.
         note: why there is no time, or empty.
     """
 
@@ -72,9 +76,7 @@ class Result:
 
     @property
     def share_of_copy(self) -> float | None:
-        """The time of a copy of as many bytes over the device time: what is left to gain for an operator that moves
-        bytes.
-        """
+        """Time of a copy of ``bytes_moved`` over the device time: the speed-up left for a memory-bound operator."""
         return None if self.device is None else self.copy / self.device.median
 
     def as_data(self) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def expected_seconds(case: Case, yardstick: Yardstick) -> float:
 
 
 def rotated(args: Arguments, bytes_moved: int, clock: Clock) -> Iterator[Arguments]:
-    """Sets of arguments, copies of these, as many as reach past the cache.
+    """Yield the arguments, then copies of them, until all sets together exceed the cache.
 
     A call may read a small part of large arguments, so the bytes that it moves count.
     """
@@ -171,10 +173,10 @@ def rotated(args: Arguments, bytes_moved: int, clock: Clock) -> Iterator[Argumen
 
 
 def calls_of(function: Callable[..., Any], sets: Iterable[Arguments], clock: Clock) -> list[Call]:
-    """Calls on sets of arguments, of which only the first few are taken where one call is slow.
+    """Make one call for each set of arguments, or for the first few sets if a call is slow.
 
-    Each has been made once: a form of a weight that an implementation prepares is there before a time is taken, and
-    before a graph could hold what makes it.
+    Each call has been made once: forms of weights are prepared before a time is taken, and before a graph could capture
+    the preparation.
     """
 
     def call(given: Arguments) -> Call:

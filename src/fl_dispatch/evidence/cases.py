@@ -15,9 +15,9 @@ from .rates import Rates
 TOKENS = (1, 16, 256, 1024, 4096, 16384)
 HIDDEN = (4096, 5120, 7168, 8192)
 MOST_CALL_SECONDS = 1e-3
-"""Cases whose call takes longer at the device's rates are left out unless their size is asked for."""
+"""Seconds of a call at the device's rates; slower cases are left out unless their size is asked for."""
 MOST_MAKING_SECONDS = 0.03
-"""And those whose arguments take longer to copy, because they are made many times."""
+"""Seconds to copy the arguments; slower cases are left out too, because arguments are made many times."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Case:
 
     Args:
         op_name: the operator.
-        label: what distinguishes it from the operator's other cases, such as ``with residual``.
+        label: distinguishes the case from the operator's others, such as ``with residual``.
         tokens: new tokens of the call.
-        width: what the operator is wide by: hidden size, or the context's length for attention; 0 for a sample.
+        width: the operator's width: hidden size, or the context's length for attention; 0 for a sample.
         make: makes arguments in memory of their own.
-        plan: the same without memory, for what only needs shapes.
+        plan: makes them without memory, for callers that only need shapes.
     """
 
     op_name: str
@@ -62,8 +62,8 @@ def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Seque
     Args:
         operator: the declaration.
         place: of the arguments.
-        tokens, hidden: sizes of row-wise operators. Attention has batches and contexts of its own, up to the largest
-            of ``tokens`` in all (for decode 32 times as many keys).
+        tokens, hidden: sizes of row-wise operators. Attention has its own batches and contexts, with at most the
+            largest of ``tokens`` keys in all (for decode 32 times that).
     """
     if operator.shapes is None:
         yield from sampled(operator, place)

@@ -22,10 +22,10 @@ class Child:
     """A process that answers lines.
 
     Args:
-        name: in messages.
-        command: what runs.
+        name: the process's name in messages.
+        command: the program and its arguments.
         environment: its variables, all of them.
-        log: gets what it says beside its answers; without one that goes where this process's errors go.
+        log: file for its standard error; this process's standard error by default.
     """
 
     def __init__(

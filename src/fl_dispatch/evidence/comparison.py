@@ -14,9 +14,13 @@ from ..ops.results import errors
 MOST_BIAS = 0.15
 """Bias of half-type results towards zero, in units of the last place: rounding gives 0, truncation 0.5."""
 LEAST_ELEMENTS = 2048
-"""So many elements make the bias of unbiased errors smaller than a tenth of what is accepted."""
+"""Least number of elements to judge a bias: with fewer, unbiased errors may have more than a tenth of
+:data:`MOST_BIAS`.
+"""
 LEAST_ROWS = 8
-"""In so many rows: the elements of one row of a norm have a factor in common, so their errors are not independent."""
+"""Least number of rows to judge a bias: the elements of one row of a norm share a factor, so their errors are not
+independent.
+"""
 Named = list[tuple[str, Tensor | None]]
 
 
@@ -155,12 +159,12 @@ def _rounding(actual: Tensor, wanted: Tensor, dtype: torch.dtype, rows: int) -> 
 
 
 def absent(outputs: Named, marked: Named, missing: dict[str, Tensor], mark: float) -> str:
-    """Say of elements that are NaN whether a call left them as they were.
+    """Say of NaN elements whether the call left them as they were.
 
     Args:
-        outputs: of a call whose new memory held NaN.
-        marked: of a call whose new memory held ``mark``; empty if there was none.
-        missing: the elements that are NaN, by output.
+        outputs: results of a call with new memory full of NaN.
+        marked: results of a call with new memory full of ``mark``; empty if there was none.
+        missing: the NaN elements, by output.
         mark: the number.
     """
     for (name, output), (_, other) in zip(outputs, marked or outputs, strict=True):
@@ -177,12 +181,12 @@ def absent(outputs: Named, marked: Named, missing: dict[str, Tensor], mark: floa
 
 
 def strays(operator_state: dict[str, Tensor], outputs: Named, expected: list[Tensor | None]) -> str:
-    """Which state a call changed where the reference leaves it alone; empty if none.
+    """Say which state a call changed though the reference leaves it alone; empty if none.
 
     Args:
         operator_state: the state before the call, by the name of its output.
         outputs: the state after it, among others.
-        expected: the same after the reference, in float64.
+        expected: the state after the reference, in float64.
     """
     for (name, output), wanted in zip(outputs, expected, strict=True):
         if output is not None and wanted is not None and name in operator_state:

@@ -44,11 +44,11 @@ class Input:
     """One input, between guards, with NaN in arguments that a call must write completely.
 
     Args:
-        label: what is special about it.
+        label: the input's special feature.
         serving: a realistic serving shape.
         args: all arguments in the declaration's order.
         tolerance: the accepted error of results.
-        operator: whose they are.
+        operator: the operator that takes it.
         oracle: the reference.
     """
 
@@ -109,12 +109,12 @@ class Inputs:
     """The inputs of one operator; all implementations can share them, because every call gets a copy.
 
     Args:
-        manager: whose registry holds the reference.
+        manager: the manager with the reference in its registry.
         op_name: the operator.
         dtype, device, seed: of the generated inputs.
-        samples: others than the declaration's samples and probes.
+        samples: replace the declaration's samples and probes.
         probes: whether the declaration's probes are among them.
-        label: only those whose label contains this.
+        label: only inputs with this in their label.
 
     Raises:
         DispatchError: the operator is not declared, has no samples or no reference, or no label contains that.

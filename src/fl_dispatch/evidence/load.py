@@ -1,4 +1,4 @@
-"""Work beside the calls that are verified, so that what depends on timing shows."""
+"""Work on the device beside the calls under test: it exposes results that depend on timing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Perplexity of a text: one number for how well an engine computes a model, whatever runs in it.
 
-A text is cut into rows that do not overlap. Each begins with the token that begins every text, so that a row is a
-request of its own, and every other token of it counts once.
+A text is cut into rows that do not overlap. Each row begins with the model's beginning-of-text token, so it is a
+request of its own, and each of its other tokens counts once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Perplexity:
     """An engine's judgement of a text.
 
     Args:
-        tokens: how many were scored.
+        tokens: number of scored tokens.
         nats: the mean of their negative log-probabilities.
-        bytes: of the text that they stand for.
+        bytes: length of their text, in bytes.
     """
 
     tokens: int
@@ -33,12 +33,12 @@ class Perplexity:
 
     @property
     def value(self) -> float:
-        """The perplexity: among so many equally likely tokens the model was as undecided."""
+        """The perplexity: the model is as undecided as among this number of equally likely tokens."""
         return math.exp(self.nats)
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between models of different tokenizers."""
+        """Bits a byte of text, comparable between models of different tokenizers."""
         return self.nats * self.tokens / self.bytes / math.log(2)
 
     def as_data(self) -> dict[str, Any]:
@@ -47,9 +47,9 @@ class Perplexity:
 
 
 def rows_of(tokens: Sequence[int], beginning: int | None, window: int) -> list[list[int]]:
-    """A text's tokens as rows of at most ``window`` of them, each after the token that begins a text.
+    """Cut a text's tokens into rows of at most ``window`` tokens, each after the beginning-of-text token.
 
-    A model without such a token gets rows whose own first token is not scored.
+    A model without such a token gets rows with an unscored first token of the text.
 
     Raises:
         DispatchError: there is nothing to score.
@@ -75,5 +75,5 @@ def perplexity(scores: Sequence[Sequence[float]], size: int) -> Perplexity:
 
 
 def relative_difference(found: float, expected: float) -> float:
-    """How far one perplexity is from another, as a part of it."""
+    """The distance of one perplexity from another, as a share of the latter."""
     return abs(found - expected) / expected

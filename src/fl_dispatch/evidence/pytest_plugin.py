@@ -51,16 +51,15 @@ def verified(
     in any of the dtypes. In a single dtype the latter is a skip.
 
     Args:
-        impl_id: such as ``vendor.mychip``. Its backend is found like everywhere: by entry point, or named in
+        impl_id: such as ``vendor.mychip``. Its backend is found as everywhere: by entry point, or named in
             ``VLLM_FL_PLUGIN_MODULES``.
         dtypes: of the inputs.
-        operators: only these; an operator of this list that has no such implementation is a failure.
+        operators: only these; a listed operator without such an implementation is a failure.
         device: PyTorch device; this machine's by default.
-        samples: makes inputs of one's own, which are run instead of the declared ones.
+        samples: makes inputs that replace the declared ones.
         seed: of the declared inputs.
         compiled: the backend of ``torch.compile`` through which calls go, such as ``eager``; empty for direct calls.
         may_be_absent: skip where the implementation is not available, as in the CI of a machine without the chip.
-
     Raises:
         DispatchError: nothing has this id.
     """

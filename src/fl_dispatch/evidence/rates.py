@@ -16,7 +16,7 @@ CACHE_BYTES = 64 << 20
 
 
 def sets_to_rotate(device: torch.device, size: int) -> int:
-    """So many sets of ``size`` bytes that all of them together are twice the device's cache, but no more than 64."""
+    """The number of sets of ``size`` bytes that together are twice the device's cache, at most 64."""
     cache = device_of(device.type).cache_bytes(device.index or 0) or CACHE_BYTES
     return min(MOST_SETS, max(1, -(-2 * cache // max(1, size))))
 

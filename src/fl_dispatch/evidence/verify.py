@@ -1,4 +1,4 @@
-"""Is an implementation right? Its results on the operator's inputs against the reference in float64.
+"""Verification of an implementation: its results on the operator's inputs against the reference in float64.
 
 An implementation that prepares weights is called with prepared ones, which engines multiply with, and with plain ones.
 
@@ -41,10 +41,10 @@ from .load import load
 from .weights import PLAIN, PREPARED, Weights, refusals_counted
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-RACE_CALLS, RACE_SECONDS = 500, 0.5
-"""Calls under load for one implementation and dtype, and how long they may take. A fault in one call of a hundred is
-missed by 500 calls once in 150 times; a slow implementation makes fewer calls in that time and is looked at less.
-"""
+RACE_CALLS = 500
+"""Calls under load for one implementation and dtype. A fault in one call of a hundred is missed once in 150 times."""
+RACE_SECONDS = 0.5
+"""Seconds for these calls; a slow implementation makes fewer of them, and is tested less."""
 
 
 @dataclass
@@ -53,22 +53,21 @@ class Verification:
 
     Args:
         op_name, impl_id, dtype: what was verified.
-        tolerance: what is accepted where sums have few terms.
-        how: ``direct``, or the backend of ``torch.compile`` through which the calls went.
+        tolerance: the accepted error where sums have few terms.
+        how: ``direct``, or the backend of ``torch.compile`` that calls went through.
         seed: of the inputs.
-        samples: how many inputs were run.
+        samples: number of inputs that were run.
         prepares: whether it asked for a form of any weight.
-        prepared: how many of them ran with weights of which the implementation made a form
-            (:mod:`fl_dispatch.prepared`).
-        plain: how many ran with weights as they are, or have none.
-        refused: why no form could be kept → of how many weights.
-        calls: how many calls were made under load.
+        prepared: number of inputs that ran with weights in a prepared form (:mod:`fl_dispatch.prepared`).
+        plain: number of inputs that ran with weights as they are, or without weights.
+        refused: why no form could be kept → number of weights.
+        calls: number of calls under load.
         declined: the other inputs, label → why the implementation does not take them.
         worst: the largest error, or ``None`` where nothing was compared.
         rounding: errors of half-type results in units of the last place.
         mean_error: the largest bound of their mean among the inputs.
-        problems: what is wrong, one sentence each, beginning with the sample's label.
-        failed: the inputs that something was wrong with, label → the arguments in words.
+        problems: findings, one sentence each, beginning with the sample's label.
+        failed: the inputs with a problem, label → the arguments in words.
     """
 
     op_name: str
@@ -123,7 +122,7 @@ def verify(
     """Verify one registered implementation.
 
     Args:
-        manager: whose registry holds it, and the reference.
+        manager: the manager with the implementation and the reference in its registry.
         impl: the implementation. Unless it declares ``{"deterministic": False}``, every call must give the same bits.
         dtype: of the inputs.
         device: where it runs.
@@ -133,8 +132,8 @@ def verify(
         inputs: these inputs, made before, instead of generated ones.
         compiled: the backend of ``torch.compile`` through which calls go; empty for direct calls. The implementation
             must be registered with the process's manager.
-        race_calls: at most so many further calls on serving inputs, beside other work on the device.
-        race_seconds: how long they may take in all.
+        race_calls: number of further calls on serving inputs, beside other work on the device, at most.
+        race_seconds: seconds that they may take in all.
 
     Raises:
         DispatchError: the operator is not declared, has no samples or no reference.
@@ -168,17 +167,17 @@ def verify(
 
 @dataclass
 class _Trial:
-    """One implementation that is verified.
+    """The trial of one implementation.
 
     Args:
         found: the findings so far.
-        state, impl: of the manager, and what is verified.
+        state, impl: the manager's state, and the implementation.
         direct: the implementation's function.
-        function: what is called: the same, or compiled code that calls it.
+        function: the function to call: ``direct``, or compiled code that calls it.
         repeats: calls for each input.
         deterministic: whether every call must give the same bits.
         compiled: whether ``function`` is compiled code.
-        stable: serving inputs, with what the first call gave.
+        stable: serving inputs, with the results of the first call.
     """
 
     found: Verification
@@ -237,7 +236,7 @@ class _Trial:
             torch._dynamo.reset()  # each input compiles anew, and Dynamo does that a few times only
         if self.compiled and weights.declared:
             with contextlib.suppress(Exception):  # what the call raises, it raises below too
-                self.direct(*weights.arguments())  # compiled code takes the forms that calls outside of it made
+                self.direct(*weights.arguments())  # compiled code uses forms that calls outside it made
         for repeat in range(self.repeats):
             args = weights.arguments()
             try:
@@ -280,7 +279,7 @@ class _Trial:
         weights.write(given, self.compiled)
 
     def blame(self, given: Input, weights: Weights, problem: str) -> None:
-        """Record what is wrong with an input, and with which weights where there is a choice."""
+        """Record an input's problem, and that it ran with prepared weights if there was a choice."""
         self.found.blame(given, f"with prepared weights: {problem}" if weights.prepared else problem)
 
     def _judged(
@@ -314,7 +313,7 @@ class _Trial:
         return problem, tensors
 
     def race(self, calls: int, seconds: float) -> None:
-        """Repeat calls whose results are known, each input in turn."""
+        """Repeat calls with known results, each input in turn."""
         end = time.perf_counter() + seconds
         found = self.found
         while found.calls < calls and time.perf_counter() < end:
@@ -345,7 +344,9 @@ def _called(function: Callable[..., Any], args: Arguments, poisoned: bool) -> An
 
 
 def _marked(given: Input, weights: Weights, function: Callable[..., Any]) -> Named:
-    """The outputs of a call whose new memory holds a number that tells what it left alone; empty if it fails."""
+    """Call with new memory full of a marker, which stays in unwritten elements; return the outputs, or nothing if it
+    fails.
+    """
     args = weights.arguments()
     for access, tensor in given.operator.written(args).values():
         if access is Access.OUTPUT:
@@ -353,7 +354,7 @@ def _marked(given: Input, weights: Weights, function: Callable[..., Any]) -> Nam
     try:
         with MarkedMemory():  # type: ignore[no-untyped-call]
             return outputs(given.operator, args, function(*args))
-    except Exception:  # the call before was the finding; this one only tells more about it
+    except Exception:  # the call before was the finding; this one only adds detail
         return []
 
 
@@ -363,7 +364,7 @@ def implementations(
     """Registered implementations of operators that can be verified, of some operators and with some ids if asked for.
 
     Raises:
-        DispatchError: an operator is not declared, or nobody registered an id for any of the operators.
+        DispatchError: an operator is not declared, or no backend registered an id for any of the operators.
     """
     manager.ensure_initialized()
     names = [name for name, operator in OPERATORS.items() if operator.samples is not None]
@@ -378,5 +379,5 @@ def implementations(
     for impl_id in impl_ids or ():
         if all(impl.impl_id != impl_id for impl in found):
             of = f" of {' or '.join(op_names)}" if op_names else ""
-            raise DispatchError(f"nobody registered an implementation '{impl_id}'{of}")
+            raise DispatchError(f"no backend registered an implementation '{impl_id}'{of}")
     return found

@@ -1,8 +1,8 @@
 """Weights of a call: plain, as an implementation reads them where they lie, or declared, so that it may prepare them.
 
 Plain ones lie between guards, as all other arguments do. A declared one cannot: PyTorch marks a whole memory, so a
-weight in a part of one is not prepared. It has a memory of its own, is compared as a whole after each call, and stays
-from call to call, as a model's does: a form of it is made once and used by the calls that follow.
+weight in a part of one is not prepared. Its memory is its own, compared as a whole after each call, and stays from call
+to call, as a model's does: its form is made once, and used by the calls that follow.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Weights:
             prepared.declare_all(self._own.values())
 
     def arguments(self) -> Arguments:
-        """Those of one more call: the declared weights themselves, and copies of all else."""
+        """Arguments of one more call: the declared weights themselves, and copies of all else."""
         others = self._with(self.before, dict.fromkeys(self._own))
         return self._with(copied(others), self._own)
 

@@ -1,4 +1,4 @@
-"""Which operator, in which layers, by which implementation, makes a model's logits wrong: ``fl bisect``.
+"""The search for the operator, layers and implementation that make a model's logits wrong: ``fl bisect``.
 
 No host is known here. ``search`` is pure; ``scores`` and ``yardstick`` judge what engines answer; ``choices`` and
 ``documents`` turn what a policy decided into policies between two; ``inside`` runs in an engine's processes.

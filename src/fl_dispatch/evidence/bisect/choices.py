@@ -45,11 +45,12 @@ def in_order(site: Site) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices that hold in an engine.
+    """The choices in force in an engine.
 
     Args:
-        at: site → what may run there.
-        ran: operator → ids of what ran, where calls were counted; ``None`` where compiled code hides calls.
+        at: site → implementations that may run there.
+        ran: operator → ids of implementations that ran, where calls were counted; ``None`` where compiled code hides
+            calls.
         failed: operator → ids that raised, and were replaced by another one.
     """
 
@@ -59,7 +60,7 @@ class Choices:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Choices:
-        """From what :func:`~fl_dispatch.evidence.bisect.inside.answer` gave."""
+        """Parse the answer of :func:`~fl_dispatch.evidence.bisect.inside.answer`."""
         at = {
             Site(one["op"], one["scope"], tuple(one["also"])): tuple(
                 (tuple(sorted((key, _plain(value)) for key, value in (when or {}).items() if value is not None)), ids)
@@ -121,5 +122,5 @@ def without(branches: Branches, suspects: Iterable[str], instead: Branches) -> B
 
 
 def renamed(branches: Branches, name: Callable[[str], str]) -> Branches:
-    """The same choice among implementations with other ids."""
+    """Rename each implementation id in a choice."""
     return tuple((when, tuple(map(name, ids))) for when, ids in branches)

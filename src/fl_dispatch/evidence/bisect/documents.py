@@ -13,7 +13,7 @@ from .choices import Branches, Choices, Site
 
 Document = dict[str, Any]
 OTHER_SETTINGS = ("aten_replacement", "chip_features", "oot_blacklist", "flagos_blacklist")
-"""Keys that decide what runs beside the choice among implementations; they hold from an engine's start on."""
+"""Keys that decide what runs, beside the choice among implementations; they hold from an engine's start on."""
 
 
 def of_settings(settings: Settings) -> Document:
@@ -85,11 +85,11 @@ def avoiding(bad: Document, choices: Choices, orders: Mapping[Site, Branches], s
     """The bad policy's document, with other orders at some sites.
 
     Args:
-        bad: it stays as it is everywhere else.
+        bad: the document, unchanged everywhere else.
         choices: of the bad policy.
-        orders: site → what may run there instead; only the last branch counts, because a rule with conditions
-            excludes nobody.
-        spare: vendors of what has to run now; they leave the lists of denied vendors.
+        orders: site → implementations that may run there instead; only the last branch counts, because a rule with
+            conditions excludes no implementation.
+        spare: vendors that have to run now; they leave the lists of denied vendors.
     """
     document = {key: dict(value) if isinstance(value, dict) else value for key, value in bad.items()}
     backends: dict[str, list[str]] = dict(document.get("op_backends", {}))

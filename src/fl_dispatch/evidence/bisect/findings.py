@@ -20,11 +20,11 @@ class Blamed:
 
     Args:
         op: the operator, or ``setting`` and its key.
-        sites: where; empty for a setting.
-        of: how many sites of the operator differ between the policies.
-        implementations: that ran there.
-        partners: operators without whose bad choice it does no harm.
-        everywhere: all sites count because some were asked alone.
+        sites: where it makes the difference; empty for a setting.
+        of: number of the operator's sites where the policies differ.
+        implementations: ids that ran there.
+        partners: operators that have to run their bad choice too before this one does harm.
+        everywhere: all sites count, because the few that were asked alone all differed.
         ranks: where it is wrong, if not in all of several ranks.
     """
 
@@ -37,7 +37,7 @@ class Blamed:
     ranks: tuple[int, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Plain data, for JSON."""
         return {**vars(self), "sites": [site.scope for site in self.sites]}
 
 
@@ -46,12 +46,12 @@ class Result:
     """The outcome of an investigation.
 
     Args:
-        differs: whether the bad policy differs at all by more than rounding.
-        share: by how many yardsticks.
-        blamed: what for.
-        policy: the document of the policy that avoids it.
+        differs: whether the bad policy differs by more than rounding.
+        share: the difference, in yardsticks.
+        blamed: the causes.
+        policy: the document of the policy that avoids them.
         agrees: whether an engine that was started with it agreed.
-        candidates: sites where the policies differ; operators among them.
+        candidates: number of sites where the policies differ, and of operators among them.
     """
 
     differs: bool

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOVED = "moved"
-"""The vendor of implementations whose results are moved at random."""
+"""The vendor of implementations with results moved at random."""
 PART = 0.5
 """The part of the relative error which a declaration accepts, by which results are moved at most."""
 
 
 def moved_id(impl_id: str) -> str:
-    """The id of an implementation's copy whose results are moved."""
+    """The id of an implementation's copy that moves its results."""
     return f"vendor.{MOVED}.{impl_id}"
 
 
@@ -124,9 +124,9 @@ class _Moves:
 
     @classmethod
     def move(cls, op_name: str, result: Any) -> None:
-        """Move a result where it lies: each element at most by a part of what its declaration accepts.
+        """Add noise to a result in place: each element moves by at most a part of its declared tolerance.
 
-        The error of an element is relative to the larger of it and its row's root mean square.
+        The tolerance is relative to the element's size or its row's root mean square, whichever is larger.
         """
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.numel() == 0:
@@ -142,7 +142,7 @@ class _Moves:
 
 
 def _copy(impl: OpImpl) -> OpImpl:
-    """The same implementation, with its results moved."""
+    """Copy an implementation, and move the copy's results."""
     fn: Callable[..., Any] = impl.fn
 
     @wraps(fn)

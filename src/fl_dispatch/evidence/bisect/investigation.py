@@ -20,13 +20,13 @@ from .yardstick import Verdict
 
 
 class Investigation:
-    """Between a good and a bad policy.
+    """The investigation of two policies, a good and a bad one.
 
     Args:
         probes: asks engines.
         good, bad: documents of the policies.
-        graphs: engines compile or capture, so that results are moved in an eager one.
-        say: tells a person what comes next.
+        graphs: whether engines compile or capture; results are then moved in an eager one.
+        say: shows a person the next step.
     """
 
     def __init__(self, probes: Probes, good: Document, bad: Document, graphs: bool, say: Callable[[str], None]) -> None:

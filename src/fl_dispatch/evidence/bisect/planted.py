@@ -1,7 +1,7 @@
 """Implementations that are wrong on purpose, and one that is right and rounds otherwise: ``fl bisect --self-test``.
 
-The module is loaded like any plugin, ``VLLM_FL_PLUGIN_MODULES=fl_dispatch.evidence.bisect.planted``. Besides the faults
-every operator gets a copy of its reference, so that a search has many candidates of which all but one are right.
+The module is loaded like any plugin, ``VLLM_FL_PLUGIN_MODULES=fl_dispatch.evidence.bisect.planted``. Apart from the
+faults, every operator gets a copy of its reference, so a search has many candidates, and all but one are right.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def one_rank(x: Tensor) -> Tensor:
 
 
 def dies(x: Tensor) -> Tensor:
-    """Ends the process in batches of more than 256 tokens."""
+    """End the process in batches of more than 256 tokens."""
     if x.numel() // x.shape[-1] > 256:
         os._exit(7)
     return silu_and_mul.reference(x)

@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 
 class Engines(Protocol):
-    """Starts engines."""
+    """The starter of engines."""
 
     def start(self, document: Document, eager: bool = False) -> Engine:
         """An engine under a policy; ``eager``: neither compiled nor captured, whatever was asked for.
@@ -84,7 +84,7 @@ class Outcome:
     note: str = ""
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Plain data, for JSON."""
         return {**vars(self), "verdict": self.verdict.value}
 
     @classmethod
@@ -108,7 +108,7 @@ class Ranks:
 
 @dataclass
 class _Live:
-    """An engine that runs, the settings that it started with, and what it chose when it started."""
+    """A running engine, the settings that it started with, and its choices at the start."""
 
     engine: Engine
     settings: Document
@@ -146,8 +146,8 @@ class Probes:
         self.base: Scores | None = None
         self.yardstick: Yardstick | None = None
         self._live: _Live | None = None
-        self._heard: set[str] = set()  # questions whose answer was told
-        self._fixed: set[Site] = set()  # sites whose choice only a start can change, as was seen
+        self._heard: set[str] = set()  # questions with an answer that was shown
+        self._fixed: set[Site] = set()  # sites where only a start was seen to change the choice
 
     # -- engines
 
@@ -201,15 +201,15 @@ class Probes:
         ranks: Ranks | None = None,
         afresh: str = "",
     ) -> Outcome:
-        """How an engine with these choices differs from the base.
+        """Compare an engine that makes these choices with the base.
 
         Args:
-            what: for people.
-            chosen: site → what may run there.
-            watched: the sites whose choice has to hold.
+            what: the question, for people.
+            chosen: site → implementations that may run there.
+            watched: the sites where the choice has to hold.
             base: the document with all other settings.
-            ranks: those in which the choices hold, and the document that holds in the others. All by default.
-            afresh: makes it another question than the same one before.
+            ranks: the ranks where the choices hold, and the document for the others. All by default.
+            afresh: text that makes this another question than an equal one before.
         """
         document = of_choices(chosen, base)
         question = json.dumps([document, None if ranks is None else sorted(ranks.those), self.switching, afresh])

@@ -1,4 +1,4 @@
-"""The requests of one run: prompts whose every token is given, so that one difference does not bring others.
+"""The requests of one run: prompts with every token given, so that one difference does not bring others.
 
 The last tokens of each prompt are forced, one a step, so that steps of decoding are compared as well. Round ``batch``
 has all prompts at once, more than 256 tokens together; ``alone`` each by itself in the other order, after the others;
@@ -36,7 +36,7 @@ class Request:
     prefill: bool = True
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Plain data, for JSON."""
         return {"label": self.label, "prompt": self.prompt, "forced": self.forced, "prefill": self.prefill}
 
 

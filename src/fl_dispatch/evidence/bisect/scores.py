@@ -31,14 +31,15 @@ class Scores:
     rows: Mapping[str, Sequence[Row]]
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Plain data, for JSON."""
         return {label: list(rows) for label, rows in self.rows.items()}
 
 
 def distance(first: Row, second: Row) -> float:
     """The largest difference of two rows' logits, up to a common shift.
 
-    A token that only one row has counts by what the other row says about it: it is not among that row's likeliest.
+    A token in only one row is compared with the least likely of the other row's likeliest tokens, because its own logit
+    is unknown and no higher.
     """
     common = first.keys() & second.keys()
     if len(common) < 2 or not all(math.isfinite(row[token]) for row in (first, second) for token in common):
@@ -69,7 +70,7 @@ class Difference:
     by_request: Mapping[str, float] | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Plain data, for JSON."""
         return {"largest": self.largest, "mean": self.mean, "where": self.where}
 
 

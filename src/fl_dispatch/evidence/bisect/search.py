@@ -1,8 +1,8 @@
 """The search: pure functions over a question "do these units, and no others, make the result differ?".
 
 One culprit among ``n`` costs ``log2(n)`` questions. The answers need not be monotonous: halving keeps the invariant
-that the smaller prefix agreed and the larger one differed, both as answered, so it always ends at a unit whose
-addition made the result differ.
+that the smaller prefix agreed and the larger one differed, both as answered. So it always ends at a unit that made the
+result differ when it was added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Differs = Callable[[frozenset[U]], bool]
 """Whether the result differs when these units are bad, and all others good."""
 
 SAMPLES = 3
-"""Units that are asked alone before a fault counts as one of all units."""
+"""Number of units that are asked alone before a fault counts as one of all units."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Found(Generic[U]):
 
     Args:
         culprits: in the order in which they were found.
-        everywhere: so many units were asked alone, each differed, and therefore all units count as culprits.
+        everywhere: :data:`SAMPLES` units were asked alone and each differed, so all units count as culprits.
     """
 
     culprits: tuple[Culprit[U], ...]
@@ -47,7 +47,7 @@ class Found(Generic[U]):
 
 
 def first_flip(units: Sequence[U], differs: Differs[U], base: frozenset[U] = frozenset()) -> U:
-    """The unit whose addition to those before it, and to ``base``, makes the result differ.
+    """Find the unit that makes the result differ when it is added to ``base`` and the units before it.
 
     The caller knows that ``base`` agrees, and that ``base`` with all units differs.
 
@@ -92,7 +92,7 @@ def culprits(units: Sequence[U], differs: Differs[U], sampled: bool = False) -> 
 
 
 def _partners(unit: U, before: Sequence[U], differs: Differs[U]) -> tuple[U, ...]:
-    """The smallest set among ``before`` that halving finds, with which ``unit`` differs; empty if it does alone."""
+    """The smallest set among ``before`` that halving finds to make ``unit`` differ; empty if ``unit`` does alone."""
     chosen: list[U] = []
     left = list(before)
     while not differs(frozenset({unit, *chosen})):
@@ -105,5 +105,5 @@ def _partners(unit: U, before: Sequence[U], differs: Differs[U]) -> tuple[U, ...
 
 
 def estimate(units: Iterable[int]) -> int:
-    """Questions for one culprit in searches one after the other, each among so many units."""
+    """Number of questions to find one culprit in consecutive searches; ``units`` has the size of each."""
     return sum(math.ceil(math.log2(count)) + 1 for count in units if count > 1)

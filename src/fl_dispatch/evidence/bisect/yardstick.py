@@ -15,9 +15,11 @@ from typing import Any
 from .scores import CLIPPED, Difference
 
 FACTOR = 4.0
-"""A difference of more than so many yardsticks is not rounding."""
+"""A difference of more yardsticks is not rounding."""
 UNSURE = 2.0
-"""From so many yardsticks on, and up to :data:`FACTOR` times as many by the same ratio, a run is repeated."""
+"""A run that differs by this many yardsticks is repeated, up to ``FACTOR * FACTOR / UNSURE``: the same ratio on both
+sides of :data:`FACTOR`.
+"""
 MOVES = 3
 """Runs with results moved at random."""
 SMALLEST = 1e-6
@@ -47,7 +49,7 @@ class Yardstick:
 
     @classmethod
     def of(cls, harmless: Iterable[Difference]) -> Yardstick:
-        """From what harmless changes did."""
+        """Take the yardstick from the differences that harmless changes made."""
         seen = list(harmless)
         largest = max((one.largest for one in seen), default=0.0)
         return cls(max(largest, SMALLEST), max((one.mean for one in seen), default=0.0) or SMALLEST / 10)
@@ -57,12 +59,12 @@ class Yardstick:
         return max(found.largest / self.largest, found.mean / max(self.mean, SMALLEST / 10))
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Plain data, for JSON."""
         return {"largest": self.largest, "mean": self.mean}
 
 
 def is_close(share: float) -> bool:
-    """Whether one run does not settle it."""
+    """Whether a run is too close to :data:`FACTOR` to decide, so it is repeated."""
     return UNSURE <= share <= FACTOR * FACTOR / UNSURE
 
 
@@ -73,5 +75,5 @@ def verdict(shares: Iterable[float]) -> Verdict:
 
 
 def is_blind(yardstick: Yardstick) -> bool:
-    """Whether harmless changes already break every number, so that nothing could be told apart."""
+    """Whether a harmless change already reaches the clipped distance, so no two policies can be distinguished."""
     return yardstick.largest >= CLIPPED

@@ -73,7 +73,7 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDi
 
 
 def _is_whole(record: Source) -> bool:
-    """Whether a record that nobody named can be shown; one of another version may not."""
+    """Whether a record can be shown though no argument named it; one of another version may not."""
     try:
         selection.workers([record])
         shadow.parts([record])

@@ -27,13 +27,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first column names its rows.
+    """A table with the names of its rows in the first column.
 
     Args:
-        caption: what the table shows.
+        caption: the table's subject.
         columns: headings; one that begins with ``#`` is of numbers, and is printed without that sign.
         rows: as long as ``columns``.
-        folded: shown only when a reader opens it, because it is long; the text that opens it.
+        folded: the text that opens a long table; without one the table is always shown.
     """
 
     caption: str
@@ -96,7 +96,7 @@ class Section:
 
     Args:
         anchor, title, question: of the section.
-        fill: the command that brings figures, for a section that has none.
+        fill: the command that brings figures, for a section without any.
         parts: the answers.
         glance: the answer in a few words, as number and explanation, for the top of the page.
         tone: of that answer, as a cell's.

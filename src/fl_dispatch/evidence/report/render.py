@@ -1,4 +1,4 @@
-"""The page as text: one file of HTML with its style inside, every text of it escaped."""
+"""The page as text: one file of HTML with its style inside and all its text escaped."""
 
 from __future__ import annotations
 

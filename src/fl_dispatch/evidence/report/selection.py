@@ -1,4 +1,4 @@
-"""Selected implementations and why: on this machine, in workers that ran last, in engines whose reports are files."""
+"""Selected implementations and why: on this machine, in its last workers, and in engines that left report files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMPTY = Section(
 )
 TONES = {"chosen": "good", "fallback": "", "skipped": "quiet"}
 SHOWN_RUNS = 8
-"""Workers, newest first."""
+"""Number of workers, newest first."""
 
 Decisions = Mapping[str, Mapping[str, Any]]
 
@@ -43,7 +43,7 @@ def here(origin: Origin) -> Part:
 
 
 def served(sources: Iterable[Source]) -> list[Part]:
-    """Choices and calls of engines whose reports are in files."""
+    """Choices and calls of engines, from their report files."""
     parts = []
     for source in sources:
         report = source.data["report"]

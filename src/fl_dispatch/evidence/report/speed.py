@@ -19,7 +19,7 @@ EMPTY = Section(
     "fl bench --out bench.json",
 )
 BY_REQUESTS = ("paged_attention", "mla_decode", "mla_prefill")
-"""Their lines run over batches, which their labels end with."""
+"""Operators with a line over batches; their labels end with the batch."""
 HIGHEST = 1.2
 """Share that a chart shows at least; a call that is served by a cache may exceed the floor."""
 
@@ -32,7 +32,7 @@ def is_one(data: Mapping[str, Any]) -> bool:
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """A part a file, newest first; one whose operators are all in newer ones of that device is marked as earlier."""
+    """Make a part of each file, newest first; a part with rows that newer files all have is marked as earlier."""
     found: list[Part] = []
     seen: set[tuple[str, str, str, str]] = set()
     for source in sources:

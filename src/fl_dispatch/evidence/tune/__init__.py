@@ -1,6 +1,6 @@
-"""Which implementation is fastest here, for the calls that a model makes, among those that are proven right.
+"""The search for the fastest implementations here, for the calls of one model, among those that are proven right.
 
-``model`` reads a model's dimensions, ``calls`` says what its layers call, ``warmth`` and ``race`` find who may win and
-how fast each is, ``choice`` and ``rules`` make rules of it, ``record`` and ``document`` keep the figures and write the
+``model`` reads a model's dimensions, ``calls`` lists its layers' calls, ``warmth`` and ``race`` find the candidates and
+their times. ``choice`` and ``rules`` turn times into rules; ``record`` and ``document`` keep the figures and write the
 file.
 """

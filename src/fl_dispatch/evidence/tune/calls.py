@@ -1,4 +1,4 @@
-"""The calls that a model's layers make of the operators, as a table: which, with which shapes, how often in a step."""
+"""A table of the operator calls of a model's layers: operator, shapes, and calls in a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .weights import Weights
 Make = Callable[[Place, int], tuple[Any, ...]]
 """Place and tokens → arguments."""
 ROUTER = "router"
-"""The product that scores experts, whose weights no checkpoint quantizes that is served."""
+"""The product that scores experts; no checkpoint that is served quantizes its weights."""
 MOST_CACHED = {True: 1 << 18, False: 1 << 14}
 """Keys of all requests together that attention is measured on, on an accelerator and on a CPU."""
 
@@ -77,7 +77,7 @@ class TunedCase:
 
 
 def row_calls(model: Dimensions) -> Iterator[Call]:
-    """The calls whose arguments follow from the number of tokens alone."""
+    """The calls with arguments that follow from the number of tokens alone."""
     for name, columns, inner, times in _products(model):
         if columns and inner and times:
             yield from _product_calls(None if name == ROUTER else model.weights, name, columns, inner, times)
@@ -193,13 +193,13 @@ def tuned_cases(
     accelerator: bool,
     op_names: Sequence[str] = (),
 ) -> list[TunedCase]:
-    """Every shape to measure: row-wise operators at all sizes, attention for decode and for prefill.
+    """List every shape to measure: row-wise operators at all sizes, attention for decode and for prefill.
 
     Args:
-        model, place: whose calls, and where.
-        batches: tokens of decoding steps, which graphs are captured for.
+        model, place: the model, and where its calls run.
+        batches: tokens of the decoding steps that graphs are captured for.
         prefills: tokens of steps that read prompts; one prompt each.
-        contexts: keys of decoding requests, as far as all of them together are few enough.
+        contexts: keys of decoding requests, up to :data:`MOST_CACHED` for all of them together.
         accelerator: whether the place is one.
         op_names: only these operators; all if empty.
     """

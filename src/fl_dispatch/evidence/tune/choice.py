@@ -1,4 +1,4 @@
-"""Who wins: the fastest that nothing speaks against, or an earlier one in the default order that is as fast."""
+"""The choice of a winner: the fastest fit candidate, or an equally fast one earlier in the default order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..intervals import interval
 
 CONFIDENCE = 0.95
 LEAST_GAIN = 0.01
-"""A gain below this share is none, whatever the intervals say: two runs of one machine differ by as much."""
+"""A smaller gain counts as none, whatever the intervals say: two runs on one machine differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Figure:
         return interval(self.seconds, CONFIDENCE)
 
     def is_near(self, other: Figure) -> bool:
-        """Whether nobody can tell that the other one is faster, or hardly anybody would notice."""
+        """Whether the other one is not measurably faster, or faster by at most :data:`LEAST_GAIN`."""
         return self.bounds[0] <= other.bounds[1] or self.median <= other.median * (1 + LEAST_GAIN)
 
 
@@ -48,7 +48,7 @@ class Choice:
     """The winner of one key, and why.
 
     Args:
-        impl_id: the winner; empty if nobody may win.
+        impl_id: the winner; empty if no candidate may win.
         why: in words.
     """
 
@@ -61,7 +61,7 @@ def choose(figures: Sequence[Figure]) -> Choice:
     fit = [figure for figure in figures if figure.seconds and not figure.problem]
     if not fit:
         reasons = "; ".join(f"{one.impl_id}: {one.problem or 'not timed'}" for one in figures)
-        return Choice("", f"nobody may win: {reasons or 'there is no candidate'}")
+        return Choice("", f"no candidate may win: {reasons or 'there is none'}")
     fastest = min(fit, key=lambda figure: figure.median)
     chosen = next(figure for figure in fit if figure is fastest or figure.is_near(fastest))
     others = [figure for figure in fit if figure is not chosen]
@@ -76,10 +76,10 @@ def choose(figures: Sequence[Figure]) -> Choice:
 
 
 def choose_together(keys: Sequence[Sequence[Figure]]) -> Choice:
-    """One winner for several keys, whose candidates come in the default order.
+    """Choose one winner for several keys; each key's candidates come in the default order.
 
-    It is who takes the least of each key's time in the geometric mean; an earlier one that is within :data:`LEAST_GAIN`
-    of that stays. A candidate has to be fit for every key.
+    The lowest geometric-mean time wins; an earlier candidate within :data:`LEAST_GAIN` keeps its place. A candidate has
+    to be fit for every key.
     """
     medians: dict[str, list[float]] = {}
     for figure in (figure for figures in keys for figure in figures):
@@ -87,7 +87,7 @@ def choose_together(keys: Sequence[Sequence[Figure]]) -> Choice:
             medians.setdefault(figure.impl_id, []).append(figure.median)
     fit = {name: found for name, found in medians.items() if len(found) == len(keys)}
     if not fit:
-        return Choice("", "nobody may win at every size")
+        return Choice("", "no candidate may win at every size")
     scores = {name: math.exp(statistics.fmean(map(math.log, found))) for name, found in fit.items()}
     least = min(scores.values())
     chosen = next(name for name, score in scores.items() if score <= least * (1 + LEAST_GAIN))

@@ -21,13 +21,13 @@ def platform_file(
     figures: Mapping[Key, Sequence[Figure]],
     choices: Mapping[Key, Choice],
 ) -> str:
-    """The text of a YAML file.
+    """Write a platform file as YAML text.
 
     Args:
-        title: lines of the comment that it begins with.
-        base: the keys of the file that it starts from, but for ``op_tuned``.
+        title: lines of the comment at its beginning.
+        base: the keys of the file that it starts from, without ``op_tuned``.
         rules: operator → its rules, those of the base file included.
-        figures, choices: what was measured, for the comments.
+        figures, choices: the measurements and their winners, for the comments.
     """
     lines = [f"# {line}" for line in title] + [""]
     lines += [f"{key}: {_scalar(value)}" for key, value in base.items()]
@@ -48,7 +48,7 @@ def _comment(key: Key, figures: Sequence[Figure], choice: Choice) -> str:
     size = f"{key.tokens} token{'s' * (key.tokens != 1)}" + (f", {key.phase}" if key.phase else "")
     told = {figure.impl_id: figure for figure in figures if figure.seconds and not figure.problem}
     if choice.impl_id not in told:
-        return f"{size}: nobody may win"
+        return f"{size}: no candidate may win"
     others = sorted((one for name, one in told.items() if name != choice.impl_id), key=lambda figure: figure.median)
     return f"{size}: " + "; then ".join(f"{one.impl_id} {_time(one)}" for one in (told[choice.impl_id], *others[:1]))
 

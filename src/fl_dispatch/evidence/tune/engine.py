@@ -1,4 +1,4 @@
-"""Does an engine say what the kernels said? vLLM alone, with fixed policies and with a tuned file, in turns.
+"""End-to-end check of a tuning: vLLM alone, with fixed policies and with a tuned file, in turns.
 
 Each cell is an engine in a process of its own, with random weights in the model's shape. All of them live at once and
 take turns, workload by workload, so that a change of the machine's speed hits all alike; one that waits uses no time.
@@ -23,21 +23,22 @@ from ..child import Child
 from ..intervals import interval
 
 VANILLA, TUNED, SHIPPED = "vanilla", "tuned", "shipped file"
+
 ATTENTIONS = ("FLASH_ATTN", "TRITON_ATTN")
-"""vLLM's own on an accelerator; on an H200 one is faster in decode, the other in prefill."""
+"""vLLM's own attention backends on an accelerator; on an H200 one is faster in decode, the other in prefill."""
 FIXED = ("flagos", "vendor", "reference")
 """The preferences that are fixed policies."""
 SLOW = 3.0
-"""A cell takes no turns if the fastest is so many times as fast."""
+"""A cell takes no turns if the fastest cell is this many times as fast."""
 WARM_UP = 8
-"""Decoding generates so many times fewer tokens in a round that warms up."""
+"""In a warm-up round, decoding generates this many times fewer tokens."""
 LEAST_LOSS = 0.01
 """A fixed policy that is faster by less is as fast."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """``batch`` requests at once of ``prompt`` tokens, each of which generates ``new`` tokens."""
+    """``batch`` requests at once of ``prompt`` tokens, each generating ``new`` tokens."""
 
     name: str
     batch: int
@@ -77,9 +78,9 @@ def cells(tuned: Mapping[str, str], untuned: Mapping[str, str], shipped: bool, a
     """Name → cell: vLLM alone, each fixed policy, the shipped file of this chip if there is one, and the tuned file.
 
     Args:
-        tuned, untuned: variables with which an engine finds the tuned file, and none of the user's own.
+        tuned, untuned: variables that give an engine the tuned file, and none of the user's files.
         shipped: whether the chip has a shipped file.
-        accelerator: whether it is no CPU.
+        accelerator: whether the device is an accelerator.
     """
     alone = {"VLLM_PLUGINS": ""}
     vanilla = {f"{VANILLA}, {name}": Cell(alone, {"attention_backend": name}) for name in ATTENTIONS}
@@ -96,9 +97,9 @@ class Engine:
 
     Args:
         name: the cell's.
-        cell: what differs from the other cells.
-        module: the program, whose argument are those of vLLM's ``LLM``; it answers with seconds.
-        arguments: of vLLM's ``LLM``, for all of them.
+        cell: its differences from the other cells.
+        module: the program; it takes the arguments of vLLM's ``LLM`` and answers with seconds.
+        arguments: of vLLM's ``LLM``, for all cells.
         logs: the folder of its log.
     """
 
@@ -185,9 +186,10 @@ def _far_behind(engines: Sequence[Engine], rates: Mapping[str, float]) -> set[st
 
 
 def compared(rates: Mapping[str, Mapping[str, list[float]]]) -> list[dict[str, Any]]:
-    """One row a workload and cell: tokens a second, and the tuned engine's share of it, round by round.
+    """Compare cells: one row a workload and cell, with tokens a second and the tuned engine's speed as a multiple of
+    it.
 
-    A cell that took no turns is compared with the tuned engine's median.
+    The multiple is taken round by round. A cell that took no turns is compared with the tuned engine's median.
     """
     rows = []
     for work, of_cell in rates.items():

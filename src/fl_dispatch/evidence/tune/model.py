@@ -21,7 +21,7 @@ ACTIVATIONS = {"silu": "silu_and_mul", "swish": "silu_and_mul"}
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """The numbers from which the shapes of a rank's calls follow.
+    """The numbers that determine the shapes of a rank's calls.
 
     Args:
         model_type: ``config.json``'s.
@@ -92,12 +92,12 @@ def read_model(folder: Path, tensor_parallel: int = 1) -> Dimensions:
 
 
 def dimensions(config: Mapping[str, Any], tensor_parallel: int = 1, source: str = "config.json") -> Dimensions:
-    """The dimensions that a configuration says; see :func:`read_model`.
+    """The dimensions in a configuration; see :func:`read_model`.
 
     Args:
-        config: the content of ``config.json``; the text model's part of it counts where there is one.
+        config: the content of ``config.json``; its text model's part counts if there is one.
         tensor_parallel: ranks that share each layer.
-        source: what an error names.
+        source: the name for it in errors.
     """
     text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
 

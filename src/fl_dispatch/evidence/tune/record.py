@@ -1,4 +1,4 @@
-"""The findings of a tuning as data: kept while it runs, and read by those who go on with it or compare it."""
+"""The findings of a tuning as data, kept while it runs; another run can resume it or compare with it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Record:
         return Figure(impl_id, seconds, next(filter(None, problems), ""))
 
     def choices(self) -> dict[Key, Choice]:
-        """Key → who wins, and why. Keys of an operator that the facts name under :data:`TOGETHER` have one winner."""
+        """Key → winner, and why. Keys of an operator that the facts name under :data:`TOGETHER` have one winner."""
         figures = self.figures()
         found = {key: choose(candidates) for key, candidates in figures.items()}
         for op_name in self.facts.get(TOGETHER, ()):
@@ -107,7 +107,7 @@ def read_record(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DispatchError(f"there is no {file}, so nobody can say what the tuning beside it found") from None
+        raise DispatchError(f"there is no {file}, so the measurements of the tuning beside it are unknown") from None
     except (OSError, ValueError) as error:
         raise DispatchError(f"{file} cannot be read: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("cases"), dict):

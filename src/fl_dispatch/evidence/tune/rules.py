@@ -16,13 +16,13 @@ Rules = tuple[TunedRule, ...]
 def merge(winners: Mapping[Key, str], base: Mapping[str, Rules]) -> dict[str, Rules]:
     """Operator → its rules, first match first.
 
-    Sizes between two that were measured are those of graphs that are padded to the larger one, so they belong to it.
-    The largest size stands for all above it. A condition in which all winners agree is left out: then the choice can
-    be compiled into a model. The last rule of an operator that has a winner everywhere has none. The operator's rules
-    of ``base`` hold where nobody won, and where a condition fits no rule.
+    A size between two measured ones is padded to the larger one's graph, so it gets that one's rule; sizes above the
+    largest get the largest's. A condition is left out where all winners agree, because then the choice can be compiled
+    into a model. The last rule of an operator has no condition if the operator has a winner everywhere. Otherwise the
+    operator's rules of ``base`` hold for keys without a winner, and where no condition fits.
 
     Args:
-        winners: key → implementation, empty where nobody may win.
+        winners: key → implementation, empty where no candidate may win.
         base: rules without tuning. Operators that were not tuned keep them.
     """
     found = dict(base)
@@ -67,7 +67,7 @@ def _of_dtype(winners: Mapping[Key, str]) -> Rules:
 
 
 def _of_sizes(sizes: Sequence[tuple[int, str]]) -> list[TunedRule]:
-    """Rules by numbers of tokens, which come in order; none where nobody won."""
+    """Rules by numbers of tokens, in ascending order; none for sizes without a winner."""
     rules, low = [], 0
     runs = [(winner, [tokens for tokens, _ in run]) for winner, run in groupby(sizes, key=lambda size: size[1])]
     for index, (winner, run) in enumerate(runs):
@@ -80,7 +80,7 @@ def _of_sizes(sizes: Sequence[tuple[int, str]]) -> list[TunedRule]:
 
 
 def agreement(one: Mapping[Key, str], other: Mapping[Key, str]) -> tuple[float, dict[Key, tuple[str, str]]]:
-    """The share of the keys that both tunings have on which they agree, and those on which they do not."""
+    """Compare two tunings: the share of their common keys with equal winners, and the keys with different ones."""
     both = [key for key in one if key in other]
     differ = {key: (one[key], other[key]) for key in both if one[key] != other[key]}
     return (1 - len(differ) / len(both) if both else 0.0), differ

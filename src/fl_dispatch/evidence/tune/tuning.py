@@ -29,8 +29,10 @@ from .race import PROVEN, REPEATS, Outcome, accepted, is_provable, prove, race
 from .record import TOGETHER, Record
 from .warmth import late_compilation, requests_of, start_of
 
-PROOF_SECONDS, WARM_SECONDS = 0.1, 2.0
-"""For an estimate: proving a candidate at a shape, and looking whether it compiles later, where that is possible."""
+PROOF_SECONDS = 0.1
+"""Seconds to prove a candidate at a shape, for an estimate."""
+WARM_SECONDS = 2.0
+"""Seconds to find out whether a candidate compiles later than at the start, where it can, for an estimate."""
 CANDIDATES = 3
 """And how many candidates an operator has, about."""
 
@@ -43,17 +45,17 @@ class Plan:
     """The plan of a tuning.
 
     Args:
-        manager: whose implementations are candidates.
-        model, place: whose calls, where and in which dtype.
-        policy: gives the default order, and says who may run at all.
+        manager: the candidates' manager.
+        model, place: the model, and where and in which dtype its calls run.
+        policy: gives the default order, and excludes implementations.
         batches: tokens of decoding steps.
         prefills: tokens of steps that read prompts.
         contexts: keys of decoding requests.
         eager: no graph is captured, whether the model is compiled or not.
         repeats: of each candidate.
         op_names: only these operators.
-        one_graph: Inductor compiles a model into one graph for all sizes, which a rule that tests a call breaks.
-        fused: operators whose references that graph fuses. They are not tuned.
+        one_graph: Inductor compiles a model into one graph for all sizes; a rule that tests a call would break that.
+        fused: operators with references that Inductor fuses into that graph. They are not tuned.
     """
 
     manager: OpManager
@@ -105,7 +107,7 @@ class Plan:
         return [name for name in called if self.one_graph and Mode.INLINE in OPERATORS[name].modes]
 
     def candidates(self, key: Key) -> tuple[OpImpl, ...]:
-        """Who may run, in the default order."""
+        """Implementations that may run, in the default order."""
         impls = self.manager.registry.get_implementations(key.op_name)
         decision = select(key.op_name, impls, self.policy)
         return decision.branch_for(Workload(self.place.dtype, key.tokens, key.phase)).candidates

@@ -1,4 +1,4 @@
-"""Does an implementation compile or tune kernels later than at the start, for sizes that a request may have?"""
+"""A search for kernels that an implementation compiles or tunes after the start, for sizes that a request may have."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _call(function: Callable[..., Any], make: Make) -> str:
 
 
 def start_of(model: Dimensions, op_name: str, place: Place, sizes: list[int], most_requests: int) -> Iterator[Make]:
-    """The calls with which an engine's start meets an operator.
+    """The calls that an engine's start makes of an operator.
 
     Args:
-        model, place: whose calls, and where.
+        model, place: the model, and where its calls run.
         op_name: the operator.
         sizes: tokens of the steps that are captured or tuned; the largest is the largest step.
         most_requests: of a batch.

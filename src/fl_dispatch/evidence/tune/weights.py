@@ -19,9 +19,9 @@ class Weights:
 
     Args:
         dtype: name of the type of the numbers in memory; uint8 has two of 4 bits.
-        inputs: rows are quantized to that dtype too.
-        group: elements of a weight's row that have a scale in common; 0: the whole row.
-        block: rows and columns of a weight that have a scale in common, and elements of an input; 0 without.
+        inputs: whether rows are quantized to that dtype too.
+        group: elements of a weight's row with a common scale; 0: the whole row.
+        block: rows and columns of a weight, and elements of an input, with a common scale; 0 without.
         zeros: groups have zero points.
         static: the scale of inputs is the checkpoint's.
     """
@@ -40,7 +40,7 @@ class Weights:
         return found
 
     def of_rows(self, inner: int) -> Weights:
-        """These, for rows of so many elements.
+        """Return these weights for rows of ``inner`` elements.
 
         Raises:
             DispatchError: they are not whole groups.
