@@ -19,7 +19,7 @@ CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR_MODULE = "fl_transfer.p2p.connector"
 CONNECTOR = "P2pConnector"
 NAMES = frozenset({CONNECTOR, "P2pNcclConnector"})
-"""The connector's own name, and the name of the connector that vLLM had."""
+"""The connector's own name, and the name of vLLM's former connector."""
 _offered: set[str] = set()
 
 BACKENDS = "vllm.distributed.weight_transfer.factory"
@@ -87,7 +87,7 @@ def unserved(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (vllm_config.speculative_config is not None, f"speculative decoding with {CONNECTOR}"),
         (
             model is not None and (model.is_hybrid or model.is_attention_free),
-            f"models whose layers keep a state with {CONNECTOR}",
+            f"models with layers that keep a state, with {CONNECTOR}",
         ),
     ]
 

@@ -1,7 +1,7 @@
 """Weights from a trainer into a live engine, on any device: over gloo, or through shared memory on one machine.
 
 Both are backends of vLLM's weight transfer (``weight_transfer_config={"backend": "fl_gloo"}``) with the trainer's half
-beside the worker's; vLLM's own need CUDA. A trainer tells the workers plain data, so it also goes over HTTP.
+beside the worker's; vLLM's own need CUDA. A trainer sends the workers plain data, so it also goes over HTTP.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _weights(source: WeightSource | None) -> Iterator[tuple[str, Tensor]]:
 
 
 def _announced(source: WeightSource | None) -> list[tuple[str, Tensor]]:
-    """The same without memory; up to vLLM 0.32 a source's metadata are a method."""
+    """Names and shapes of a source's parameters, on ``meta``; up to vLLM 0.32 a source's metadata are a method."""
     return [(one.name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for one in _metadata(source)]
 
 
@@ -151,7 +151,7 @@ class SharedMemoryTrainerInfo(TrainerInitInfo):
 
 
 class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
-    """A trainer's half. Every rank iterates its source; the first one writes and tells."""
+    """A trainer's half. Every rank iterates its source; the first rank writes the file and announces it."""
 
     init_info_cls = SharedMemoryTrainerInfo
     chunk: int = CHUNK

@@ -383,7 +383,7 @@ def test_what_nobody_awaits_is_thrown_away() -> None:
     box.questions()
     assert box._pool.taken == 0
     box.await_("t", HERE, 3)
-    assert box.outcomes() == ([], {"t": "nobody asked for it for 0.05 s"})
+    assert box.outcomes() == ([], {"t": "no request asked for it for 0.05 s"})
 
 
 def test_what_is_ready_stays_until_it_is_loaded_or_dropped() -> None:
@@ -449,7 +449,7 @@ def test_what_nobody_asks_for_leaves_the_outbox() -> None:
     put_out(box, 0)
     time.sleep(0.03)
     assert box.next(0) is None
-    assert "nobody asked" in box.asked("t")
+    assert "no engine asked" in box.asked("t")
     assert box._pool.taken == 0
 
 
@@ -726,7 +726,7 @@ def test_an_engine_that_has_a_part_on_its_way_keeps_its_socket(monkeypatch: pyte
 
 
 def test_a_busy_port_is_one_clear_error() -> None:
-    with pair() as two, pytest.raises(OSError, match="nobody can listen at .*another kv_port helps"):
+    with pair() as two, pytest.raises(OSError, match="cannot listen at .*choose another kv_port"):
         Engine(two.sender.address, None, None, Secret(), 1024)
 
 

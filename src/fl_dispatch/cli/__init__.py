@@ -67,7 +67,7 @@ _add_commands()
 
 
 def main() -> None:
-    """Entry point: an error of ours is one message and exit code 2, never a traceback."""
+    """Run a command; a :class:`DispatchError` becomes one message and exit code 2, never a traceback."""
     try:
         app()
     except DispatchError as error:

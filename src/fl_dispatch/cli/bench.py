@@ -95,7 +95,7 @@ def bench(
         rows.say(f"{sum(len(candidates) for _, candidates in todo)} rows, {about(total)}")
         if left_out:
             rows.say(
-                f"left out: {left_out} shapes whose call takes over {MOST_CALL_SECONDS * 1e3:g} ms at these rates; "
+                f"left out: {left_out} shapes with a call of over {MOST_CALL_SECONDS * 1e3:g} ms at these rates; "
                 "--tokens and --hidden ask for them"
             )
         with advancing(total) as progress:

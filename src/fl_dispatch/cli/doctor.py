@@ -1,4 +1,4 @@
-"""``fl doctor``: what is installed, what was found, what failed, and where each setting came from.
+"""``fl doctor``: installed packages, the device and backends found, failures, and the origin of each setting.
 
 One screen; ``--all`` prints every table.
 """
@@ -41,7 +41,7 @@ SHOWN_SETTINGS = 8
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
     host_contract: Annotated[
-        bool, typer.Option("--host-contract", help="What the plugins rely on in the installed hosts, and nothing else.")
+        bool, typer.Option("--host-contract", help="Only the names in the installed hosts that the plugins rely on.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Print every table, not one screen.")] = False,
     run: Annotated[
@@ -190,7 +190,7 @@ def _check_hosts(warnings: list[str], problems: list[str]) -> None:
 
 
 def _unavailable(manager: OpManager) -> list[list[str]]:
-    """Implementation, operators and reason, for those whose library or device is missing here."""
+    """Rows of implementation, operators and reason, for implementations without their library or device here."""
     found: dict[tuple[str, str], list[str]] = {}
     for op_name, impls in manager.registry.snapshot().impls_by_op.items():
         for impl in impls:
@@ -268,7 +268,7 @@ def _entry_points(warnings: list[str], problems: list[str]) -> list[list[str]]:
                 )
             rows.append([group, point.name, point.value, state])
     if not ours:
-        problems.append("no entry point of ours is visible to the hosts: is fl-dispatch installed in this environment?")
+        problems.append("the hosts see no entry point of fl-dispatch: is it installed in this environment?")
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == CPU.torch_type:
         warnings.append("VLLM_TARGET_DEVICE=cpu makes vLLM ignore every platform plugin, ours too")
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":

@@ -43,7 +43,7 @@ def explain(
             fail(f"'{operator}' is declared, but only a host's plugin implements it, in the engine")
             raise typer.Exit(2) from error
         near = suggestion(operator, manager.registry.list_operators())
-        fail(f"nobody registered an operator '{operator}'{near or '; see fl ops'}")
+        fail(f"no backend registered an operator '{operator}'{near or '; see fl ops'}")
         raise typer.Exit(2) from error
     if json:
         print_json(decision.as_data())

@@ -15,18 +15,20 @@ from .checkpoints import VOCABULARY
 if TYPE_CHECKING:
     from torch import Tensor
 
-MEAN, LARGEST = 1.15, 1.5
-"""Bounds of the mean and of the largest difference, in Hugging Face's; seen: 0.86 to 1.03, and 0.72 to 1.25.
+MEAN = 1.15
+"""Bound of the mean difference, in Hugging Face's; seen: 0.86 to 1.03.
 
-Bloom is nearer, 0.33 and 0.10: Hugging Face rounds its ALiBi.
+Bloom is nearer, 0.33: Hugging Face rounds its ALiBi.
 """
+LARGEST = 1.5
+"""Bound of the largest difference, in Hugging Face's; seen: 0.72 to 1.25, and 0.10 for Bloom."""
 EXPERTS = ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe")
 COMPARED = 0.9
 """The part of the tokens that the bounds hold for in a model with experts."""
 
 
 def table(rows: Iterable[Mapping[str, float]], vocabulary: int = VOCABULARY) -> Tensor:
-    """``[tokens, vocabulary]`` from what an engine returned for each token."""
+    """Turn the log-probabilities that an engine returned for each token into ``[tokens, vocabulary]``."""
     import torch
 
     return torch.tensor([[row[str(token)] for token in range(vocabulary)] for row in rows])

@@ -18,10 +18,12 @@ from ..hosting.layers.classes import Host, Judgement
 from .output import print_table
 
 PLUGINS = {"vllm": "vllm_fl", "sglang": "sglang_fl"}
-"""A host's package → its plugin, whose module ``host`` knows it, and ``environment`` the variables that it refuses."""
+"""A host's package → its plugin: module ``host`` has its facts and layers, ``environment`` the variables that it
+refuses.
+"""
 
 OPEN = {"pending": "to do", "unjudged": "not judged"}
-"""States of a layer class that somebody has to look at, as the table says them."""
+"""States of a layer class with work left, as the table says them."""
 
 
 def host_of(package: str) -> Host:
@@ -35,10 +37,10 @@ class HostContract:
     """A plugin's table compared with one version of its host.
 
     Args:
-        host: what the plugin knows.
-        version: the host's.
-        findings: which facts hold.
-        layers: what becomes of each layer class.
+        host: the plugin's description of its host.
+        version: the host's version.
+        findings: the facts that hold, and those that do not.
+        layers: the fate of each layer class.
     """
 
     host: Host
@@ -92,7 +94,7 @@ class HostContract:
         print(self.summary())
 
     def as_data(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Plain data, for programs."""
         fact_keys = ("state", "used_by", "verb", "owner", "what", "why")
         layer_keys = ("state", "class", "module", "why")
         return {

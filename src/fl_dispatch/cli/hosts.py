@@ -56,7 +56,7 @@ def environment(prefer: Prefer | None, config: Path | None) -> None:
 
 
 def installed_host() -> Host:
-    """The host whose distribution is installed, vLLM before SGLang.
+    """The installed host, vLLM before SGLang.
 
     Raises:
         DispatchError: there is none.

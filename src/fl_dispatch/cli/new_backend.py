@@ -1,4 +1,4 @@
-"""``fl new-backend``: a package with a vendor's kernels, in which everything passes before the first kernel is written.
+"""``fl new-backend``: a package for a vendor's kernels; its tests pass before the first kernel is written.
 
 The files lie in ``package``: ``kernels`` is every package's, ``device`` continues or adds to it where a chip has a
 torch device type of its own. They are :class:`string.Template` texts.

@@ -88,7 +88,7 @@ def fail(message: str) -> None:
 
 
 class Rows:
-    """A table whose rows are printed when they are known, below the progress of a long run where there is a terminal.
+    """A table that prints each row when it is known, below a long run's progress bar if there is a terminal.
 
     Args:
         columns: heading → width in characters; longer cells push the next ones to the right.
@@ -138,7 +138,7 @@ class Advance:
             print(what, file=sys.stderr, flush=True)
 
     def end(self, weight: float = 1) -> None:
-        """It has ended; ``weight`` is its share of the total."""
+        """Advance by one step; ``weight`` is its share of the total."""
         self._progress.advance(self._task, weight)
 
 
@@ -152,7 +152,7 @@ def advancing(total: float) -> Iterator[Advance]:
 
 
 class MeasuringCommand(TyperCommand):
-    """A command whose results ``--json`` prints and ``--out`` keeps; once ``--json`` itself took the file."""
+    """A command with results for ``--json`` to print and ``--out`` to keep; once ``--json`` itself took the file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse a file after ``--json`` with what to write instead.

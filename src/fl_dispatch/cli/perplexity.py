@@ -26,7 +26,8 @@ def perplexity_command(
         Path | None, typer.Argument(help="A checkpoint's folder. Default: the small model of this package.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A text file. Default: what the small model was not trained on.", dir_okay=False)
+        Path | None,
+        typer.Option(help="A text file. Default: text that the small model was not trained on.", dir_okay=False),
     ] = None,
     host: Annotated[
         Host | None, typer.Option(help="Serving engine; by default the one that is installed.", case_sensitive=False)
@@ -54,8 +55,8 @@ def perplexity_command(
 ) -> None:
     """Score a text with a real vLLM or SGLang through the dispatch core, and compare the perplexity with the right one.
 
-    Exit code 1 if it differs by more than the dtype's rounding explains, if an implementation failed, or if no operator
-    of ours ran. Without a right perplexity (another model or text, and no --expect) it is only printed.
+    Exit code 1 if it differs by more than the dtype's rounding explains, if an implementation failed, or if no
+    dispatched operator ran. Without a right perplexity (another model or text, and no --expect) it is only printed.
     """
     file = ResultFile(out, json)
     environment(prefer, config)

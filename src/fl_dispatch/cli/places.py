@@ -12,7 +12,7 @@ NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, torch.f
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a command line.
+    """The dtype that a command line names.
 
     Raises:
         DispatchError: there is no such dtype among those that operators are tried in.
@@ -33,7 +33,7 @@ def device_named(name: str | None) -> torch.device:
     whose = "" if name else f", which the device '{spec.name}' has as its torch type"
     try:
         device = torch.device(wanted)
-    except RuntimeError as error:  # its text lists PyTorch's own types, most of which no chip has
+    except RuntimeError as error:  # its text lists PyTorch's own types; no chip has most of them
         specs = {spec.torch_type: spec for spec in device_specs()}
         if (described := specs.get(wanted.partition(":")[0])) is not None:
             described.check()

@@ -104,9 +104,7 @@ def tune(
         captured = captured and not sizes.eager
         prefill = prefill or sorted({min(sizes.step_tokens, most) for most in (*PREFILLS[True], sizes.step_tokens)})
     if model is None:
-        raise DispatchError(
-            "--model names the folder of the model whose calls are tuned, or --run an engine that serves"
-        )
+        raise DispatchError("name the folder of the model to tune with --model, or an engine that serves it with --run")
     seed()
     dimensions = read_model(model, tensor_parallel or 1)
     place = Place(dtype_named(dtype or dimensions.dtype), device_named(device))

@@ -92,7 +92,7 @@ def _home(folder: Path) -> dict[str, str]:
 
 
 def _tuned(file: Path, spec: DeviceSpec, home: Path) -> dict[str, str]:
-    """The variables with which an engine finds a tuned file as it is deployed: as the user's own for this chip.
+    """The variables that let an engine find a tuned file as it is deployed: as the user's own for this chip.
 
     A chip without a platform has no such file, and the engine is given this one.
     """

@@ -141,7 +141,7 @@ class _Run:
         }
 
     def close(self) -> None:
-        """Say what did not run, and end with the status of it all."""
+        """Print what did not run, and exit with the status of all results."""
         for result in self.results:
             if text := _said_of_weights(result):
                 self.say(f"{result.op_name} {result.impl_id} {result.dtype} {text}", "dim")
@@ -159,7 +159,7 @@ class _Run:
 
 
 def _said_of_weights(result: Verification) -> str:
-    """Which weights an implementation was proven with that prepares them; empty for any other."""
+    """For an implementation that prepares weights, the kinds of weights that it was proven with; else empty."""
     if not result.prepares:
         return ""
     said = f"was proven with prepared weights on {result.prepared} inputs, with plain ones on {result.plain}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class P2pConnector(KVConnectorBase_V1):
-    """Hands prompts' KV caches from engine to engine; both have as many tensor-parallel ranks."""
+    """A KV connector for vLLM: it hands over prompts' caches between engines with equally many tensor-parallel ranks."""
 
     _cache_hit_source = CacheHitSource.P2P  # in vLLM's own counts of known tokens
 
@@ -146,7 +146,7 @@ def _refuse_unsupported(kv_cache_config: KVCacheConfig) -> None:
     """
     groups = kv_cache_config.kv_cache_groups
     asked = (
-        (len(groups) != 1, "models whose layers keep their caches in different ways"),
+        (len(groups) != 1, "models with layers that keep their caches in different ways"),
         (not all(map(_whole, groups)), "layers that do not keep the keys of all tokens"),
     )
     for present, feature in asked:

@@ -11,13 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 NAMES = {
     "sent_blocks": "Blocks of KV cache that arrived at another engine.",
-    "sent_bytes": "Their bytes.",
-    "sent_direct_bytes": "Those of them that went from device to device.",
+    "sent_bytes": "Bytes of KV cache that arrived at another engine.",
+    "sent_direct_bytes": "Bytes of KV cache that arrived there from device to device.",
     "received_blocks": "Blocks of KV cache that arrived from another engine.",
-    "received_bytes": "Their bytes.",
-    "received_direct_bytes": "Those of them that came from device to device.",
-    "loaded_blocks": "Blocks that were taken over in place of computing them.",
-    "lost_transfers": "Prompts whose transfer was given up.",
+    "received_bytes": "Bytes of KV cache that arrived from another engine.",
+    "received_direct_bytes": "Bytes of KV cache that came from there from device to device.",
+    "loaded_blocks": "Blocks that were loaded instead of computed.",
+    "lost_transfers": "Prompts with a transfer that was given up.",
 }
 """Name → meaning; ``/metrics`` has each as ``vllm:fl_p2p_…``."""
 

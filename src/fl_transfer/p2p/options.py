@@ -18,18 +18,18 @@ SOURCE = "kv_connector_extra_config"
 NOT_HERE = {
     "nccl_num_channels": "NCCL chooses its channels, within NCCL_MIN_NCHANNELS and NCCL_MAX_NCHANNELS; leave it out",
 }
-"""Options of the connector that vLLM had, and why they have no meaning."""
+"""Options of vLLM's former connector, and why they have no meaning here."""
 
 
 class SendType(StrEnum):
     """How a prompt's cache leaves the engine that read it."""
 
     PUT = "PUT"
-    """It is sent after each step, which waits until it has arrived."""
+    """A cache is sent after each step; the step waits until it has arrived."""
     PUT_ASYNC = "PUT_ASYNC"
-    """A thread sends it while the engine goes on."""
+    """A thread sends a cache while the engine goes on."""
     GET = "GET"
-    """It is kept until the engine that writes the answer asks for it."""
+    """A cache is kept until the engine that writes the answer asks for it."""
 
 
 class Transport(StrEnum):
@@ -53,10 +53,10 @@ class Options(BaseModel):
     transport: Transport = Transport.HOST
     """Links between devices have to be asked for: NCCL's have run on no GPU yet."""
     proxy_ip: str = Field("", pattern=r"^[\w.:-]*$")
-    """The proxy's address, to which heartbeats go; without it no proxy learns of this engine."""
+    """The proxy's address, for heartbeats; without it no proxy learns of this engine."""
     proxy_port: int = Field(30001, ge=1, le=65535)
     http_port: int = Field(8000, ge=1, le=65535)
-    """The port of this engine's own HTTP server, which the proxy is told."""
+    """The port of this engine's own HTTP server; heartbeats report it to the proxy."""
     kv_buffer_size: float = Field(1e9, ge=0, allow_inf_nan=False)
     """Bytes of each worker's main memory for caches that wait."""
     mem_pool_size_gb: float = Field(1, ge=0, allow_inf_nan=False)
@@ -66,7 +66,7 @@ class Options(BaseModel):
     timeout_s: float = Field(30, gt=0)
     """Seconds without progress after which a transfer is given up, and the prompt computed where it is needed."""
     secret_file: Path | None = None
-    """A file whose content all engines and the proxy share; then they talk to nobody else, and encrypt."""
+    """A file with the secret of all engines and the proxy; with it they encrypt, and talk only to each other."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:

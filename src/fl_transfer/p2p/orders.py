@@ -32,14 +32,14 @@ class Load:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """One step's; addresses are those of first ranks."""
+    """The orders of one step; addresses are those of first ranks."""
 
     awaited: list[tuple[str, Address, int]] = field(default_factory=list)
-    """Transfers, the engines that have them, and the blocks that they must have."""
+    """Transfers with the engines that have them, and the blocks that each must have."""
     dropped: list[str] = field(default_factory=list)
-    """Transfers that nobody here needs any more."""
+    """Transfers that no request here needs any more."""
     ended: list[str] = field(default_factory=list)
-    """Transfers whose rest is not sent."""
+    """Transfers that end early: the rest is not sent."""
     loads: list[Load] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
 

@@ -1,10 +1,10 @@
-"""The connector in vLLM's scheduler: what is awaited, loaded and sent.
+"""The connector in vLLM's scheduler: requests to await, load and send.
 
-A request whose prompt another engine has read is awaited from its arrival on, and waits without blocks of its own until
-all workers have its KV cache in main memory. Then it is scheduled with all tokens of its prompt but the last one as
-known, and the workers copy them in before that step. If the cache does not come, the request is scheduled like any
-other, and computes its prompt. Several requests with one id and one prompt (``n`` > 1) load it once: all but the first
-wait for that, and find its blocks in the prefix cache.
+If another engine has read a request's prompt, the request is awaited from its arrival on. It waits without blocks of
+its own until all workers have its KV cache in main memory. Then it is scheduled with all tokens of its prompt but the
+last one as known, and the workers copy them in before that step. If the cache does not come, the request is scheduled
+like any other, and computes its prompt. Several requests with one id and one prompt (``n`` > 1) load it once: all but
+the first wait for that, and find its blocks in the prefix cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNROUTED = 100
 class _State(Enum):
     AWAITED = auto()
     READY = auto()
-    DONE = auto()  # loaded, lost or not needed: nothing more comes of it
+    DONE = auto()  # loaded, lost or not needed: it changes no more
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Scheduling:
         self._orders = Orders()
 
     def arrived(self, request: Request) -> None:
-        """A request has come; what another engine knows of it is awaited, however long it waits to be scheduled."""
+        """Note a new request, and await its cache from now on, however long it waits to be scheduled."""
         if self._consumes and not self._produces:
             self._count_unrouted(request)
         found = self._transfer(request, consumed=True)
@@ -86,7 +86,7 @@ class Scheduling:
             return
         arrival = self._arrivals[request.request_id] = _Arrival(name)
         self._claimed[name] = request.request_id
-        if request.skip_reading_prefix_cache:  # it wants something of each token, such as log-probabilities
+        if request.skip_reading_prefix_cache:  # it needs a result for each token, such as log-probabilities
             self._drop(arrival)
         else:
             self._orders.awaited.append((name, route.prefill, self._blocks_of(request)))
@@ -185,7 +185,7 @@ class Scheduling:
         """
         if request.prompt_token_ids is None or not (self._consumes if consumed else self._produces):
             return None
-        if request.num_prompt_tokens < 2:  # nobody loads the last token's keys
+        if request.num_prompt_tokens < 2:  # the last token's keys are never loaded
             return None
         route = Route.of(request.request_id)
         if route is None:

@@ -28,14 +28,14 @@ logger = get_logger(__name__)
 
 
 class Working:
-    """One worker's, which has a cache from :meth:`register` on.
+    """The connector in one worker; it has a cache from :meth:`register` on.
 
     Args:
         own: the address of the engine's first worker.
-        rank: of this one.
-        options: of the user.
+        rank: of this worker.
+        options: the user's.
         produces, consumes: the engine's role.
-        facts: of what must be equal in both engines besides the cache's form.
+        facts: values that must be equal in both engines, besides the cache's form.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Working:
         self._incoming: Incoming | None = None
 
     def register(self, caches: Mapping[str, Tensor], number: int) -> None:
-        """Begin to listen, with the caches of all layers, which have so many blocks."""
+        """Begin to listen, with the caches of all layers; each has ``number`` blocks."""
         options, tally = self._options, self.tally
         blocks = self._blocks = Blocks(caches, number, rank=self._rank, **self._facts)
         share = options.capacity // (self._produces + self._consumes)

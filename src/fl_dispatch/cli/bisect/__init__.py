@@ -40,7 +40,7 @@ def bisect(
     ] = None,
     against: Annotated[
         str,
-        typer.Option(help="What is right: a YAML policy, 'reference', or 'huggingface' (references as well)."),
+        typer.Option(help="The right side: a YAML policy, 'reference', or 'huggingface' (references as well)."),
     ] = "reference",
     host: Annotated[Host | None, typer.Option(help="Default: the one that is installed.", case_sensitive=False)] = None,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", min=1)] = 1,
@@ -65,9 +65,9 @@ def bisect(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engines' own logs.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Find which operator, in which layers, by which implementation, moves a model's logits by more than rounding.
+    """Find the operator, layers and implementation that move a model's logits by more than rounding.
 
-    Exit status 0: the policies agree. 1: they differ, and what differs is named. 2: it could not be found out.
+    Exit status 0: the policies agree. 1: they differ, and the cause is named. 2: the cause was not found.
     130: interrupted; --resume goes on.
     """
     for file in (out, None if resume is None else resume.parent / "x"):

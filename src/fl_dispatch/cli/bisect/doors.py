@@ -1,7 +1,7 @@
-"""The doors into vLLM's processes: a worker extension, and a logits processor that forces tokens.
+"""The hooks in vLLM's processes: a worker extension, and a logits processor that forces tokens.
 
 vLLM loads both by their names, from its own arguments ``worker_extension_cls`` and ``logits_processors``. The processor
-is for whichever model runner vLLM takes: each has an interface of its own, and a class that lacks it is refused.
+works for either model runner: each has an interface of its own, and refuses a class without it.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ PLUGINS = "VLLM_FL_PLUGIN_MODULES"
 
 
 class Starter:
-    """Starts engines of one kind.
+    """The starter of engines of one kind.
 
     Args:
-        start: of each engine.
-        rounds: the requests that each runs.
+        start: the settings of each engine.
+        rounds: the requests of each engine.
         folder: for configuration files and logs.
         patience: seconds that an engine has for one step, its start included.
         variables: of the environment, beside this process's.
@@ -184,7 +184,7 @@ def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path |
         name, arguments = pipe.recv()
         try:
             answer = getattr(engine, name)(*arguments)
-        except BaseException as error:  # likewise
+        except BaseException as error:  # here, too
             pipe.send((False, text_of(error)))
             raise
         if name == "stop":

@@ -48,7 +48,7 @@ def scores(engine: Engine, requests: Sequence[Request]) -> dict[str, list[Row]]:
 
 
 class VllmEngine(vllm.HostEngine):
-    """vLLM's, whose ranks have the doors."""
+    """vLLM's engine, with the hooks of :mod:`.doors` in its ranks."""
 
     def __init__(self, start: Start) -> None:
         doors = f"{__package__}.doors"
@@ -78,7 +78,7 @@ class VllmEngine(vllm.HostEngine):
 
 
 class SglangEngine(sglang.HostEngine):
-    """SGLang's, whose scheduler has the doors."""
+    """SGLang's engine, with the hooks in its scheduler."""
 
     def __init__(self, start: Start) -> None:
         from .scheduler import forcing_processor

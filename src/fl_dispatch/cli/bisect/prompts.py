@@ -53,7 +53,7 @@ def _config(model: str) -> Any:
 
     try:
         config: Any = AutoConfig.from_pretrained(model)
-    except Exception as error:  # likewise
+    except Exception as error:  # of any kind, here too
         raise DispatchError(f"--model {model}: its configuration cannot be read: {text_of(error)}") from error
     return config.get_text_config()
 

@@ -62,7 +62,7 @@ class Report:
         self._table.say(line, "dim")
 
     def agrees(self, share: float) -> None:
-        """The good policy is so many yardsticks from Hugging Face, which is near enough."""
+        """Report that Hugging Face is ``share`` yardsticks from the good policy, which is near enough."""
         self.huggingface = share
         self.say(f"Hugging Face agrees with the policy that is taken for good: {share:.2f} yardsticks")
 
@@ -74,7 +74,7 @@ class Report:
             self._status.start()
 
     def ended(self) -> None:
-        """Nothing is asked any more."""
+        """Stop the status line after the last question."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -24,7 +24,7 @@ from .engines import Generated, Request, generate
 from .progress import steps
 
 EMULATED_ENV = "FL_EMULATED_CHIP"
-"""An environment whose chip is emulated says so, and how, in this variable."""
+"""The variable with which an environment says that its chip is emulated, and how."""
 
 PROMPTS = (
     "the river runs to the sea",
@@ -34,7 +34,7 @@ PROMPTS = (
 
 
 class Family(enum.StrEnum):
-    """The package's own model, and the families of which the demo can build a checkpoint with random weights."""
+    """The package's own model, and families that the demo can build with random weights."""
 
     SMALL = small_model.NAME
     QWEN3 = "qwen3"
@@ -71,7 +71,7 @@ def demo(
     """Generate with a real vLLM or SGLang through the dispatch core, and compare with Hugging Face.
 
     In float32 the tokens must be equal, in half precision the log-probabilities as near to float32 as Hugging Face's.
-    Exit code 1 if they are not, if an implementation failed, or if no operator of ours ran.
+    Exit code 1 if they are not, if an implementation failed, or if no dispatched operator ran.
     """
     environment(prefer, config)
     host = host or installed_host()

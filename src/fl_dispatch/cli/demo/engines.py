@@ -43,10 +43,10 @@ class Generated:
     """The text that one engine generated, and how fast.
 
     Args:
-        prompts, tokens: token ids of each prompt, and of what follows it.
-        texts: what follows, as text.
-        seconds: for all of them.
-        rows: for every token but the first of each prompt, prompts before what follows them: token as a string →
+        prompts, tokens: token ids of each prompt, and of its continuation.
+        texts: the continuations, as text.
+        seconds: time to generate all of them.
+        rows: for every token but the first of each prompt, prompts before continuations: token as a string →
             log-probability. Empty unless scored.
     """
 
@@ -58,7 +58,7 @@ class Generated:
 
     @property
     def sequences(self) -> list[list[int]]:
-        """Prompts with what follows them."""
+        """Prompts with their continuations."""
         return [[*prompt, *tokens] for prompt, tokens in zip(self.prompts, self.tokens, strict=True)]
 
     @property

@@ -22,11 +22,11 @@ CAUSE = re.compile(r"\b(\w+(?:Error|Exception|Interrupt): \S.*)")
 
 @contextmanager
 def steps(log: Path, silent: bool, verbose: bool) -> Iterator[Callable[[str], AbstractContextManager[None]]]:
-    """A function that begins a step.
+    """Yield a function that begins a step.
 
     Args:
         log: the file for what libraries and child processes print.
-        silent: print nothing of it.
+        silent: print no step.
         verbose: leave their output where it goes, and write no log.
 
     Raises:

@@ -74,10 +74,10 @@ class HostEngine:
 
 
 def end(engine: Any) -> None:
-    """End an engine's processes; complaints of Python's tracker of resources go where this process prints now.
+    """End an engine's processes; complaints of Python's resource tracker go where this process prints now.
 
-    SGLang kills every child, that tracker too, and would do so again when this process ends. Python then starts another
-    one, which does not know what it is told to forget and prints a traceback for each.
+    SGLang kills every child, the tracker too, and would do so again when this process ends. Python then starts another
+    tracker, which does not know the resources that it should forget, and prints a traceback for each.
     """
     engine.shutdown()
     atexit.unregister(engine.shutdown)

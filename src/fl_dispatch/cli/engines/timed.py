@@ -1,4 +1,4 @@
-"""An engine in a process of its own, whose workloads are timed one after the other.
+"""An engine in a process of its own; it times workloads one after the other.
 
 Its argument is JSON, the arguments of vLLM's ``LLM``. Each line of the input is ``[requests, tokens of each prompt,
 tokens to generate]``. An answer is one number: the seconds of the start, and then of each workload.

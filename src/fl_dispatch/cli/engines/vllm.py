@@ -31,7 +31,7 @@ class HostEngine:
                 "enforce_eager": settings.eager,
                 "seed": 0,
                 "disable_log_stats": True,
-                "max_logprobs": -1,  # as many as the vocabulary has
+                "max_logprobs": -1,  # the whole vocabulary
                 **length,
                 **settings.arguments,
                 **fixed,

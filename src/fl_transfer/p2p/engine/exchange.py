@@ -1,7 +1,7 @@
-"""The sockets and threads between an outbox here and an inbox there.
+"""The sockets and threads between this engine's outbox and another's inbox.
 
-One thread listens at this engine's address, keeps what arrives, and asks other engines for what is awaited. Another one
-sends what leaves: one part at a time to each engine, so that one that is slow or dead holds nobody else up. A peer's
+One thread listens at this engine's address, keeps the parts that arrive, and asks other engines for awaited transfers.
+Another one sends, one part at a time to each engine, so a slow or dead engine holds no other engine up. A peer's
 message is read within bounds, and answered or dropped with a log line; nothing that a peer sends ends a thread.
 
 A link joins the devices of two engines that both can make one (:mod:`.links`). Then a message only announces a part,
@@ -61,7 +61,8 @@ PEERS = 128
 class _Flight:
     """A part on its way.
 
-    ``deadline`` is when its engine counts as dead, and ``link`` the one for its bytes, which has been ``asked`` or not.
+    ``deadline`` is when its engine counts as dead. ``link`` is the link for its bytes; ``asked`` says whether that has
+    been asked to carry them.
     """
 
     part: Part
@@ -71,19 +72,19 @@ class _Flight:
 
 
 class Engine:
-    """A worker's, from the start until :meth:`close`.
+    """A worker's exchange, from the start until :meth:`close`.
 
     Args:
         address: where it listens.
         inbox: of an engine that takes prompts over.
-        outbox: of one that hands them over.
+        outbox: of an engine that hands prompts over.
         secret: of all engines.
         message_bytes: the most bytes of data in one message.
         silence: see :data:`SILENCE`.
         outgoing, incoming: links from device to device, if this engine can have any.
 
     Raises:
-        OSError: somebody else listens there.
+        OSError: another program listens there.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Engine:
             self._listener.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise OSError(f"P2P: nobody can listen at {address}: {error}; another kv_port helps") from error
+            raise OSError(f"P2P: cannot listen at {address}: {error}; choose another kv_port") from error
         self._threads = [Thread(target=self._run, args=(self._listen,), name="fl-p2p-listen", daemon=True)]
         if outbox is not None:
             self._threads.append(Thread(target=self._run, args=(self._send,), name="fl-p2p-send", daemon=True))
@@ -125,7 +126,7 @@ class Engine:
             thread.start()
 
     def close(self) -> None:
-        """End the threads and close the sockets; what has not been sent is lost."""
+        """End the threads and close the sockets; unsent parts are lost."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -258,8 +259,8 @@ class Engine:
     def _tell(self, socket: zmq.Socket[bytes], message: Get | Met | Taken | Go | State, *to: bytes) -> None:
         try:
             socket.send_multipart([*to, *frames(message)], zmq.NOBLOCK)
-        except zmq.Again:  # nobody reads what we send there; it is asked again, or given up
-            logger.debug("P2P: %s is not told %s", to, type(message).__name__)
+        except zmq.Again:  # the peer reads nothing; the question is asked again, or given up
+            logger.debug("P2P: %s gets no %s, because it reads nothing", to, type(message).__name__)
 
     # -- the thread that sends ----------------------------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class Engine:
         peer.send_multipart(frames(put, b"" if link else part.in_main_memory().numpy().data), zmq.NOBLOCK)
 
     def _land(self, outbox: Outbox, wait: int) -> None:
-        """Hear the answers to parts on their way, and give those up whose engine is silent."""
+        """Hear the answers to parts on their way, and give up the parts for silent engines."""
         poller = zmq.Poller()
         for to in self._flying:
             poller.register(self._peers[to], zmq.POLLIN)
@@ -345,9 +346,9 @@ class Engine:
             self._outgoing.cut(to, "its engine reads nothing")
 
     def _carry(self, outbox: Outbox, flight: _Flight, peer: zmq.Socket[bytes], by_message: bool) -> None:
-        """The receiver waits for a part's bytes, by the link or in a message."""
+        """Send a part's bytes to the waiting receiver, by the link or in a message."""
         if flight.asked:
-            return  # it was told already
+            return  # it was asked already
         part, flight.deadline = flight.part, time.monotonic() + self._silence
         if by_message and flight.link:
             flight.link = ""
@@ -366,7 +367,7 @@ class Engine:
         link.post(send, lambda broken: outbox.back(part))  # the receiver's answer says how it went
 
     def _crash(self, outbox: Outbox, flight: _Flight, why: str) -> None:
-        """A part does not arrive; nobody knows what its link is at, if one carried it."""
+        """Give up a part that does not arrive, and cut the link that carried it, because its state is unknown."""
         del self._flying[flight.part.to]
         if self._outgoing is not None and flight.link:
             self._outgoing.cut(flight.part.to, why)

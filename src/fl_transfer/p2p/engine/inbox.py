@@ -27,7 +27,7 @@ ASK_EVERY = 0.5
 
 @dataclass
 class _Arriving:
-    touched: float  # when a part came last, or somebody began to await it
+    touched: float  # when a part came last, or a request began to await it
     producer: Address | None = None  # whom to ask, once it is awaited
     heard: float = 0.0  # when that engine last gave a sign of life
     ask_at: float = 0.0
@@ -42,15 +42,15 @@ class _Arriving:
 
 
 class Inbox:
-    """Filled by the thread that listens, emptied by the engine's own.
+    """Arriving transfers, filled by the thread that listens and emptied by the engine's own.
 
     Args:
-        pool: memory for what has arrived until it is loaded.
+        pool: memory for arrived parts until they are loaded.
         layout: of our blocks; others are refused.
-        block_bytes: of one block.
-        timeout: seconds without progress after which a transfer is given up, or thrown away if nobody awaits it.
-        silence: seconds after which an engine that answers nothing is taken for dead.
-        tally: counts what happens.
+        block_bytes: bytes of one block.
+        timeout: seconds without progress after which a transfer is given up, or dropped if no request awaits it.
+        silence: seconds without an answer after which an engine counts as dead.
+        tally: counts blocks, bytes and losses.
     """
 
     def __init__(
@@ -74,11 +74,13 @@ class Inbox:
         piece, why = self.room(message, len(data))
         if piece is None:
             return why
-        np.copyto(piece.bytes.numpy(), np.frombuffer(data, np.uint8))  # nobody waits for the lock meanwhile
+        np.copyto(
+            piece.bytes.numpy(), np.frombuffer(data, np.uint8)
+        )  # outside the lock, so no thread waits for the copy
         return self.keep(message, piece)
 
     def room(self, message: Put, size: int, device: BuddyPool | None = None) -> tuple[Piece | None, str]:
-        """Memory for a part of so many bytes, for :meth:`keep` or :meth:`fail`, or why it is refused.
+        """Take memory for a part of ``size`` bytes, for :meth:`keep` or :meth:`fail`; or return why it is refused.
 
         If the ``device`` has no room there is neither: the part must come into main memory.
         """
@@ -116,14 +118,16 @@ class Inbox:
             return ""
 
     def fail(self, message: Put, piece: Piece, why: str) -> None:
-        """A part has not come into this memory, and its transfer is lost."""
+        """Free a part's memory because its bytes did not come; its transfer is lost."""
         with self._lock:
             piece.give()
             if message.transfer not in self._gone:
                 self._lose(message.transfer, why)
 
     def await_(self, transfer: str, producer: Address, blocks: int) -> None:
-        """Somebody here needs this transfer of so many blocks: :meth:`outcomes` tells once that it is ready or lost."""
+        """Await a transfer of ``blocks`` blocks for a request here; :meth:`outcomes` reports once that it is ready or
+        lost.
+        """
         with self._lock:
             if transfer in self._gone:
                 self._lost[transfer] = self._gone[transfer]
@@ -155,12 +159,12 @@ class Inbox:
             self._forget(transfer, "it was loaded")
 
     def drop(self, transfer: str) -> None:
-        """Nobody here needs this transfer any more."""
+        """Drop a transfer that no request here needs any more."""
         with self._lock:
             self._forget(transfer, "it is no longer needed")
 
     def questions(self) -> list[tuple[str, Address]]:
-        """Transfers that are awaited and whose engine is to be asked now. Gives up those without progress."""
+        """List awaited transfers with the engines to ask for them now. Give up transfers without progress."""
         now, asked = time.monotonic(), []
         with self._lock:
             for transfer, arriving in list(self._arriving.items()):
@@ -168,7 +172,7 @@ class Inbox:
                 if producer is not None and arriving.complete:
                     continue
                 if arriving.touched < now - self._timeout:
-                    nothing = "no part of it came" if producer is not None else "nobody asked for it"
+                    nothing = "no part of it came" if producer is not None else "no request asked for it"
                     self._lose(transfer, f"{nothing} for {self._timeout:g} s")
                 elif producer is not None and arriving.heard < now - self._silence:
                     self._lose(transfer, f"the engine at {producer} does not answer")

@@ -52,15 +52,15 @@ class _Leaving:
 
 
 class Outbox:
-    """Filled by the engine's own thread, emptied by the one that sends.
+    """Leaving transfers, filled by the engine's own thread and emptied by the one that sends.
 
     Args:
         pool: memory for parts until they have arrived.
         layout: of our blocks.
-        on_demand: whether parts stay here until somebody asks for the transfer.
-        timeout: seconds after which a transfer that nobody asks for, or adds to, is given up.
-        tally: counts what happens.
-        direct: memory of the device for what goes to an engine by a link, if a link does.
+        on_demand: whether parts stay here until an engine asks for the transfer.
+        timeout: seconds after which a transfer is given up if no engine asks for it, or no step adds to it.
+        tally: counts blocks, bytes and losses.
+        direct: device memory for parts to an engine with a link, if there is one.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Outbox:
             self._changed.notify_all()
 
     def asked(self, transfer: str) -> str:
-        """Somebody wants this transfer; the answer is empty, or says why it does not come."""
+        """Begin to send a transfer that an engine asks for; return empty, or why it does not come."""
         with self._changed:
             if transfer in self._gone:
                 return self._gone[transfer]
@@ -124,7 +124,7 @@ class Outbox:
             return ""
 
     def next(self, timeout: float, busy: Container[Address] = ()) -> Part | None:
-        """A part to be sent now, to none of the ``busy`` engines, or nothing within so many seconds.
+        """Wait up to ``timeout`` seconds for a part to send now, to none of the ``busy`` engines.
 
         :meth:`sent` or :meth:`failed` follows.
         """
@@ -156,7 +156,7 @@ class Outbox:
             self._changed.notify_all()
 
     def failed(self, part: Part, why: str) -> None:
-        """A part has not arrived, and its transfer ends."""
+        """Give up the transfer of a part that has not arrived."""
         with self._changed:
             self._give(part)
             self._give_up(part.transfer, why)
@@ -201,7 +201,7 @@ class Outbox:
     def _expire(self) -> None:
         oldest = time.monotonic() - self._timeout
         for transfer in [name for name, leaving in self._leaving.items() if leaving.touched < oldest]:
-            self._give_up(transfer, f"nobody asked for the rest of it for {self._timeout:g} s")
+            self._give_up(transfer, f"no engine asked for the rest of it for {self._timeout:g} s")
 
     def _give_up(self, transfer: str, why: str) -> None:
         if transfer in self._gone:

@@ -8,7 +8,7 @@ LAST = 4096
 
 
 class Remembered(OrderedDict[str, str]):
-    """Transfer → what became of it; the oldest are forgotten."""
+    """Transfer → why it ended; the oldest are forgotten."""
 
     def __setitem__(self, transfer: str, why: str) -> None:
         super().__setitem__(transfer, why)

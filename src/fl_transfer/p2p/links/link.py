@@ -1,10 +1,10 @@
-"""Links: a wire to another engine with the thread that uses it, and what an engine knows of those that it has.
+"""Links: a wire to another engine with its thread, and an engine's record of its links.
 
-A link goes one way, and one thread does all that is asked of it, one thing after the other. So both ends of a wire do
-the same in the same order, and no thread of the engine's waits for a peer. A link that is overdue is cut; then bytes
-travel through main memory, and what was on its way is computed where it is needed.
+A link goes one way, and one thread does all its work, one thing after the other. So both ends of a wire do the same in
+the same order, and no thread of the engine's waits for a peer. An overdue link is cut. Then bytes travel through main
+memory, and the engine that needs a cache which was on its way computes it.
 
-Two engines meet first, and only then the sender makes a ticket, since whoever makes one waits until both have used it.
+Two engines meet first, and only then the sender makes a ticket, because a ticket's maker waits until both have used it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Link:
             self.cut(f"its other end did nothing for {took:g} s")
 
     def cut(self, why: str) -> None:
-        """Nothing goes by it any more; its thread ends the wire, and then what waits fails."""
+        """Use the link no more; its thread ends the wire, and then all waiting parts fail."""
         with self._lock:
             if not self.broken:
                 self.broken = why
@@ -98,7 +98,7 @@ class Link:
                 self._uses.put(None)
 
     def finish(self) -> None:
-        """Have its thread end after what is asked of it."""
+        """Have the thread end after the work that is asked of it."""
         self._uses.put(None)
 
     @property
@@ -143,13 +143,13 @@ class Link:
             if not self.broken:
                 self._wire, self._until = wire, math.inf
                 return wire
-        self._end(wire)  # somebody has given it up meanwhile
+        self._end(wire)  # the link was given up meanwhile
         return None
 
     def _end(self, wire: Wire) -> None:
         try:
             wire.end()
-        except Exception as error:  # recorded: nobody uses it any more
+        except Exception as error:  # recorded: the wire is not used any more
             logger.warning("P2P: a link did not end well: %s", error)
 
 
@@ -213,7 +213,7 @@ class Outgoing:
         return meet
 
     def met(self, to: Address, name: str, refused: str) -> Ticket | None:
-        """An engine's answer to :meth:`meet`, or to the ticket, which is what it is to be told next."""
+        """Take an engine's answer to :meth:`meet`, or to the ticket; return the ticket to send it next, if any."""
         if self._links.get(to, ("",))[0] == name and refused:
             self.cut(to, refused)
         if self._asked.get(to, ("",))[0] != name:
@@ -241,7 +241,7 @@ class Outgoing:
         return Ticket(name, ticket)
 
     def cut(self, to: Address, why: str) -> None:
-        """Nothing goes by a link to this engine for a while."""
+        """Use no link to this engine for a while."""
         self._asked.pop(to, None)
         found = self._links.pop(to, None)
         if found is not None:
@@ -274,7 +274,7 @@ class Outgoing:
 class _Incoming:
     sender: str
     link: Link
-    new: bool = True  # nobody has seen it open
+    new: bool = True  # not seen open yet
 
 
 class Incoming:
@@ -333,7 +333,7 @@ class Incoming:
         return known.link
 
     def tend(self) -> None:
-        """Cut links that take too long or that others replace, and forget those that are broken."""
+        """Cut links that take too long or that others replace, and forget broken ones."""
         for name, known in list(self._links.items()):
             known.link.tend()
             if known.new and known.link.open:
@@ -348,7 +348,7 @@ class Incoming:
         return [*(known.link for known in self._links.values()), *self._ending]
 
     def _busy(self) -> int:
-        """Links that open or end: each may hold a thread, and a call of the library that nobody can interrupt."""
+        """Count links that open or end: each may hold a thread, in a library call that cannot be interrupted."""
         self._ending = _alive(self._ending)
         return sum(known.new for known in self._links.values()) + len(self._ending)
 

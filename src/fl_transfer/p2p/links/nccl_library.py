@@ -1,7 +1,7 @@
-"""NCCL's functions that wires need, and a communicator of two ranks whose calls never wait for the other one.
+"""NCCL's functions for wires, and a communicator of two ranks that never waits for the other rank.
 
 NCCL's manual calls such a communicator non-blocking. Each call begins something, and the communicator's state is "in
-progress" until that is done; it may be aborted meanwhile. A send that has left that state is in its stream.
+progress" until that is done; it may be aborted meanwhile. A send is in its stream once the state is another.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Callable
 from threading import Event
 from typing import Any
 
-DONE, IN_PROGRESS = 0, 7
-"""Results of NCCL's (``ncclResult_t``); the others are errors."""
+DONE = 0
+"""NCCL's result (``ncclResult_t``) of a call that has succeeded."""
+IN_PROGRESS = 7
+"""NCCL's result of a call that goes on; all other results are errors."""
 BYTE = 1
 """NCCL's name of the data type (``ncclUint8``)."""
 PAUSES = 20e-6, 1e-3
@@ -102,7 +104,7 @@ class Communicator:
         library: NCCL.
         ticket: of both ranks.
         rank: 0 or 1.
-        given_up: whatever waits ends once this is set.
+        given_up: once set, it ends every wait.
 
     Raises:
         RuntimeError: NCCL failed, or it was given up; then it is aborted, as by every method that raises.

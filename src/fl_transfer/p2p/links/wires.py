@@ -24,14 +24,14 @@ from .nccl import Nccl
 class Wire(Protocol):
     """One way between two engines. One thread makes it, uses it and ends it.
 
-    A call that fails has ended the wire. When a call has returned or failed, nobody touches its bytes any more.
+    A call that fails has ended the wire. Its bytes are free for other use when a call has returned or failed.
     """
 
     def send(self, data: Tensor, after: Moment) -> None:
         """Send bytes that are there after a moment; return when they have gone."""
 
     def receive(self, data: Tensor, after: Moment) -> None:
-        """Overwrite bytes, of which nobody reads after a moment; return when all have come."""
+        """Overwrite bytes that are unused after a moment; return when all have come."""
 
     def end(self) -> None:
         """Free whatever the wire has; it may have ended already."""
@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[], Kind]] = {"nccl": Nccl}
 
 @dataclass(frozen=True)
 class Wiring:
-    """The wires that an engine can make: between which device's memory, and how many bytes of it may wait."""
+    """The wires that an engine can make: their kind, the device, and the bytes of its memory that may wait."""
 
     kind: Kind
     device: torch.device

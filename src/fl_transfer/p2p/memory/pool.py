@@ -18,7 +18,7 @@ UNIT = 4096
 
 @dataclass(frozen=True)
 class Piece:
-    """Memory of a pool: ``bytes`` has as many as were asked for."""
+    """Memory of a pool: ``bytes`` has the size that was asked for."""
 
     begin: int
     order: int
@@ -31,18 +31,18 @@ class Piece:
 
 
 def queues(memory: Tensor) -> bool:
-    """Whether the memory is an accelerator's, whose work on it waits in a stream."""
+    """Whether the memory is an accelerator's; work on it waits in a stream."""
     spec = detect_device()
     return spec.accelerator and memory.device.type == spec.torch_type
 
 
 class BuddyPool:
-    """Not safe for threads: its owner holds a lock.
+    """A buddy system in one piece of memory. Not safe for threads: its owner holds a lock.
 
     Args:
         capacity: bytes, rounded down to whole units. The system gives them when they are written first.
         unit: bytes of the smallest piece.
-        device: whose memory it is, by default the main memory. A device gives all of it at once.
+        device: the device of the memory, by default the main memory. A device gives all of it at once.
     """
 
     def __init__(self, capacity: int, unit: int = UNIT, device: torch.device | None = None) -> None:
@@ -67,7 +67,7 @@ class BuddyPool:
         return len(self._memory)
 
     def take(self, size: int) -> Piece | None:
-        """Memory for so many bytes, or nothing if there is none in one piece."""
+        """Take memory for ``size`` bytes; ``None`` if no single free piece is large enough."""
         wanted = max(0, -(-size // self._unit) - 1).bit_length()
         found = next((order for order in range(wanted, len(self._free)) if self._free[order]), None)
         if found is None:
@@ -80,7 +80,7 @@ class BuddyPool:
         return Piece(begin, wanted, self._memory[start : start + size], self)
 
     def give(self, piece: Piece) -> None:
-        """Take a piece back; nobody uses it any more."""
+        """Take back a piece that is not used any more."""
         begin, order = piece.begin, piece.order
         self.taken -= self._unit << order
         while (begin, order) not in self._roots:

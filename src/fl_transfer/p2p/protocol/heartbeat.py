@@ -1,4 +1,4 @@
-"""An engine tells the proxy that it is there, as long as its HTTP server answers."""
+"""The heartbeat: an engine reports to the proxy as long as its own HTTP server answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY = 3.0
 STARTING = 0.5
 """Seconds between two looks at a server that does not answer yet."""
 PATIENCE = 60.0
-"""Seconds without a beat after which the log says, once, who does not answer."""
+"""Seconds without a beat after which the log says, once, which side does not answer."""
 
 
 class Heart:
@@ -66,7 +66,7 @@ class Heart:
                     logger.warning("P2P: no proxy has heard of this engine for %g s: %s", PATIENCE, missing)
 
     def _missing(self, proxy: zmq.Socket[bytes]) -> str:
-        """Beat; otherwise the answer says who is not there."""
+        """Beat, and return an empty text; or return which side does not answer."""
         try:
             socket.create_connection((self._http.host, self._http.port), 1.0).close()
         except OSError:

@@ -1,6 +1,6 @@
-"""Messages between engines, and to the proxy: two ZMQ frames, which are a header and the data.
+"""Messages between engines, and to the proxy: two ZMQ frames, a header and the data.
 
-A header is a small MessagePack map whose fields are checked one by one; no message is ever unpickled.
+A header is a small MessagePack map, checked field by field; no message is ever unpickled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 HEADER_BYTES = 4096
-"""The longest header. Names, addresses and reasons are bounded so that every message of ours is shorter."""
+"""The longest header. Names, addresses and reasons are bounded so that each of our messages is shorter."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=300)]
@@ -74,7 +74,7 @@ class Taken(msgspec.Struct, tag="taken", frozen=True, forbid_unknown_fields=True
 
 
 class Get(msgspec.Struct, tag="get", frozen=True, forbid_unknown_fields=True):
-    """Whoever awaits a prompt asks for it, again and again until it is there."""
+    """The question of an engine that awaits a prompt, repeated until the prompt is there."""
 
     transfer: Name
 
@@ -105,7 +105,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class BadMessage(ValueError):  # noqa: N818 - it is the message that is bad
-    """Frames that are no message of ours."""
+    """Frames that are none of these messages."""
 
 
 def frames(message: Message, data: Data = b"") -> list[Data]:

@@ -20,7 +20,7 @@ _ROUTE = re.compile(
 
 @dataclass(frozen=True)
 class Address:
-    """A place where somebody listens; ``host`` is a name or an IP address, without brackets."""
+    """The address of a listening socket; ``host`` is a name or an IP address, without brackets."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class Address:
         return cls(found[1] or found[2], int(port))
 
     def of_rank(self, rank: int) -> Address:
-        """The address of a worker of the engine whose first worker has this one."""
+        """The address of the worker of a rank; this one is the first worker's."""
         return Address(self.host, self.port + rank)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Route:
 
     @classmethod
     def between(cls, prefill: Address, decode: Address) -> Route:
-        """A new request's; nobody can guess its name."""
+        """Make the route of a new request, with a name that cannot be guessed."""
         return cls(prefill, decode, uuid.uuid4().hex)
 
     @classmethod

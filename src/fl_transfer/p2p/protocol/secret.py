@@ -1,7 +1,7 @@
-"""A secret that engines and the proxy share: with one, sockets encrypt, and talk to nobody who lacks it.
+"""A secret of the engines and the proxy: with one, sockets encrypt, and talk to no peer without it.
 
-That is CurveZMQ, whose server has a key pair. Here the pair is derived from the secret, so that nobody else knows even
-the public key, without which a client cannot begin to talk. A stranger is turned away before a message is kept.
+The protocol is CurveZMQ, with a key pair for the server. Here the pair is derived from the secret, so even the public
+key stays secret, and without that a client cannot begin to talk. A stranger is turned away before a message is kept.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ def p2p_proxy(
     host: Annotated[
         str, typer.Option(help="The address that both ports are opened at; 0.0.0.0 is all of them.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="For clients, who speak OpenAI's API.")] = 10001,
+    port: Annotated[int, typer.Option(help="For clients of OpenAI's API.")] = 10001,
     proxy_port: Annotated[int, typer.Option(help="For the engines' heartbeats: their 'proxy_port'.")] = 30001,
     secret_file: Annotated[
-        Path | None, typer.Option(help="What the engines' 'secret_file' has; other heartbeats are dropped.")
+        Path | None, typer.Option(help="The engines' 'secret_file'; other heartbeats are dropped.")
     ] = None,
     read_within: Annotated[
         float, typer.Option(help="Seconds that an engine may take for a prompt before another one gets it.", min=1)

@@ -1,4 +1,4 @@
-"""The engines that a proxy knows: those whose heartbeat it has heard lately, and how busy they are."""
+"""The engines that a proxy knows from their last heartbeats, and how busy they are."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Instance:
     """One engine.
 
     Args:
-        http, zmq, role: as its heartbeat says.
-        heard: when it came last.
+        http, zmq, role: from its heartbeat.
+        heard: when the last heartbeat came.
         there: whether it has beaten since it failed and was held back.
         back_at: the earliest time for that.
-        requests: that it has now.
-        failures: since it answered last.
-        turn: the number of the last request that it got.
+        requests: number of its requests now.
+        failures: number of failures since its last answer.
+        turn: the number of its last request.
     """
 
     http: Address
@@ -49,14 +49,14 @@ class Instance:
 
 
 class Instances:
-    """All of them. Not safe for threads."""
+    """The engines of a proxy. Not safe for threads."""
 
     def __init__(self) -> None:
         self._known: dict[Address, Instance] = {}  # by the address of the HTTP server
         self._turns = 0
 
     def hear(self, beat: Heartbeat) -> None:
-        """An engine is there.
+        """Take a heartbeat.
 
         Raises:
             BadMessage: its addresses are none, or there are too many engines.
@@ -96,7 +96,7 @@ class Instances:
         logger.warning("P2P: engine %s has failed: %s", instance.http, why)
 
     def of(self, role: str) -> list[Instance]:
-        """The engines of a role, ``P`` or ``D``: those that have not failed first, then by their requests, in turn."""
+        """List the engines of a role, ``P`` or ``D``: engines without failures first, then the least busy, in turn."""
         oldest = time.monotonic() - GONE_AFTER
         for silent in [one for one in self._known.values() if one.heard < oldest]:
             del self._known[silent.http]

@@ -36,7 +36,7 @@ from .instances import Instance, Instances
 logger = get_logger(__name__)
 
 WRITING = ("/v1/completions", "/v1/chat/completions")
-"""The routes whose requests are read by one engine and written by another."""
+"""Routes with requests that one engine reads and another writes."""
 BODY_BYTES = 256 << 20
 PASSED_ON = ("Authorization", "Content-Type", "Accept")
 """Headers that engines get from clients. An id is never a client's, because it says where KV caches go."""
@@ -44,7 +44,7 @@ FORMS = ("multipart/", "application/x-www-form-urlencoded")
 """Beginnings of the content types of bodies that are not JSON; vLLM takes no id from these."""
 CONNECT_WITHIN = 5.0
 IDLE = 2.0
-"""Seconds after which an unused connection to an engine is closed, less than vLLM's 5, after which the engine does."""
+"""Seconds after which an unused connection to an engine is closed; vLLM closes it after 5."""
 CLOSED = (ServerDisconnectedError, ClientOSError)
 """Errors of a connection that the engine may just have closed because it was unused; they count when they repeat."""
 SERVING: dict[str, Any] = {"handler_cancellation": True, "access_log": None}
@@ -52,8 +52,8 @@ SERVING: dict[str, Any] = {"handler_cancellation": True, "access_log": None}
 ROLES = {"prefill": "P", "decode": "D"}
 
 
-class _ClientGone(Exception):  # noqa: N818 - no error of ours
-    """Nobody reads the answer any more."""
+class _ClientGone(Exception):  # noqa: N818 - not our error
+    """The client does not read the answer any more."""
 
 
 class Proxy:
@@ -90,7 +90,7 @@ class Proxy:
             try:
                 listener.bind(f"tcp://{self._heartbeats}")
             except zmq.ZMQError as error:
-                raise OSError(f"nobody can listen at {self._heartbeats}: {error}") from error
+                raise OSError(f"cannot listen at {self._heartbeats}: {error}") from error
             async with ClientSession(timeout=timeout, connector=connector) as self._session:
                 hearing = asyncio.create_task(self._hear(listener))
                 yield
@@ -110,7 +110,7 @@ class Proxy:
                 logger.exception("P2P: an error at %s, which goes on", self._heartbeats)
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Which engines are there; 503 without one that writes."""
+        """Answer with the engines by role; status 503 without one that writes."""
         known = {name: [str(one.http) for one in self.instances.of(role)] for name, role in ROLES.items()}
         return web.json_response(known, status=200 if known["decode"] else 503)
 
@@ -166,7 +166,7 @@ class Proxy:
     async def _answer(
         self, request: web.Request, decode: Instance, body: bytes, headers: Mapping[str, str]
     ) -> web.StreamResponse | None:
-        """An engine's answer; nothing if the engine failed before the client got a part of it."""
+        """Pass on an engine's answer; return ``None`` if the engine failed before the client got a part of it."""
         response: web.StreamResponse | None = None
         url = f"http://{decode.http}{request.path_qs}"
         try:
@@ -178,7 +178,7 @@ class Proxy:
                 response = web.StreamResponse(status=answer.status, headers=kind)
                 await _stream(request, answer, response)
         except _ClientGone:
-            logger.debug("P2P: a client has gone, and engine %s is told", decode.http)
+            logger.debug("P2P: a client has gone; its request at engine %s ends", decode.http)
         except (ClientError, TimeoutError) as error:
             self.instances.failed(decode, f"{type(error).__name__}: {error}")
             if response is not None and request.transport is not None:
@@ -186,7 +186,7 @@ class Proxy:
         return response
 
     async def _asked(self, method: str, url: str, **how: Any) -> ClientResponse:
-        """An engine's answer, whose body is still to be read; a request that met a closed connection is sent again."""
+        """Ask an engine, with the answer's body still unread; a request on a closed connection is sent again."""
         try:
             return await self._session.request(method, url, **how)
         except CLOSED:
@@ -213,17 +213,17 @@ async def _stream(request: web.Request, answer: ClientResponse, response: web.St
 
 
 async def _passed_on(request: web.Request) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of a client's request for an engine: under an id of ours, whatever the client says.
+    """Body and headers of a client's request for an engine, under an id from the proxy, whatever the client says.
 
     Raises:
-        web.HTTPBadRequest: the body should be JSON and is none, so that nobody knows whether it has an id.
+        web.HTTPBadRequest: the body should be JSON and is not, so it is unknown whether it has an id.
     """
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
     return _without_id(await request.read(), request.content_type), {**headers, "X-Request-Id": uuid.uuid4().hex}
 
 
 def _without_id(body: bytes, kind: str) -> bytes:
-    """The same body without ``request_id``, which vLLM would take for the request's id."""
+    """Remove ``request_id`` from the body: vLLM would take it for the request's id."""
     if not body or kind.startswith(FORMS):
         return body
     try:
@@ -242,7 +242,7 @@ def _nobody() -> web.Response:
 
 
 def _first_token_of(asked: Any) -> dict[str, Any]:
-    """The same request for one token, which has its prompt read and nothing written."""
+    """Limit a request to one token, so that its prompt is read and no answer written."""
     if not isinstance(asked, dict):
         raise TypeError("a request is an object")
     left_out = ("stream_options", "min_tokens", "best_of", "max_completion_tokens")
@@ -251,10 +251,10 @@ def _first_token_of(asked: Any) -> dict[str, Any]:
 
 
 def serve(host: str, port: int, heartbeats: int, secret: Secret, read_within: float) -> None:
-    """Serve until the process is told to end.
+    """Serve until the process is asked to end.
 
     Raises:
-        OSError: somebody else listens at one of the ports.
+        OSError: another program listens at one of the ports.
     """
     app = Proxy(Address(host, heartbeats), secret, read_within).app()
     web.run_app(app, host=host, port=port, print=None, **SERVING)
