@@ -164,10 +164,10 @@ def test_facts_about_a_package_that_is_not_there_are_counted_and_not_passed_for_
     ("ours", "theirs", "why"),
     [
         ("x, residual=None", "x, residual=None", None),
-        ("x", "x, residual=None", "with residual besides"),
+        ("x", "x, residual=None", "with residual as well"),
         ("x, *rest", "x, residual=None", None),
         ("x, **rest", "x, *, residual", None),
-        ("x", "x, *, residual", "with residual besides"),
+        ("x", "x, *, residual", "with residual as well"),
         ("x, residual", "x", "without residual"),
         ("x, residual=None", "x", None),
         ("x, residual", "residual, x", "with 'residual' where 'x' was"),

@@ -99,9 +99,9 @@ def planted_link(path: Path, target: Path) -> None:
 def test_a_folder_that_is_a_strangers_link_is_not_followed(public: Path, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("precious")
     planted_link(public / "mine", tmp_path)
-    with pytest.raises(DispatchError, match="a link that somebody else made"):
+    with pytest.raises(DispatchError, match="a link that another user made"):
         write_oplist(public / "mine" / "list.txt", ["a"])
-    with pytest.raises(DispatchError, match="a link that somebody else made"):
+    with pytest.raises(DispatchError, match="a link that another user made"):
         write_oplist(public / "mine" / "deeper" / "list.txt", ["a"])
     assert (tmp_path / "list.txt").read_text() == "precious"
     assert not (tmp_path / "deeper").exists()
@@ -114,7 +114,7 @@ def test_an_owners_link_in_a_folder_of_their_own_is_followed(public: Path, tmp_p
     planted_link(public / "theirs" / "logs", tmp_path)
     assert write_oplist(public / "theirs" / "logs" / "list.txt", ["a"]).read_text() == "a\n"
     (public / "theirs").chmod(0o777)
-    with pytest.raises(DispatchError, match="a link that somebody else made"):
+    with pytest.raises(DispatchError, match="a link that another user made"):
         write_oplist(public / "theirs" / "logs" / "list.txt", ["a"])
 
 

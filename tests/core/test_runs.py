@@ -392,7 +392,7 @@ def test_a_run_that_crashed_is_a_problem_and_one_that_ended_well_is_none(
         "well": "",
         "asked": "",
         "raises": "ended with RuntimeError: no memory",
-        "killed": "ended without a last word",
+        "killed": "ended without recording it",
         "its host kills it": "",
     }
     for model, run in found.items():

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 def warn_if_untested(
     host: Host, version: str, tested: Sequence[str], *also: str, smoke_tested: Sequence[str] = ()
 ) -> None:
-    """One WARNING on a host that not all tests ran on, with what does not hold there of what we rely on.
+    """Log one WARNING on a host that not all tests ran on, with the names we rely on that it lacks.
 
     Args:
         host: the host.
@@ -43,13 +43,13 @@ def warn_if_untested(
 
 
 def findings(facts: Callable[[], tuple[HostFact, ...]], plugin: str, packages: Sequence[str], version: str) -> str:
-    """The installed host's lack of what our facts name, in words.
+    """Say in words which of our facts the installed host does not hold.
 
     Args:
-        facts: returns the plugin's, from its source.
-        plugin: its package.
-        packages: the top-level packages whose source is read, the host's first.
-        version: the host's.
+        facts: returns the plugin's facts, from its source.
+        plugin: the plugin's package.
+        packages: the top-level packages to read the source of, the host's first.
+        version: the host's version.
     """
     tree = SourceTree.installed(*packages)
     folders = (fact_file.folder_of(plugin), *tree.packages.values())

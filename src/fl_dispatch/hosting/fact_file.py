@@ -1,16 +1,17 @@
-"""A plugin's facts about its host: ``host_facts.yaml`` in the plugin's package, and what its classes override.
+"""A plugin's facts about its host: ``host_facts.yaml`` in the plugin's package, and the overrides of its classes.
 
 The file has a section for each class (``module:Class``) or module of the host, in alphabetical order::
 
     vllm.v1.worker.gpu_worker:Worker:
     - since: 0.32                              # optional, first: of the section, with what is derived
-    - reads: get_draft_model(), model_runner   # a verb and names, with parameters where ours takes a function's place
+    - reads: get_draft_model(), model_runner   # a verb and names, with parameters if ours replaces a function
       why: The model that drafts; its layers are ours too.
       until: 0.34                              # the first version without them
 
-``overrides`` lists what :mod:`.overrides` cannot derive: private names, methods of mixins, reasons and versions; a name
+``overrides`` lists the names that :mod:`.overrides` cannot derive: private names, methods of mixins, reasons and
+versions; a name
 without parameters gets those of our method. ``adds`` lists public names of our class that the host's must not have.
-``expects`` is for names that only the host's own code uses, and that we rely on. A fact without names says that the
+``expects`` lists names that we rely on though only the host's own code uses them. A fact without names says that the
 module or class is there.
 """
 
@@ -70,7 +71,7 @@ def parse(text: str) -> tuple[Section, ...]:
     """The sections of a file's text.
 
     Raises:
-        ValueError: an entry has not one verb, or a key that is unknown.
+        ValueError: an entry does not have exactly one verb, or has an unknown key.
     """
     return tuple(_section(owner, entries) for owner, entries in yaml.load(text, _LOADER).items())
 
@@ -109,14 +110,14 @@ def facts(plugin: str, host: str, implied: Iterable[HostFact] = ()) -> tuple[Hos
 
 
 def _underived(fact: HostFact, methods: set[tuple[str, str]]) -> Iterator[HostFact]:
-    """A fact without the names that a class of ours is known to override."""
+    """Yield a fact without the names that our class is known to override."""
     names = tuple(n for n in fact.names if fact.verb != "overrides" or (fact.owner, n.partition("(")[0]) not in methods)
     if names or not fact.names:
         yield replace(fact, names=names)
 
 
 def _of_class(ours: Overrides, section: Section) -> Iterator[HostFact]:
-    """The facts about what one class of ours overrides, with the versions and reasons of the section."""
+    """The facts about the overrides of one of our classes, with the versions and reasons of the section."""
     added = {name for fact in section.facts if fact.verb == "adds" for name in fact.names}
     said = [(n, n.partition("(")[0], fact) for fact in section.facts if fact.verb == "overrides" for n in fact.names]
     every = HostFact(section.owner, (), "overrides", "", ours.why, section.since, section.until)
@@ -129,9 +130,10 @@ def _of_class(ours: Overrides, section: Section) -> Iterator[HostFact]:
 
 
 def users(fact: HostFact, words: dict[str, set[str]]) -> list[str]:
-    """The plugin's modules that use a fact, as far as their words tell; none if a name of it is in no module.
+    """The plugin's modules that use a fact, as far as their words show; none if one of its names is in no module.
 
-    Modules with all of its names come before modules with some, and where they are many, those that name its owner.
+    Modules with all of its names come before modules with some. If there are more than three, those that name its owner
+    are enough.
 
     Args:
         words: module of the plugin, below its package → the words of its text.

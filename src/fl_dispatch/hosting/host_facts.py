@@ -1,7 +1,7 @@
-"""Names that a plugin relies on in its host, as rows of data, and whether they hold in a version's source.
+"""A plugin's names in its host, as rows of data, and a check of whether a version's source still has them.
 
-A host may move any of them. A method that is overridden under a name that is gone is never called, and an attribute
-that is replaced there has no effect; no error tells. So each plugin has a file of facts (:mod:`.fact_file`), and
+A host may move any of them. An overriding method is never called once the host's name is gone, and replacing a missing
+attribute has no effect; neither raises an error. So each plugin has a file of facts (:mod:`.fact_file`), and
 :func:`check` compares them with the installed host, or with a wheel that is not installed.
 """
 
@@ -25,17 +25,18 @@ class HostFact:
 
     Args:
         owner: ``module:Class``, or ``module``.
-        names: attributes of the class, of its instances, or of the module; none if the owner itself is all. A function
-            that our code takes the place of has the parameters that ours takes, in Python's notation:
+        names: attributes of the class, of its instances, or of the module; none if the fact is that the owner exists. A
+            function
+            that ours replaces has our parameters, in Python's notation:
             ``"apply(layer, x, bias=None)"``. The host may leave out one with a default; ``*args`` and ``**kwargs`` take
-            what the host adds; names before ``/`` do not matter, because the host passes these by position.
+            any that the host adds; names before ``/`` do not matter, because the host passes these by position.
         verb: ``reads`` (calls and sets too), ``expects`` the host's own code to use, ``overrides`` in a subclass,
             ``hooks`` by the host's own hooks, ``replaces`` at run time, ``adds`` to a subclass, where the host has
             none.
         used_by: our modules that rely on them, below the plugin's package.
-        why: what they are needed for, or what goes wrong without.
+        why: the purpose of the names, or the damage without them.
         since: the first version that has them, as far as known; empty for all.
-        until: the first version without them; empty for none that is known.
+        until: the first version without them; empty if none is known.
     """
 
     owner: str
@@ -47,7 +48,9 @@ class HostFact:
     until: str = ""
 
     def concerns(self, version: str) -> bool:
-        """Whether a version should have them. One that is newer than all we know should have what has no ``until``."""
+        """Whether a version should have them. A version newer than all known ones should have every fact without
+        ``until``.
+        """
         found = release(version)
         return (not self.since or release(self.since) <= found) and (not self.until or found < release(self.until))
 
@@ -62,8 +65,8 @@ class Broken:
     """One name that is not as a fact says.
 
     Args:
-        fact, name: the fact, and which of its names.
-        what: what the host has instead.
+        fact, name: the fact, and the name.
+        what: the host's state instead.
     """
 
     fact: HostFact
@@ -79,11 +82,11 @@ class Findings:
     """The result of :func:`check`.
 
     Args:
-        broken: what does not hold.
-        held: the facts of which all holds.
-        names: how many names were looked at.
+        broken: names that are not as their facts say.
+        held: facts that hold entirely.
+        names: number of names that were checked.
         of_other_versions: facts that do not concern this version.
-        elsewhere: facts about packages whose source is not here.
+        elsewhere: facts about packages without their source here.
     """
 
     broken: list[Broken] = field(default_factory=list)
@@ -189,7 +192,7 @@ def mismatch(ours: ast.arguments, theirs: ast.arguments) -> str | None:
     takes_rest = ours.vararg is not None or ours.kwarg is not None
     known = {arg.arg for arg in mine} | mine_named
     extra = [name for name in (*positional[len(mine) :], *sorted(named)) if name not in known]
-    return f"with {', '.join(extra)} besides" if extra and not takes_rest else None
+    return f"with {', '.join(extra)} as well" if extra and not takes_rest else None
 
 
 def release(version: str) -> tuple[int, ...]:

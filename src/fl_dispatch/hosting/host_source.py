@@ -1,6 +1,6 @@
-"""A host's Python source, read without importing it: what modules and classes define, and with which parameters.
+"""A host's Python source, read without importing it: the names that modules and classes define, and their parameters.
 
-Importing a host runs its platform detection and needs what it requires; its source needs a folder.
+Importing a host runs its platform detection and needs its requirements; reading its source needs a folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _CLASS = re.compile(r"^[ \t]*class\s+(\w+)[^(:]*\(([^)]*)\)", re.MULTILINE)
 _ALIAS = re.compile(r"\b(\w+)\s+as\s+(\w+)")
 
 Bound = dict[str, list[Definition | Import]]
-"""Name → what it may stand for, first what the code prefers: a later statement, or what ``try`` tries."""
+"""Name → its possible meanings, first the one that the code prefers: a later statement, or the one that ``try`` tries.
+"""
 
 
 class Module:
@@ -107,15 +108,15 @@ class SourceTree:
         return next((Module(name, file) for file in files if file.is_file()), None)
 
     def modules_deriving(self, package: str, names: Iterable[str]) -> Iterator[Module]:
-        """The modules of a package whose text may have a class that derives from one of these, found without parsing.
+        """The modules of a package with text that may define a class deriving from one of these, found without parsing.
 
-        Names are compared without their modules, so some modules have none: a host's thousands of files are read once,
-        and dozens of them are parsed.
+        Names are compared without their modules, so some of the modules have no such class. A host's thousands of files
+        are read once, and dozens of them are parsed.
         """
         folder = self.packages[package]
         files = {file: file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))}
         classes = [(file, name, bases) for file, text in files.items() for name, bases in _CLASS.findall(text)]
-        mentions: dict[str, set[str]] = {}  # name → names that stand for it, or for a class with it among its bases
+        mentions: dict[str, set[str]] = {}  # name → its aliases, and classes with it among their bases
         for _, name, bases in classes:
             for base in re.findall(r"\w+", bases):
                 mentions.setdefault(base, set()).add(name)

@@ -1,9 +1,8 @@
 """Methods and attributes of a host that a plugin's classes override, derived from the plugin's source.
 
-A class of ours that derives from a host's class overrides every public name that its body, or a mixin of ours,
-defines, because names of its own begin with ``fl_`` or ``_``. Annotated fields, which make a dataclass, and
-``__names__`` are no overrides. A plugin's facts have the exceptions: private names that are overridden, and public ones
-that are added.
+A plugin's class that derives from a host's class overrides every public name in its body, or in the body of one of our
+mixins, because names of its own begin with ``fl_`` or ``_``. Annotated fields, which make a dataclass, and
+``__names__`` are no overrides. A plugin's facts list the exceptions: overridden private names, and added public ones.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _is_older(module: Module) -> bool:
 
 
 def _lineage(tree: SourceTree, ours: Class, host: str) -> tuple[list[str], list[ast.ClassDef]]:
-    """The host's classes that a class of ours derives from, and the bodies that are ours: its own, and its mixins'."""
+    """The host's classes that our class derives from, and our bodies: its own, and its mixins'."""
     owners: list[str] = []
     bodies = [ours.node]
     for base in ours.node.bases:
@@ -88,7 +87,7 @@ def _lineage(tree: SourceTree, ours: Class, host: str) -> tuple[list[str], list[
 
 
 def _meanings(tree: SourceTree, module: Module, dotted: str, host: str) -> Iterator[str | Class]:
-    """The class that a name in a module of ours stands for: ``module:Class`` of the host, or one of ours."""
+    """The class that a name means in one of our modules: ``module:Class`` of the host, or our own class."""
     first, _, rest = dotted.partition(".")
     for bound in module.names.get(first, ()):
         match bound:

@@ -1,4 +1,4 @@
-"""Models that Inductor compiles to C++: whether it can here, and the operators whose references it fuses."""
+"""Models that Inductor compiles to C++: whether it can compile here, and the operators with references to fuse."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def missing_for_cpp() -> str | None:
 
 
 def fused(operators: Iterable[str]) -> list[str]:
-    """The operators whose reference is to run, fused, in a model that is compiled under the policy in force.
+    """The operators that should run as their fused reference in a model compiled under the policy in force.
 
-    Their first choices are all slower than that. Orders of the user's stay: rules for an operator, and a preference. A
-    platform's file that repeats the default preference, as those of ``fl tune`` do, wishes nothing.
+    Their first choices are all slower than that. The user's orders stay: rules for an operator, and a preference. A
+    platform's file that repeats the default preference, as the files of ``fl tune`` do, asks for nothing.
     """
     policy, manager = get_policy(), get_default_manager()
     preference = policy.origin("prefer")

@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 Add = Callable[[Any], int]
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
-"""Types whose values are compared; constants of any other type, a tuple too, keep a number of their own."""
+"""Types compared by value; constants of any other type, a tuple too, keep a number of their own."""
 
 
 def share_equal() -> None:

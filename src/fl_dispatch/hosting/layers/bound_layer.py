@@ -22,12 +22,12 @@ class Bindable(Protocol):
 
 
 class BoundLayer:
-    """A layer whose forward is one call of an operator."""
+    """A layer with a forward that is one call of an operator."""
 
     fl_operator: str
-    """The operator; an instance sets it where each runs one of several."""
+    """The operator; an instance sets it if each runs one of several."""
     fl_choices: ClassVar[tuple[str, ...]] = ()
-    """All operators, where an instance runs one of several, or more than one."""
+    """All operators, if an instance runs one of several, or more than one."""
     fl_call: Callable[..., Any]
     """The bound operator."""
 

@@ -1,4 +1,4 @@
-"""Which layer classes of a host run our operators, which could, and which stay the host's for a reason."""
+"""A host's layer classes: they run our operators, could run them, or stay the host's for a reason."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Judgement:
 
     Args:
         cls: the class.
-        state: our forward runs; the host's on purpose; the host's until somebody does the work; nobody has looked.
-        why: the reason; empty for what is replaced, or not judged.
+        state: our forward runs; the host's runs on purpose; the host's runs until the work is done; not judged.
+        why: the reason; empty for a class that is replaced, or not judged.
     """
 
     cls: Class
@@ -34,11 +34,12 @@ class HostLayers:
 
     Args:
         roots: ``module:Class`` of the classes that the host's exchangeable layers derive from.
-        replaced: ``module:Class`` of those whose forward is ours.
+        replaced: ``module:Class`` of the classes with our forward.
         left: why others stay the host's: a class's name, or the dotted name of a module for all classes below it.
-        inherited: a subclass gets what its base has, unless it has a forward of its own; else each class is replaced
-            by its exact name.
-        pending: as ``left``, for those that could run an operator of ours and do not yet: which, and what is missing.
+        inherited: whether a subclass without a forward of its own gets what its base has; otherwise each class is
+            replaced by its exact name.
+        pending: as ``left``, for classes that could run our operator and do not yet: the operator, and the missing
+            part.
     """
 
     roots: tuple[str, ...]

@@ -32,22 +32,22 @@ class LayerKernel:
         self.fl_scope, self.fl_call = scope, bind_op(self.fl_operator, scope)
 
     def fl_name(self, layer: nn.Module) -> str:
-        """The name under which reports count the layer."""
+        """The layer's name in reports."""
         return type(self).__name__
 
 
 KERNEL = Attached[LayerKernel]("fl_kernel")
-"""The kernel of ours that computes a layer."""
+"""Our kernel that computes a layer."""
 
 
 def kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKernel]]:
-    """The layers of a model that such a kernel computes: prefix, layer and kernel."""
+    """Yield each layer of a model that one of our kernels computes: prefix, layer and kernel."""
     for prefix, module in model.named_modules():
         if (kernel := KERNEL.find(module)) is not None:
             yield prefix, module, kernel
 
 
 def weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Those layers, each with the names of the parameters that stay from call to call."""
+    """Yield these layers with the names of the parameters that stay from call to call."""
     for _, layer, kernel in kernels(model):
         yield from ((layer, name) for name in kernel.fl_weights if getattr(layer, name, None) is not None)

@@ -1,4 +1,4 @@
-"""Which layers of a loaded model run through the dispatch core."""
+"""The layers of a loaded model that run through the dispatch core."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Layers of one class that a host chooses a forward for: its choice and ours side by side.
+    """Layers of one class that a host chooses a forward for: the host's choice and ours side by side.
 
     Args:
         layer: the class.
-        count: how many layers.
-        operators: of ours that they run, or could run.
+        count: number of layers.
+        operators: our operators that they run, or could run.
         host: the host's choice, by its own name.
-        kept: why that is what runs; empty where our operator does.
+        kept: why the host's choice runs; empty if our operator does.
     """
 
     layer: str
@@ -33,13 +33,13 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Survey:
-    """Which layers of a loaded model are ours.
+    """The layers of a loaded model, ours and the host's.
 
     Args:
         host: the host's name, for messages.
-        ours: class name → (operator, how many).
-        native: class name → how many; layers that we have an operator for but the host's own code runs.
-        attention: attention class name → how many layers.
+        ours: class name → (operator, number of layers).
+        native: class name → number of layers that the host's own code runs though we have an operator for them.
+        attention: attention class name → number of layers.
         choices: the host's choices beside ours, from a host that chooses among implementations too.
     """
 
@@ -57,7 +57,7 @@ class Survey:
         return f"layers through fl_dispatch: {ours}; attention: {attention}; left to {self.host}'s own code: {native}"
 
     def as_data(self) -> dict[str, Any]:
-        """A worker's report of it: ``layers`` and ``native_layers`` are class name → how many."""
+        """A worker's report: ``layers`` and ``native_layers`` are class name → number of layers."""
         layers = {name: count for name, (_, count) in self.ours.items()}
         return {"layers": layers, "native_layers": self.native, "attention": self.attention}
 
@@ -71,7 +71,7 @@ class Survey:
 
 
 def warn_of_unknown_layers(settings: Settings, known: Set[str]) -> None:
-    """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
+    """Log each name in the lists of out-of-tree layers that is neither a layer nor an operator of this package."""
     for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
         logger.warning(
             "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed

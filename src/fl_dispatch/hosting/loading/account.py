@@ -1,14 +1,14 @@
-"""The account of a checkpoint's tensors while a host loads them: which parameters they filled, and which nothing took.
+"""The account of a checkpoint's tensors while a host loads them: the parameters they filled, and tensors left over.
 
-Hosts drop tensors whose names they do not know, leave parameters whose tensors do not come, and cast whatever a layer's
-loader is handed. So :class:`Account` follows the data itself: a dispatch mode sees each operator of ATen that runs
-while weights load, and knows by the storages which tensor of the file each value comes from. Loaders may then rename,
-slice, transpose, dequantize or join tensors as they like, whichever way they write.
+Hosts drop tensors with names they do not know, leave parameters without tensors as they are, and cast tensors without
+asking. So :class:`Account` follows the data itself: a dispatch mode sees each operator of ATen that runs while weights
+load, and knows by the storages which tensor of the file each value comes from. Loaders may then rename,
+slice, transpose, dequantize or join tensors as they like, however they write.
 
-The other ways see less. ``_version`` of a parameter does not count writes through ``.data``, which is how both hosts
-write, and has no parts. A sentinel that is written before and searched afterwards touches all memory twice, any
-pattern of 8-bit weights may be real, and it says nothing about tensors that were dropped. Calls of ``weight_loader``
-miss loaders that write themselves, and say nothing about the parts of a joined parameter.
+The alternatives see less. ``_version`` of a parameter does not count writes through ``.data``, as both hosts write, and
+has no parts. A sentinel, written before and searched afterwards, touches all memory twice. Any pattern of 8-bit weights
+may be real, and a sentinel says nothing about dropped tensors. Calls of ``weight_loader`` miss loaders that write
+themselves, and say nothing about the parts of a joined parameter.
 
 The cost is some Python for each operator, which does not grow with a tensor's size.
 """
@@ -34,7 +34,7 @@ from .watching import Kind, Named, unwatched, watching
 
 
 class Cast(NamedTuple):
-    """A tensor whose values became another kind of numbers in a parameter."""
+    """A tensor with values that became another type in a parameter."""
 
     name: str
     stored: torch.dtype
@@ -92,7 +92,7 @@ class Account:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at what this thread runs, and at what threads run that it asks meanwhile."""
+        """Watch the operators of this thread, and of the threads that it hands work to meanwhile."""
         with watching(self._ran):
             yield
         for storage in self._storages.values():
@@ -113,7 +113,7 @@ class Account:
                 return
             if isinstance(result, int | float):
                 self._scalar = origin
-                if not isinstance(result, bool):  # with which a loader looks at values
+                if not isinstance(result, bool):  # a loader looks at values with these
                     self.taken |= origin.names
             elif not written:
                 for tensor in _tensors(result if isinstance(result, list | tuple) else (result,)):
@@ -176,7 +176,7 @@ class Account:
                 continue
             storage = self._storages.get(key(tensor))
             origin = NOTHING if storage is None else storage.origin(tensor)
-            self.taken |= origin.names  # the parameter is the file's tensor itself, or what was made of it
+            self.taken |= origin.names  # the parameter is the file's tensor itself, or was made of it
             if not origin.names and not excused:
                 found.append(Unfilled(name, []))
         return found
@@ -188,7 +188,7 @@ class Account:
         )
 
     def left(self, allowed: Sequence[Allowed]) -> list[str]:
-        """The tensors whose values nothing took and that may not be left over."""
+        """List the tensors that no parameter took values of, and that may not be left over."""
         places = [place for each in self._places.values() for place in each]
         if not any(place.name.endswith(".k_scale") for place in places):
             allowed = (*allowed, *CACHE_SCALES)

@@ -18,8 +18,8 @@ class Allowed(NamedTuple):
     Args:
         pattern: of a whole name.
         reason: why the answers are right without it.
-        equal: a pattern of the tensor whose values it must have, ``"zeros"``, or ``"order"`` for values that ascend;
-            empty where any values may be left.
+        equal: a pattern of the tensor with equal values, ``"zeros"``, or ``"order"`` for values that ascend; empty if
+            any values may be left.
     """
 
     pattern: str
@@ -29,7 +29,7 @@ class Allowed(NamedTuple):
 
 ZEROS, ORDER = "zeros", "order"
 COLUMNS = ".g_idx"
-"""The end of the name of a tensor of ``gptq`` that says in which group each column is."""
+"""Suffix of a ``gptq`` tensor that gives each column's group."""
 UNTAKEN = (
     Allowed(r".*\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)", "hosts compute rotations from config.json"),
     Allowed(r".*\b(attn|attention|self_attention)\.(bias|masked_bias)", "a causal mask that old versions saved"),
@@ -58,7 +58,7 @@ OF_TARGET = (
 
 
 def matching(name: str, allowed: Sequence[Allowed]) -> list[Allowed]:
-    """The rules whose pattern is of a name."""
+    """The rules with a pattern that fits a name."""
     return [rule for rule in allowed if re.fullmatch(rule.pattern, name)]
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which has a tensor, which of two sets a host reads, and a head besides the embedding."""
+"""The files of a checkpoint: the file of each tensor, the set that a host reads, and a head beside the embedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMBEDDING = r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\
 
 
 def files_by_name(files: Iterable[str]) -> dict[str, str]:
-    """Which file of safetensors has each tensor."""
+    """Tensor → the file of safetensors that has it."""
     from safetensors import safe_open
 
     found: dict[str, str] = {}
@@ -63,7 +63,7 @@ def warn_of_unread(files: Sequence[str]) -> None:
 
 
 def unread_by_engines(folder: str | Path) -> Path | None:
-    """The ``model.safetensors`` of a folder whose index names other files, which hosts read instead, or ``None``."""
+    """The ``model.safetensors`` of a folder with an index of other files, which hosts read instead, or ``None``."""
     index, single = Path(folder, INDEX), Path(folder, SINGLE)
     if not (index.is_file() and single.is_file()):
         return None
@@ -71,5 +71,7 @@ def unread_by_engines(folder: str | Path) -> Path | None:
     return None if SINGLE in named else single
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The file of a checkpoint's weights, or the list of several."""
+SINGLE = "model.safetensors"
+"""The file of a checkpoint's weights."""
+INDEX = "model.safetensors.index.json"
+"""The list of files of a checkpoint with several."""

@@ -1,4 +1,4 @@
-"""Which part of a parameter is filled: boxes of its elements, however they are joined."""
+"""The filled part of a parameter: boxes of its elements, however they are joined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Place:
-    """A parameter or buffer while tensors are loaded: the boxes of its elements that were written, and from what."""
+    """A parameter or buffer while tensors are loaded: the boxes of elements that were written, and their tensors."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name, self.shape, self.strides = name, tuple(tensor.shape), tensor.stride()
@@ -22,7 +22,9 @@ class Place:
         self.names: set[str] = set()
 
     def write(self, view: Tensor, names: frozenset[str]) -> None:
-        """Note a write into a view that may be a part of it; without names, it clears what was written before."""
+        """Note a write into a view of it; a write without names clears the names of earlier ones if it covers
+        everything.
+        """
         if (box := self._box(view)) is not None:
             if not names and box == self._all():
                 self.names.clear()

@@ -1,4 +1,4 @@
-"""The origin of values in memory: the tensors of a checkpoint in a storage, or those of which its values are made."""
+"""The origin of values in memory: the checkpoint's tensors in a storage, or the ones its values are made of."""
 
 from __future__ import annotations
 

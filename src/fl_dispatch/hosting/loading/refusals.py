@@ -1,4 +1,4 @@
-"""The sentences that refuse a checkpoint: what does not fit, in which file, and what to do."""
+"""The sentences that refuse a checkpoint: the problem, the file, and the remedy."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def refuse_left(account: Account, left: Sequence[str]) -> None:
 
 @contextmanager
 def naming(account: Account) -> Iterator[None]:
-    """Errors of a host's loader, which say what it met, then say of which tensor and file too."""
+    """Add the tensor and its file to errors that a host's loader raises inside."""
     try:
         yield
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

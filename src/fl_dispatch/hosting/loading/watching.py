@@ -1,4 +1,4 @@
-"""A dispatch mode that sees each operator of ATen that runs in a thread, and in threads that it asks meanwhile."""
+"""A dispatch mode that sees each ATen operator of a thread, and of the threads that it hands work to meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Kind:
 Ran = Callable[[Kind, Any, Any, Any], None]
 """Called with an operator that ran: its kind, its arguments by position and by name, and its result."""
 _CASTS = {"aten::_to_copy", "aten::clone", "aten::copy_", "aten::lift_fresh", "aten::_copy_from"}
-"""Operators whose result has the values of their one argument."""
+"""Operators that return the values of their one argument."""
 
 
 @cache

@@ -14,8 +14,10 @@ from ...logger_manager import get_logger
 logger = get_logger(__name__)
 
 MIB = 1 << 20
-LARGEST_BUFFER, KEPT = 256 * MIB, 512 * MIB
-"""Buffers below the first are taken from the heap, which keeps at most the second beyond what is in use at its end."""
+LARGEST_BUFFER = 256 * MIB
+"""Bytes: smaller buffers are taken from the heap."""
+KEPT = 512 * MIB
+"""Bytes that the heap keeps at most at its end, beyond what is in use."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
@@ -29,7 +31,7 @@ def keep_buffers() -> bool:
     """Have this process keep its large buffers, unless a variable sets glibc's own limits.
 
     Returns:
-        Whether it does; other C libraries have no such limits.
+        Whether it keeps them; other C libraries have no such limits.
     """
     own = [name for name, value in os.environ.items() if name.startswith("MALLOC_") or "glibc.malloc" in value]
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,18 +1,18 @@
-"""How keys and values lie in the memory of a KV cache: the layouts that implementations may require, as strided views.
+"""The layouts of keys and values in a KV cache that implementations may require, as strided views.
 
-An implementation that needs its keys in a certain order says so: ``requires={"kv_layout": "HDN/HND"}``. A host lays its
-cache so, and every other implementation reads and writes the same cache through views. A layout is a string. The
+An implementation that needs a certain order of its keys declares ``requires={"kv_layout": "HDN/HND"}``. A host lays out
+its cache so, and every other implementation reads and writes the same cache through views. A layout is a string. The
 letters are a block's axes from the outermost to the innermost: its slots (``N``), the heads (``H``), a head's
 dimensions (``D``).
 
 =============  =====================================================================================================
 ``NHD``        one array a block; its ``D`` has a head's key, then its value
-``HDN/HND``    an array a block, along the first axis, which is both's: the keys' part of it, then the values'
-``(NHD|NHD)``  all keys of the layer, a block after the other, then all values; no block is in one piece
+``HDN/HND``    one array a block, along the first axis, common to both: the keys' part, then the values'
+``(NHD|NHD)``  all keys of the layer, block after block, then all values; no block is in one piece
 =============  =====================================================================================================
 
-Any order of the axes is possible in each. ``requires={"kv_block_multiple": 128}`` asks for blocks of so many slots, or
-of a multiple.
+Any order of the axes is possible in each. ``requires={"kv_block_multiple": 128}`` asks for blocks of 128 slots, or of a
+multiple.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from ...types import OpImpl
 logger = get_logger(__name__)
 
 OPERATORS = ("paged_attention", "kv_cache_write")
-LAYOUT, MULTIPLE = "kv_layout", "kv_block_multiple"
-"""Requirements; an implementation that is merely faster with a layout has it among its properties."""
+LAYOUT = "kv_layout"
+"""The requirement of a layout; an implementation that is merely faster with one has it among its properties."""
+MULTIPLE = "kv_block_multiple"
+"""The requirement of a block size."""
 _ORDERS = "|".join("".join(order) for order in permutations("NHD"))
 _GRAMMAR = re.compile(rf"(?P<joint>{_ORDERS})|(?P<open>\()?(?P<keys>{_ORDERS})(?P<mark>[/|])(?P<values>{_ORDERS})\)?")
 
@@ -113,12 +115,12 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class Wish:
-    """Requirements that the implementations that come first have of a cache.
+    """The requirements of the first choices for a cache.
 
     Args:
-        layout: the one that the first of them requires, or is faster with, or ``None``.
+        layout: the layout that the first of them requires, or is faster with, or ``None``.
         multiple: slots of a block are a multiple of it.
-        block: slots that a block should have at least, where nobody chose a size: it is faster.
+        block: slots that a block should have at least, because it is faster, if the user chose no size.
         optional: whether the layout is merely faster, in blocks of a multiple of ``block`` slots.
     """
 
@@ -129,10 +131,10 @@ class Wish:
 
 
 def wish() -> Wish:
-    """Requirements of the implementations that come first in the policy's order, of attention before that of writing.
+    """The requirements of the policy's first choices for attention, then for writing.
 
-    Whoever is merely faster with a layout is asked where nobody requires something. For an operator with conditional
-    rules the first rule counts whose choice has a wish.
+    A layout that is merely faster counts if no first choice requires one. For an operator with conditional rules, the
+    first rule with a requirement counts.
     """
     first = _first()
     for how in ("needs", "is faster with"):
@@ -155,7 +157,7 @@ def _asked(impl: OpImpl, how: str) -> str:
 
 
 def state(layout: KVLayout, block_size: int) -> None:
-    """State to the dispatch core how the cache lies, and say by name who therefore does not run.
+    """State to the dispatch core how the cache lies, and log by name each implementation that therefore does not run.
 
     Args:
         layout: of this process's cache.

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Unpinned(TorchFunctionMode):
-    """PyTorch's functions as if nobody had asked for pinned memory."""
+    """A mode in which PyTorch's functions ignore requests for pinned memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.pin_memory:

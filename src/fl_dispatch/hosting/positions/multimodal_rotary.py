@@ -20,9 +20,9 @@ def step_tables(cos: Tensor, sin: Tensor, positions: Tensor, axes: Tensor) -> tu
 
     Args:
         cos: ``[max_position, frequencies]``.
-        sin: the same.
+        sin: ``[max_position, frequencies]``.
         positions: ``[axes, tokens]``, int64.
-        axes: ``[frequencies]``, int64: the axis by whose position each frequency turns.
+        axes: ``[frequencies]``, int64: for each frequency the axis with its position.
 
     Returns:
         Two tables ``[tokens, frequencies]`` and ``[tokens]``, int64.

@@ -1,7 +1,7 @@
-"""The tables of a rotary embedding as Transformers computes them from a configuration, beside those of a host.
+"""The tables of a rotary embedding as Transformers computes them from a configuration, to compare with a host's.
 
-A host's class that leaves a field of ``rope_parameters`` out, or has fewer rows than texts have tokens, gets a table of
-ours. Fields that Transformers' own functions do not know are not judged.
+Our table replaces a host's if its class leaves out a field of ``rope_parameters``, or has fewer rows than texts have
+tokens. Fields that Transformers' own functions do not know are not judged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIELDS = {
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mrope_section", "mrope_interleaved"),
 }
-"""Fields of ``rope_parameters`` whose meaning Transformers' shared functions know; the axes change no table."""
+"""Fields of ``rope_parameters`` that Transformers' shared functions know; the axes change no table."""
 SAME = {"deepseek_yarn": "yarn", "su": "longrope", "mrope": "default"}
 """Names of hosts for kinds of rotations that Transformers names otherwise."""
 FURTHEST = 4096
@@ -136,7 +136,7 @@ def too_long(asked: int, longest: int, remedy: str) -> str:
     """A sentence about texts that are longer than :func:`limit`."""
     return (
         f"rope_type 'dynamic' turns texts of more than max_position_embeddings ({longest}) tokens by frequencies of "
-        f"their own length, and {asked} tokens are asked for, whose keys no cache can hold: {remedy}"
+        f"their own length, so no cache can hold their keys, and {asked} tokens are asked for: {remedy}"
     )
 
 
@@ -190,11 +190,11 @@ def correct(layers: Iterable[tuple[str, Rotating]], config: Any, length: int) ->
         reason = f"has {table.shape[0]} rows for {length} tokens" if far <= 1 else "differs from Transformers'"
         replaced[f"{type(layer).__name__} ({stated.kind}) {reason}"] += 1
     for said, count in replaced.items():
-        logger.info("a table of %d of the class %s: they have the one that rope_parameters state", count, said)
+        logger.info("a table of %d of the class %s: they have the one that rope_parameters states", count, said)
 
 
 def correct_long(layers: Iterable[tuple[str, Any]], config: Any, length: int) -> None:
-    """The same for LongRoPE, whose tables for short and for long texts lie one behind the other.
+    """Correct the tables of LongRoPE, with the part for long texts after the part for short ones.
 
     A layer has ``long_short_cos_sin_cache`` ``[positions, cos | sin]`` and ``original_max_position_embeddings``.
     """
@@ -211,7 +211,7 @@ def correct_long(layers: Iterable[tuple[str, Any]], config: Any, length: int) ->
             layer.long_short_cos_sin_cache = joined.to(table.device, table.dtype)
             logger.info(
                 "the rotary tables of %s differ from Transformers' (factor, attention_factor), or are too short: "
-                "it has those that rope_parameters state",
+                "it has those that rope_parameters states",
                 prefix,
             )
 

@@ -19,7 +19,7 @@ WINDOWED: Mapping[str, bool] = {
 }
 """Kinds of layers in ``layer_types`` that say whether a layer has the window."""
 BESIDE_ITSELF = ("cohere2", "cohere2_moe")
-"""Models whose window has the token itself beside it: both hosts say that they were trained so."""
+"""Models with the token itself beside the window: both hosts say that they were trained so."""
 
 
 def declares_window(config: Any) -> bool:

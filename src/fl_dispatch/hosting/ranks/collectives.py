@@ -109,9 +109,9 @@ def connect(
 def connect_sums(
     device_group: ProcessGroup | None, cpu_group: ProcessGroup, device: torch.device, collectives: Collectives
 ) -> one_shot.OneShotSums | None:
-    """Whatever adds small tensors over a group faster than its library, or ``None``. Every rank must call it.
+    """A faster way than the group's library to add small tensors over it, or ``None``. Every rank must call this.
 
-    For the group whose ranks share each layer of a model: they add twice in a layer.
+    Meant for the group that shares each layer of a model: its ranks add twice in a layer.
     """
     if device_group is None or detect_device().shares_memory is None or not isinstance(collectives, TorchCollectives):
         return None

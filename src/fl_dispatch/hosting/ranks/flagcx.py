@@ -79,11 +79,11 @@ def load(path: Path, device_type: str) -> ctypes.CDLL:
 
     Args:
         path: the library, or a directory with it at one of :data:`FOLDERS`.
-        device_type: the PyTorch device type whose tensors it shall move.
+        device_type: the PyTorch device type of the tensors to move.
 
     Raises:
-        ConfigError: there is no such library, it does not load, it is not FlagCX, or the device is an accelerator
-            whose spec does not say which stream is current.
+        ConfigError: there is no such library, it does not load, it is not FlagCX, or the device's spec does not say
+            which stream is current.
     """
 
     def wrong(problem: str) -> ConfigError:
@@ -122,7 +122,7 @@ def connect(library: ctypes.CDLL, cpu_group: ProcessGroup, device_type: str) -> 
     Args:
         library: see :func:`load`.
         cpu_group: the ranks; they find each other through it.
-        device_type: the PyTorch device type whose tensors it shall move.
+        device_type: the PyTorch device type of the tensors to move.
     """
     rank, ranks = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
     of_first = [_unique_id(library) if rank == 0 else b""]

@@ -1,8 +1,8 @@
-"""Small sums over two ranks of one machine in one kernel: each reads what the other has put into shared memory.
+"""Small sums over two ranks of one machine in one kernel: each rank reads the other's part in shared memory.
 
 A decoding step adds up some hundred kilobytes twice in each layer. A library's all-reduce takes longer to begin than to
-move so little. The sum is one Triton kernel (:mod:`one_shot_kernel`) if the devices map each other's memory, by
-PyTorch's symmetric memory; it needs no multicast. The size up to which it is faster is measured when the ranks connect,
+move so little. If the devices map each other's memory (PyTorch's symmetric memory, without multicast), the sum is one
+Triton kernel (:mod:`one_shot_kernel`). The ranks measure when they connect up to which size it is faster,
 in captured graphs, as it will run. The slowest rank's time counts, so all ranks choose alike.
 
 As with a library, all ranks make the same sums in the same order and one at a time. A rank that ends leaves the other
@@ -36,9 +36,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = tuple(1 << power for power in range(13, 24))
 """Bytes that are timed: 8 KiB to 8 MiB. Smaller sums count as the first, larger ones are the library's."""
 VECTOR = 8
-"""Elements of which a sum must have a multiple."""
-CALLS, REPLAYS = 20, 5
-"""Calls in a timed graph, and how often it is replayed."""
+"""The number of elements of a sum must be a multiple of this."""
+CALLS = 20
+"""Number of calls in a timed graph."""
+REPLAYS = 5
+"""Number of timed replays of the graph."""
 
 
 @dataclass
@@ -68,11 +70,11 @@ def connect(
 ) -> OneShotSums | None:
     """One-shot sums for a group, up to the size from which ``all_reduce`` is faster; ``None`` if it always is.
 
-    Every rank of the group must call it, and all of them get the same answer. A failure on one rank is told to
-    the others before they go on, and leaves the sums to the library.
+    Every rank of the group must call it, and all of them get the same answer. A rank that fails informs the others
+    before they go on, and leaves the sums to the library.
 
     Args:
-        group: the ranks, and the library that ``all_reduce`` stands for.
+        group: the ranks, with the library of ``all_reduce``.
         cpu_group: the same ranks, to agree over.
         device: this rank's.
         all_reduce: overwrites a tensor with the sum over the ranks.
@@ -121,7 +123,7 @@ def _refusal(ranks: int) -> str:
 
 
 def largest_faster(ours: Sequence[float], library: Sequence[float]) -> int:
-    """The largest of :data:`SIZES` up to which our times are the lower ones throughout; 0 if the first is not."""
+    """The largest of :data:`SIZES` up to which our times are lower throughout; 0 if the first is not."""
     most = 0
     for size, mine, other in zip(SIZES, ours, library, strict=True):
         if mine >= other:
@@ -205,7 +207,7 @@ class SharedMemory:
         self.clear()
 
     def practise(self) -> None:
-        """Compile the kernel for each type, in calls that wait for nobody."""
+        """Compile the kernel for each type, in calls that do not wait for the other rank."""
         for dtype in DTYPES:
             self.calls.fill_(self.kernel.WAITS_FOR_NOBODY)
             self.add(torch.zeros(VECTOR, dtype=dtype, device=self.memory.device))

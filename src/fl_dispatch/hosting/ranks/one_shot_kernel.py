@@ -1,10 +1,10 @@
 """The kernel of :mod:`one_shot`: blocks of two ranks meet once in a sum, and read each other's memory.
 
 A rank's memory has two places for data, which calls use in turn, and behind them a flag for each block and rank. A
-block writes its part of the tensor into its own rank's memory, tells the others' blocks of the same number that it has
-done so, waits until they have, and adds what lies there in the order of the ranks, so that all get the same bits.
+block writes its part of the tensor into its own rank's memory, and signals the other ranks' blocks of the same number.
+It waits for their signals, and adds their parts in the order of the ranks, so that all get the same bits.
 
-Nobody has to wait at the end. A rank that overwrites a place has met the others in the call in between, and they make
+No block waits at the end. A rank that overwrites a place has met the others in the call in between, and they make
 that call only after they have read the place.
 """
 
@@ -20,9 +20,10 @@ TILE = 4096
 """Elements that a program adds at a time."""
 WARPS = 8
 WAITS_FOR_NOBODY = -(1 << 40) - 1
-"""A count of calls after which the next one is below every flag, and even, as those that use the first place."""
+"""A count of calls below every flag, so the next call waits for no rank; the next count is even, as in the first place.
+"""
 VECTOR = tl.constexpr(8)
-"""Elements of which a tensor has whole vectors, so that memory is read 16 bytes at a time."""
+"""Elements of a vector: a tensor is whole vectors, so that memory is read 16 bytes at a time."""
 
 
 @triton.jit(do_not_specialize=["vectors"])

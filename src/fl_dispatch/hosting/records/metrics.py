@@ -79,7 +79,7 @@ def _metrics(found: Iterable[runs.Run]) -> Iterator[Metric]:
     counters = [
         ("fl_fallbacks", "Calls that failed and that another implementation took over.", fallbacks),
         ("fl_shadow_calls", "Calls that shadow mode compared with a second implementation.", compared),
-        ("fl_shadow_differences", "Compared calls whose result was outside the operator's tolerance.", differences),
+        ("fl_shadow_differences", "Compared calls with a result outside the operator's tolerance.", differences),
     ]
     for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, text, values in families:

@@ -12,12 +12,12 @@ from ...settings.place import printable
 
 
 def write_private(path: Path, text: str, what: str) -> None:
-    """Write a file. A folder that does not exist is made; what was there before stays until the new text is complete.
+    """Write a file. A missing folder is made; the old file stays until the new text is complete.
 
     Args:
-        path: where to.
-        text: what to write.
-        what: what an error is about, such as the variable that named the file.
+        path: the file.
+        text: its new content.
+        what: the subject of an error, such as the variable that named the file.
 
     Raises:
         DispatchError: the place is a link or no regular file, a stranger's link leads to it, or it cannot be written.
@@ -53,7 +53,7 @@ def _refuse_strangers_links(path: Path, what: str) -> None:
             continue
         owner, above = folder.lstat().st_uid, folder.parent.stat()
         if owner not in (0, os.geteuid()) and (owner != above.st_uid or above.st_mode & stat.S_IWOTH):
-            raise _error(path, f"leads through {printable(str(folder))}, a link that somebody else made", what)
+            raise _error(path, f"leads through {printable(str(folder))}, a link that another user made", what)
 
 
 def _error(path: Path, problem: str, what: str) -> DispatchError:

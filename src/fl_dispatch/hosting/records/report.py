@@ -20,10 +20,10 @@ Choices = dict[str, Any]
 def dispatch_report() -> dict[str, Any]:
     """The dispatch core's part of a worker's report.
 
-    ``settings`` is their JSON with the policy that holds, and the origin of each value; ``counts`` is ``"operator
-    implementation"`` → calls; ``decisions`` is operator → what ``fl explain --json`` prints; ``failed`` is operator →
-    ids; ``communication`` is group → collective → calls; ``manifest`` is what was frozen, or ``None``; ``aten`` is
-    backend → which operators of PyTorch it replaces, see :class:`~fl_dispatch.replaced.ReplacementReport`.
+    ``settings`` is their JSON with the policy that holds, and the origin of each value. ``counts`` is ``"operator
+    implementation"`` → calls; ``decisions`` is operator → the output of ``fl explain --json``; ``failed`` is operator →
+    ids. ``communication`` is group → collective → calls; ``manifest`` is the frozen choice, or ``None``; ``aten`` is
+    backend → the operators of PyTorch that it replaces, see :class:`~fl_dispatch.replaced.ReplacementReport`.
     """
     manager = get_default_manager()
     manifest = manager.freezer.manifest
@@ -40,10 +40,10 @@ def dispatch_report() -> dict[str, Any]:
 
 
 class RunReport:
-    """The part of this process's record that may change. It is put together anew only where something has changed.
+    """The part of this process's record that may change. It is put together anew only after a change.
 
-    The thread that asks for it shares Python's lock with the one that serves, and a report of hundreds of layers takes
-    tens of milliseconds (``benchmarks/binding_cost.py``), in which each launch of a kernel may wait for the lock.
+    The thread that asks for it shares Python's lock with the one that serves. A report of hundreds of layers takes tens
+    of milliseconds (``benchmarks/binding_cost.py``), and meanwhile each launch of a kernel may wait for the lock.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class RunReport:
         self._choices: Choices = {}
 
     def choices(self) -> Choices:
-        """The result of :func:`run_choices`, and ``shadow``: what shadow mode did and found, or ``None``."""
+        """The result of :func:`run_choices`, and ``shadow``: the work and findings of shadow mode, or ``None``."""
         manager = get_default_manager()
         state, root, shadow = manager.state, manager.table_keeper.root, manager.shadow
         # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow.
@@ -69,10 +69,11 @@ class RunReport:
 def run_choices(manager: OpManager) -> Choices:
     """Choices of this process and events since its start.
 
-    ``settings`` is setting → value and origin; ``decisions`` is operator → what ``fl explain --json`` prints; ``used``
-    are the operators that a layer is bound to, or of which an implementation has run;
-    ``layers`` is ``operator@layer`` → the same, for layers that run something else; ``failed`` are the bans, each with
-    ``fallbacks``, the calls that failed and that another implementation took over.
+    ``settings`` is setting → value and origin; ``decisions`` is operator → the output of ``fl explain --json``.
+    ``used``
+    are the operators with a bound layer, or with an implementation that has run. ``layers`` is ``operator@layer`` → the
+    decision, for layers that run something else. ``failed`` are the bans, each with
+    ``fallbacks``, the number of failed calls that another implementation took over.
     """
     settings, state, manifest = get_settings(), manager.state, manager.freezer.manifest
     return {

@@ -39,7 +39,7 @@ PAUSE = 2.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of an engine's steps, from which the shapes of its calls follow.
+    """The sizes of an engine's steps; they determine the shapes of its calls.
 
     Args:
         dtype: of activations, such as ``bfloat16``.
@@ -47,7 +47,7 @@ class Sizes:
         requests: the most that a step decodes.
         step_tokens: the most tokens of a step.
         eager: nothing is captured.
-        compiled: the model is compiled, which an older record does not say.
+        compiled: the model is compiled; an older record does not say.
     """
 
     dtype: str
@@ -67,20 +67,20 @@ class Run:
         pid: the worker's process.
         model: the checkpoint.
         time: seconds since the epoch.
-        layers: class name → (operator, how many) for layers that run through the core.
-        native: class name → how many are left to the host's own code.
-        undispatched: operator → layers whose operator was claimed and never dispatched.
-        aten: PyTorch's own operators, in one line: which are replaced, and which of them were called until then.
+        layers: class name → (operator, number of layers) for layers that run through the core.
+        native: class name → number of layers left to the host's own code.
+        undispatched: operator → layers that claimed it and never dispatched it.
+        aten: PyTorch's own operators, in one line: the replaced ones, and those of them called until then.
         rank: the worker's number in its engine.
         device: its device's name.
-        began: when the process began, which tells it from a later one of the same number.
+        began: when the process began; this distinguishes it from a later one of the same number.
         ancestors: the processes that it descends from, nearest first, each with when it began.
         updated: when the record was written, in seconds since the epoch.
-        runner: which of the host's model runners it has, and why; empty for a host with one.
-        choices: what runs, see :class:`~fl_dispatch.hosting.records.report.RunReport`.
+        runner: its model runner among the host's, and why; empty for a host with one.
+        choices: the choices in force, see :class:`~fl_dispatch.hosting.records.report.RunReport`.
         layer_choices: the host's own choices beside ours, see :class:`~fl_dispatch.hosting.layers.survey.LayerChoice`.
-        sizes: those of :class:`Sizes`; empty in an older record.
-        says_end: a worker of this host that ends well says so, because its host does not kill it.
+        sizes: the fields of :class:`Sizes`; empty in an older record.
+        says_end: a worker of this host records a normal end, because its host does not kill it.
         ended: the error that the process ended with, empty for none; ``None`` while it has not said.
     """
 
@@ -112,11 +112,11 @@ class Run:
 
     @property
     def crash(self) -> str:
-        """The way in which the process ended before its time, as the end of a sentence; empty if it did not."""
+        """How the process ended early, as the end of a sentence; empty if it did not."""
         if self.alive or (self.ended is None and not self.says_end):
             return ""
         if self.ended is None:
-            return "ended without a last word, as a process does that crashed or was killed; its log may say more"
+            return "ended without recording it, so it crashed or was killed; its log may say more"
         return self.ended and f"ended with {self.ended}"
 
     def descends_from(self, pid: int) -> bool:
@@ -169,7 +169,7 @@ class Recorder:
         self.update()
 
     def update(self) -> None:
-        """Write the record if something in it has changed. That it cannot be written is one WARNING."""
+        """Write the record if something in it has changed; log one WARNING if it cannot be written."""
         if self._run is None or self._pid != os.getpid():  # a forked child leaves its parent's record alone
             return
         with self._lock:
@@ -206,7 +206,7 @@ def record(
     *,
     says_end: bool = False,
 ) -> None:
-    """Leave a file about this process and keep it up to date. That it cannot be written is a WARNING, nothing more."""
+    """Leave a file about this process and keep it up to date; only log a WARNING if it cannot be written."""
     pid = os.getpid()
     run = Run(
         host, pid, model, time.time(), survey.ours, survey.native, undispatched,
@@ -269,7 +269,7 @@ def named(place: str) -> list[Run]:
         place: the process number of a worker or of the server that started it, or a directory of records.
 
     Raises:
-        DispatchError: there is no such run; it says which there are.
+        DispatchError: there is no such run; the error lists the newest runs.
     """
     if not place.isdigit():
         found = recorded(Path(place))

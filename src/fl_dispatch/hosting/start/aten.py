@@ -59,7 +59,7 @@ def report() -> dict[str, ReplacementReport]:
 
 
 def describe() -> str:
-    """The same in one line."""
+    """The report in one line."""
     return "; ".join(_line(name, found) for name, found in report().items()) or "none: no backend replaces any"
 
 

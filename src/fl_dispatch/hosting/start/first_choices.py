@@ -13,7 +13,7 @@ STATES = 2
 
 
 def states_kept(op_name: str, tokens: int) -> int:
-    """The most states, besides those of requests, that first choices keep at once for a prompt of so many tokens."""
+    """The most states, besides requests' own, that first choices keep at once for a prompt of ``tokens`` tokens."""
     chunks = (impl.traits.chunk for impl in get_default_manager().first_choices(op_name, in_layers=True))
     most: int = max((-(-tokens // chunk) * STATES for chunk in chunks if chunk), default=0)
     return most
@@ -36,9 +36,10 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
 
 
 def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
-    """Whether calls of the parts, of so many tokens or any, may become calls of an operator that joins them.
+    """Whether calls of the parts may become calls of an operator that joins them, for ``tokens`` tokens or any number.
 
-    It has to be more than its reference, and the user to ask for no implementation of a part.
+    The joined operator must have first choices, none of them the reference, and the user must not choose an
+    implementation of a part.
     """
     first = get_default_manager().first_choices(joined, tokens=tokens)
     better = bool(first) and all(impl.kind is not BackendImplKind.REFERENCE for impl in first)
@@ -46,9 +47,9 @@ def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
 
 
 def of_one_backend(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
-    """Whether a joined operator is computed by whoever computes its parts, or the user asks for one of its own.
+    """Whether one backend computes a joined operator and its parts, or the user chooses one for the joined operator.
 
-    It is asked for calls of so many tokens, or for all.
+    The answer holds for calls of ``tokens`` tokens, or of any number.
     """
     if joined in {key.partition("@")[0] for key, _ in get_policy().per_op_order}:
         return True
@@ -58,12 +59,12 @@ def of_one_backend(joined: str, parts: Iterable[str], tokens: int | None = None)
 
 
 def boundary(op_name: str) -> int | None:
-    """The number of tokens from which on the operator's first choices do what its reference does, if they all do."""
+    """The least number of tokens from which all first choices do what the operator's reference does, if they do."""
     return _last(map(_reference_from, get_default_manager().first_choices(op_name)))
 
 
 def reference_from(manifest: Manifest, op_name: str, scope: str | None = None) -> int | None:
-    """The number of tokens from which on frozen choices do what the reference does; ``None`` if there is none."""
+    """The least number of tokens from which frozen choices do what the reference does; ``None`` if there is none."""
     registry = get_default_manager().registry
     begins = []
     for choice in manifest.choices.get(f"{op_name}@{scope}" if scope else op_name) or manifest.choices[op_name]:

@@ -1,7 +1,7 @@
-"""Settings and policy of a process, for the child processes that a host starts without asking us.
+"""Settings and policy of a process, for child processes that a host starts without asking the plugin.
 
-They travel in one environment variable that names the process that wrote it. Only a direct child whose variables are
-those of that process takes them over, and writes its own for its children. Any other process that inherits the variable
+They travel in one environment variable, with the number of the process that wrote it. A direct child takes them over if
+its variables equal that process's, and writes its own for its children. Any other process that inherits the variable
 ignores it: a program that was started with settings of its own, say.
 """
 
@@ -72,7 +72,7 @@ def adopt() -> None:
             raise ValueError("keys differ")
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"environment variable {VARIABLE}", None, f"is written by a parent process and by nobody else: {error}"
+            f"environment variable {VARIABLE}", None, f"is written by a parent process only, not by users: {error}"
         ) from error
     if parent != os.getppid():
         return

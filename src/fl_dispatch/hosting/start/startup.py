@@ -32,12 +32,12 @@ class Startup:
     """The start of one plugin.
 
     Args:
-        plugin: its package.
+        plugin: the plugin's package.
         host: its host.
-        group: of the entry points that name platforms to the host.
+        group: the entry point group of the host's platforms.
         alone: the setting that has the host ask this plugin alone.
         commands: modules of the host's commands that start an engine.
-        error: the first one that was kept.
+        error: the first error that was kept.
         warned: sentences that the log has, each once.
     """
 
@@ -51,7 +51,7 @@ class Startup:
 
     @property
     def logger(self) -> logging.Logger:
-        """The plugin's."""
+        """The plugin's logger."""
         return get_logger(f"{self.plugin}.startup")
 
     def decide(self, judge: Callable[[Settings], tuple[bool, str]]) -> bool:
@@ -69,7 +69,7 @@ class Startup:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read the settings inside, in which users may name the host's layer classes.
+        """Read the settings inside; users may name the host's layer classes in them.
 
         A child process of a host repeats no warning that its first process gave.
         """
@@ -86,9 +86,9 @@ class Startup:
             settings.setLevel(level)
 
     def reason(self, state: str = "") -> str:
-        """The reason of a plugin that runs: this machine's device, and platforms that others have installed.
+        """Why this plugin runs: this machine's device, and other installed platforms.
 
-        Hosts end where two say that they run, and none of them names the setting that decides.
+        A host ends if two plugins say that they run, and does not name the setting that decides.
         """
         device, own = detect_device(), f"{self.plugin}:"
         variable, _, value = self.alone.partition("=")
@@ -98,7 +98,7 @@ class Startup:
         return f"device '{device.name}' ({device.device_name(0)}){state}{beside}"
 
     def warn_of_unverified_device(self) -> None:
-        """One WARNING where nobody has verified this machine's device under the host."""
+        """Log one WARNING if this machine's device is unverified under the host."""
         if reason := detect_device().unverified(self.host.name):
             self.warn(f"{reason}: compare tokens before you rely on it (docs/guide/chips.md)")
 

@@ -1,4 +1,4 @@
-"""Batches of every kind, with which a start meets each kernel that a request may need.
+"""Batches of every kind: with them a start meets each kernel that a request may need.
 
 Kernels are compiled for kinds of batches: decode or prefill, short or long, one request or many. A host's start calls
 its operators on these; ``fl tune`` does the same before it looks whether an implementation compiles later.
@@ -14,11 +14,16 @@ from ... import get_policy
 QUERIES = (1, 2, 3, 5, 9, 17, 33, 65, 200)
 """New tokens of a request: each is in another power of two, at which kernels change."""
 REQUESTS = (1, 2, 5, 40)
+
 MIXED = ((1,), (1, 1, 1, 1))
 """New tokens of requests beside a long one."""
 LONG = (70, 300)
-KEYS, DECODE_KEYS = (1024, 4096), (256, 512, 1024, 2048, 4096, 8192)
-"""Longest sequences; the keys of a decoding request are divided among programs, twice as many from each of these."""
+
+KEYS = (1024, 4096)
+"""Longest sequences of batches that read prompts."""
+DECODE_KEYS = (256, 512, 1024, 2048, 4096, 8192)
+"""Longest sequences of decode batches: a request's keys are divided among programs, twice as many from each of these.
+"""
 
 
 def rules(operators: Iterable[str], scope: str | None) -> list[str]:
@@ -33,14 +38,14 @@ def token_counts(most: int) -> list[int]:
 
 
 def beginnings(operators: Iterable[str], scope: str | None) -> set[int]:
-    """The numbers of tokens from which on the policy's rules choose otherwise for a layer's operators."""
+    """Numbers of tokens at which the policy's rules begin to choose differently for a layer's operators."""
     policy = get_policy()
     found = (rule.tokens for op in operators for rule in policy.get_tuned_rules(op, scope) if rule.tokens is not None)
     return {start for low, high in found for start in (low, 0 if high is None else high + 1) if start > 0}
 
 
 def request_counts(most: int) -> list[int]:
-    """Requests with one token each: four in each power of two, because vLLM tunes kernels for so many."""
+    """Numbers of requests with one token each: four in each power of two, because vLLM tunes kernels for each."""
     steps = (quarter << power >> 2 for power in range(most.bit_length()) for quarter in (4, 5, 6, 7))
     return sorted({most, *(step for step in steps if step <= most)})
 
@@ -48,11 +53,11 @@ def request_counts(most: int) -> list[int]:
 def state_batches(
     most_tokens: int, most_requests: int, among: Iterable[int] = ()
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Batches of layers with a state: requests with one new token and a state, and the lengths of prompts beside them.
+    """Batches of layers with a state: requests with one new token and a state, and prompt lengths beside them.
 
     Args:
         most_tokens, most_requests: of a batch.
-        among: numbers of tokens that are met besides, alone and as a prompt.
+        among: further numbers of tokens, alone and as a prompt.
     """
     most = min(most_tokens, most_requests)
     yield from ((single, ()) for single in sorted({*request_counts(most), *(n for n in among if n <= most)}))
