@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 
 
 class AliasFinder(MetaPathFinder):
-    """Finds ``alias`` and everything below it where ``real`` and everything below it is."""
+    """The finder of modules below ``alias``: each is the module of the same name below ``real``."""
 
     def __init__(self, alias: str, real: str) -> None:
         self.alias, self.real = alias, real

@@ -30,7 +30,7 @@ _LEFT = {
     "rotates by complex numbers, without positions": ("Llama4VisionRotaryEmbedding",),
     "rotates the last elements of a head, and back": ("DeepseekV4ScalingRotaryEmbedding",),
     "rotates in encoders of images; there is no operator for it": ("ApplyRotaryEmb",),
-    "layers with a state are refused at start, but for those with rows": (
+    "layers with a state are refused at start, except those with rows": (
         f"{_LAYERS}.mamba",
         "vllm.third_party.flash_linear_attention",
         "BailingMoeV3KimiDeltaAttention",
@@ -117,11 +117,11 @@ _PENDING = {
     ),
     "its norm of each group could run rms_norm; now it calls vLLM's compiled operator": ("K2HorizonRMSNorm",),
 }
-"""The missing part → the classes that could run an operator of ours and do not yet."""
+"""The missing part → the classes that could run our operators and do not yet."""
 
 
 def _implied() -> Iterator[HostFact]:
-    """The facts that follow from tables of ours: streams, kernels with forms, layer classes."""
+    """The facts that follow from our tables: streams, kernels with forms, layer classes."""
     why = "vLLM's model runners take streams, events and graphs from there, whatever the device's module is."
     yield HostFact("torch.cuda", (*STREAM_NAMES, *GRAPH_NAMES), "replaces", "compat.streams", why)
     why = "A Triton kernel of the V2 model runner; devices without a Triton driver run its PyTorch form."

@@ -123,18 +123,18 @@ HOPPER, AMPERE = (
     [
         ("olmo_hybrid", {}, "the layers with a state of OlmoHybridForCausalLM"),
         ("mamba2", {"use_replayssm": True}, "states that are replayed from a buffer (use_replayssm)"),
-        ("lfm2", {"enable_lora": True}, "LoRA on models whose layers keep a state"),
+        ("lfm2", {"enable_lora": True}, "LoRA on models with layers that keep a state"),
         ("qwen3_next", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
-        ("qwen3_5", {"enable_lora": True}, "LoRA on models whose layers keep a state"),
+        ("qwen3_5", {"enable_lora": True}, "LoRA on models with layers that keep a state"),
         (
             "qwen3_5",
             {"speculative_config": {"method": "ngram", **SPECULATION}},
-            "speculative decoding by models whose layers keep a state",
+            "speculative decoding by models with layers that keep a state",
         ),
         (
             "qwen3_5",
             {"hf_overrides": {"quantization_config": FP8}},
-            "models whose layers keep a state quantized by 'fp8'",
+            "models with layers that keep a state quantized by 'fp8'",
         ),
         ("deepseek_v32", {}, "sparse latent attention"),
         ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
@@ -186,7 +186,7 @@ def test_an_unsupported_feature_is_named(
         ("qwen3", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ("qwen3", {"data_parallel_size": 2}, "data parallelism (one engine for each rank is the way)"),
         ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}, "speculative decoding"),
-        ("lfm2", {}, "models whose layers keep a state"),
+        ("lfm2", {}, "models with layers that keep a state"),
     ],
 )
 def test_a_feature_that_our_kv_connector_does_not_serve_is_named(
@@ -270,7 +270,7 @@ def refused(why: str) -> Any:
         ("llama", {"enable_lora": True}, "with LoRA"),
         ("llama", {"kv_cache_dtype": "fp8"}, "with a quantized KV cache"),
         ("llama", {"kv_cache_dtype": "int8_per_token_head"}, "with a quantized KV cache"),
-        ("qwen3_next", {}, "with models whose layers keep a state"),
+        ("qwen3_next", {}, "with models with layers that keep a state"),
     ],
 )
 def test_what_is_not_batch_invariant_is_refused_by_name(
@@ -330,7 +330,7 @@ def test_what_a_draft_is_made_of_is_asked_too(
     configure: Callable[..., Any], described: Callable[[str], Path], tmp_path: Path
 ) -> None:
     mamba = {"method": "draft_model", "model": str(described("mamba2")), **SPECULATION}
-    with pytest.raises(ValueError, match="does not support a draft whose layers keep a state on cpu"):
+    with pytest.raises(ValueError, match="does not support a draft with layers that keep a state on cpu"):
         configure("llama", speculative_config=mamba)
     quantized = json.loads((described("llama") / "config.json").read_text()) | {"quantization_config": FP8}
     (tmp_path / "config.json").write_text(json.dumps(quantized))

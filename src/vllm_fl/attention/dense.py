@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OPERATORS = ("kv_cache_write", "paged_attention")
 ROTATION, ROTATE_AND_WRITE = "rotary_embedding", "rotary_embedding_kv_cache_write"
 Scales = tuple[float | None, float | None, Tensor | None, Tensor | None]
-"""One of a layer's keys and one of its values, or one for each token and head of these."""
+"""The scales of a layer's keys and values: one number each, or a tensor each with one for each token and head."""
 NO_SCALES: Scales = (None, None, None, None)
 ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
@@ -147,11 +147,11 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         return (self.num_heads, self.num_kv_heads, self.head_size, *rules, *given)
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
-        """Call the operators on a batch of requests with so many new tokens; the cache keeps its contents.
+        """Call the operators on a batch of requests with ``queries`` new tokens; the cache keeps its contents.
 
         Args:
             kv_cache: of a layer.
-            queries: new tokens of each request, which has no others.
+            queries: new tokens of each request; it has no others.
             longest: the number of keys that is announced.
         """
         device, tokens = kv_cache.device, sum(queries)
@@ -190,7 +190,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         return self._split[1:]
 
     def _of(self, layer: AttentionLayer, kv_cache: Tensor) -> tuple[Tensor, Tensor, Scales]:
-        """The same with the scales of a cache in fp8, which vLLM has loaded or set to 1."""
+        """The keys and values of a layer's cache, with vLLM's scales (loaded, or 1) for a cache in fp8."""
         keys, values, scales = self._caches(kv_cache)
         return keys, values, (layer._k_scale_float, layer._v_scale_float, None, None) if self.fl_fp8 else scales
 
@@ -199,7 +199,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     ) -> None:
         """Write this step's keys and values; a layer that shares another layer's cache, or has none, writes nothing.
 
-        Those that a decoder's layer takes from an encoder are as many as the encoder's tokens, not as the step's.
+        A decoder's layer takes as many keys and values from an encoder as that has tokens, not as many as the step.
         """
         if self.kv_sharing_target_layer_name is None and not self.encoder_only:
             slots, may_skip = (slot_mapping, False) if self.crosses else real(slot_mapping)

@@ -35,7 +35,7 @@ class EncoderAttentionLayer(DispatchedLayer):
 
         Args:
             query: ``[batch, tokens, heads * head_size]`` or ``[batch, tokens, heads, head_size]``.
-            key, value: likewise.
+            key, value: ``[batch, tokens, kv_heads * head_size]`` or ``[batch, tokens, kv_heads, head_size]``.
             cu_seqlens: ``[sequences + 1]``, int32: first token of each sequence, if a batch of one has several.
             max_seqlen, sequence_lengths: of vLLM's own kernels.
 

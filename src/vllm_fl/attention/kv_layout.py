@@ -1,8 +1,8 @@
-"""How vLLM's KV cache lies in memory: decided once, when a worker starts, from the policy.
+"""The layout of vLLM's KV cache in memory: the policy decides it once, when a worker starts.
 
 vLLM hands a layer its cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]`` and does not look
-inside a block. So a block may be laid out as the chosen kernels want it, and all other implementations, which take
-views in any strides, share it with them. :mod:`fl_dispatch.hosting.memory.kv_layout` has the layouts and who decides.
+inside a block. So a block may be laid out as the chosen kernels want it. All other implementations share it, because
+they take views in any strides. :mod:`fl_dispatch.hosting.memory.kv_layout` has the layouts and the rules of the choice.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def in_force() -> KVLayout:
 
 
 def block_multiple() -> int:
-    """The number of which the slots of a block have to be a multiple."""
+    """The number that the slots of a block have to be a multiple of."""
     return _multiple
 
 
 def usual_block(default: int) -> int:
-    """The slots of a block where nobody chose a size: the default, or a multiple of it that kernels are faster with."""
+    """The default slots of a block: vLLM's default, or a multiple of it that makes kernels faster."""
     return -(-_block // default) * default if _block > default else default
 
 
@@ -70,9 +70,9 @@ def host_order() -> str:
 def choose(vllm_config: VllmConfig) -> KVLayout:
     """Decide layout and block size, and state them to the dispatch core.
 
-    The default layout stays where nobody needs another, and where blocks go elsewhere (to other instances, to other
-    memory), because who reads them there knows vLLM's own order; and for a cache in int8, because its scales lie beside
-    each head's numbers. A block size that the user chose stays, too.
+    The default layout stays if no first choice needs another, and if blocks go elsewhere (to other instances, to other
+    memory), because their readers know vLLM's own order. It also stays for a cache in int8, because its scales lie
+    beside each head's numbers. A block size that the user chose stays, too.
     """
     global _in_force, _multiple, _block
     cache = vllm_config.cache_config
@@ -92,13 +92,13 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
 
 
 def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse groups of layers that vLLM lets share memory, and whose blocks would lie over each other.
+    """Refuse groups of layers that vLLM lets share memory if their blocks would overlap.
 
-    A block's number belongs to one group at a time, which is enough for blocks of one piece. Under a layout that keeps
-    all keys before all values the groups' keys have to be as large, too.
+    A block's number belongs to one group at a time; that is enough for blocks of one piece. Under a layout that keeps
+    all keys before all values, the groups' keys also have to be of equal size.
 
     Raises:
-        ValueError: they are not.
+        ValueError: their sizes differ.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec  # 0.33 asks for its platform while it is imported
 

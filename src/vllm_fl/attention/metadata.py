@@ -42,10 +42,11 @@ class AttentionFLMetadata:
 
 
 class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
-    """Picks from vLLM's batch description what the operators need.
+    """Builder of the operators' metadata from vLLM's description of a batch.
 
     A captured graph holds the choices that were made from ``max_query_len`` and ``max_seq_len`` when it was captured.
-    Batches whose requests all have as many new tokens share a graph, so a choice by phase holds for all its replays.
+    All batches with one number of new tokens for every request share a graph, so a choice by phase holds for all its
+    replays.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -87,7 +88,7 @@ def has_exact_host_lengths(vllm_config: VllmConfig) -> bool:
 
 
 def host_lengths(common: CommonAttentionMetadata) -> tuple[list[int] | None, list[int] | None]:
-    """Starts and lengths of a batch's requests, read from the copies that vLLM keeps on the host, if it has both."""
+    """Read the starts and lengths of a batch's requests from vLLM's copies on the host, if it has both."""
     lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
     return (None, None) if lengths is None else (common.query_start_loc_cpu.tolist(), lengths.tolist())
 

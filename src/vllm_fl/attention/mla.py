@@ -111,11 +111,11 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         return (self.num_heads, *dims, self.scale, *warm_batches.rules(OPERATORS, self.fl_scope))
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
-        """Call the operators on a batch of requests with so many new tokens; the cache keeps its contents.
+        """Call the operators on a batch of requests with ``queries`` new tokens; the cache keeps its contents.
 
         Args:
             kv_cache: of a layer.
-            queries: new tokens of each request, which has no others.
+            queries: new tokens of each request; it has no others.
             longest: the number of keys that is announced.
         """
         device, tokens, most = kv_cache.device, sum(queries), max(queries)

@@ -81,13 +81,13 @@ class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
     prefill_starts: PrefillStarts | None = None
 
     def __post_init__(self) -> None:
-        """Nothing: vLLM checks here that a kernel of its own was compiled for this head size."""
+        """Check nothing: vLLM checks here that its own kernel was compiled for this head size."""
 
 
 class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
     """vLLM's builder; the decode part also says where each request starts.
 
-    As for other attention, batches whose requests all have as many new tokens share a captured graph.
+    As for other attention, batches with one number of new tokens for every request share a captured graph.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH

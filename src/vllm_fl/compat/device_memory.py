@@ -56,10 +56,10 @@ def lend_allocator() -> None:
 
 
 def keep_adapters() -> None:
-    """Have what vLLM makes for adapters lie in memory that every level of sleep backs up. Idempotent.
+    """Keep vLLM's memory for adapters in the part that every level of sleep backs up. Idempotent.
 
-    It would lie among the weights, which level 2 discards, and nobody loads the mapping of a batch anew. vLLM 0.33 does
-    this on its own platforms.
+    It would lie among the weights. Level 2 discards these, and the mapping of a batch would not be loaded anew. vLLM
+    0.33 does this on its own platforms.
     """
     mixin: Any = importlib.import_module(ADAPTERS).LoRAModelRunnerMixin
     made = mixin.load_lora_model

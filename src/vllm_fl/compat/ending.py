@@ -13,8 +13,9 @@ SERVERS = "uvicorn"
 def end_requests() -> None:
     """Have a server's streams end when its engine's client does. Idempotent.
 
-    vLLM puts an error on the queue from which a task hands outputs to streams, and cancels that task at once. Which
-    comes first is chance; if it is the second, a stream waits until its client goes, and the server with it.
+    vLLM puts an error on the queue of the task that hands outputs to streams, and cancels that task at once. Either may
+    come first. If the task ends before it reads the error, a stream waits until its client goes, and the server waits
+    too.
     """
     if SERVERS not in sys.modules:
         return

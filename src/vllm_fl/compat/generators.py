@@ -1,8 +1,9 @@
-"""The V1 runner's random numbers for prompts that are read in chunks, on devices whose generators count no numbers.
+"""The V1 runner's random numbers for prompts in chunks, on devices with generators that have no position.
 
-The runner draws a token after every chunk, and drops it but after the last. To take the draw back it moves a request's
-generator by four numbers, as those of NVIDIA's GPUs count them. PyTorch's generator of a CPU has no such position and
-raises, which would end the engine. Here the generator's whole state is kept before such a draw, and set again after it.
+The runner draws a token after every chunk, and drops every one but the last. To take a draw back it moves the request's
+generator by four numbers, as NVIDIA's GPUs count them. PyTorch's generator of a CPU has no such position and
+raises an error, and that would end the engine. Here the generator's whole state is kept before such a draw, and set
+again after it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,6 @@ def _has_positions(torch_type: str) -> bool:
 
 
 def _dropped(runner: Any) -> dict[int, Any]:
-    """Generators of the requests whose token of this step is dropped, by their rows."""
+    """Row → generator of each request with a dropped token in this step."""
     generators, mask = runner.input_batch.generators, runner.discard_request_mask.np
     return {row: generator for row, generator in generators.items() if mask[row]} if generators else {}

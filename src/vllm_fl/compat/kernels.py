@@ -69,7 +69,7 @@ def in_pytorch(
     block_table: torch.Tensor,
     block_size: int,
 ) -> None:
-    """The same of a batch's tokens; ``slots`` and ``positions`` ``[tokens]``."""
+    """Compute the cache slots of a batch's tokens in PyTorch; ``slots`` and ``positions`` are ``[tokens]``."""
     token = torch.arange(len(slots), dtype=query_start_loc.dtype, device=query_start_loc.device)
     request = torch.searchsorted(query_start_loc[1:], token, right=True).clamp_(max=query_start_loc.shape[0] - 2)
     found = block_table[request, positions // block_size].long() * block_size + positions % block_size

@@ -1,7 +1,7 @@
 """Replacements of vLLM's compiled library on a GPU, in vLLM's GPU worker and its V2 model runner.
 
-Host memory that a GPU reads, references that do not keep memory alive, the warm-up of kernels, and what a group of
-ranks does before a capture.
+They are: host memory that a GPU reads, references that do not keep memory alive, the warm-up of kernels, and the work
+of a group of ranks before a capture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 
 
 class _HostMemory:
-    """Pinned memory as CUDA's array interface describes it; a tensor made of it keeps it alive."""
+    """Pinned memory as CUDA's array interface describes it; a tensor made from it keeps it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""The registry behind vLLM's ``/metrics``, to which we add what the workers run and found."""
+"""The registry behind vLLM's ``/metrics``, with the workers' calls and findings added."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fl_dispatch.hosting.records import metrics
 
 ROUTER = "vllm.entrypoints.serve.instrumentator.metrics"
-"""It takes the function by name when a server's routes are made, which may have happened."""
+"""The module takes the function by name when a server's routes are made; that may have happened already."""
 
 
 def join_metrics() -> None:

@@ -1,9 +1,9 @@
-"""The choice of a model runner, where Triton has no driver for the device: V2 in forms of its kernels, else V1.
+"""The choice of a model runner if Triton has no driver for the device: V2 with our forms of its kernels, else V1.
 
 vLLM asks whether Triton is installed and finds a driver; on a machine with a GPU it does, whatever device we serve.
-Every process that holds a configuration asks, so every one is told. A variable in the environment would reach them as
-well, but vLLM takes ``VLLM_USE_V2_MODEL_RUNNER`` for the user's word, in later configurations too: only the user sets
-it. vLLM's own rule says what V2 lacks, and V1 then runs.
+Every process that holds a configuration asks, so every one is set up. A variable in the environment would reach them as
+well. But vLLM takes ``VLLM_USE_V2_MODEL_RUNNER`` as the user's choice, in later configurations too, so only the user
+sets it. vLLM's own rule says which features V2 lacks, and V1 then runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 VERIFICATIONS = ("", "standard", "synthetic")
 """How drafts are verified by forms; empty without speculation."""
 DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Speculation by a model whose kernels have forms; by several predictors of one model (MTP) they have none."""
+"""Speculation by a model with kernels that have forms; several predictors of one model (MTP) have none."""
 HOST_AS_DEVICE = "vllm.v1.worker.cpu.shm"
 
 
@@ -52,7 +52,8 @@ def _with_ours(vllms: Any) -> Any:
 
 
 def prepare(device: DeviceSpec) -> None:
-    """Do what a worker's V2 runner needs before the worker is made; its kernels get forms where Triton has no driver.
+    """Prepare vLLM's modules for a worker's V2 runner, before the worker is made; its kernels get forms if Triton has
+    no driver.
 
     Idempotent.
     """
@@ -89,7 +90,7 @@ class Choice(NamedTuple):
 
 
 def choice(config: VllmConfig) -> Choice:
-    """Which runner vLLM's own rule gives a configuration."""
+    """The runner that vLLM's own rule gives a configuration, and why."""
     v2 = config.use_v2_model_runner
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return Choice("V2" if v2 else "V1", "VLLM_USE_V2_MODEL_RUNNER asks for it")

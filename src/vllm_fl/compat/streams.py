@@ -16,7 +16,7 @@ from fl_dispatch.devices import DeviceSpec
 
 
 def lend_names(device: DeviceSpec) -> None:
-    """Give ``torch.cuda`` the streams, events and graphs of a device whose PyTorch module is another. Idempotent.
+    """Give ``torch.cuda`` the streams, events and graphs of a device with a PyTorch module of its own. Idempotent.
 
     A class stays itself, because vLLM's annotations name it. A function gets a shell of its own, because Dynamo refuses
     to know one function under two names.
@@ -41,7 +41,9 @@ def _event(event: Any) -> Any:
 
 
 class _WithoutBlocking(type):
-    """Stands for a class of events in calls, in ``isinstance`` and in annotations, which take no function."""
+    """A class in place of a class of events: annotations and ``isinstance`` take no function. Calls ignore
+    ``blocking``.
+    """
 
     events: Any
 

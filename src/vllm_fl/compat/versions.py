@@ -27,5 +27,5 @@ def is_tested() -> bool:
 
 @cache
 def warn_of_untested_host() -> None:
-    """One WARNING on a vLLM that not all tests ran on, with what does not hold there of what we rely on."""
+    """Log one WARNING on a vLLM that not all tests ran on, with the names we rely on that it lacks."""
     checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, "torch")

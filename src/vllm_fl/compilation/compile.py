@@ -49,8 +49,8 @@ JOINED_BY_US: Mapping[str, str] = {
     "silu_and_mul": "fuse_act_quant",
     "rotary_embedding": "fuse_rope_kvcache",
 }
-"""Operator that a pass of ours joins with what takes its result (:mod:`.joined`, :mod:`.rotary_cache`) → vLLM's switch
-for that.
+"""Operator that our pass joins with the user of its result (:mod:`.joined`, :mod:`.rotary_cache`) → vLLM's switch for
+that.
 """
 ROTATIONS = JOINED_BY_US["rotary_embedding"]
 ROTATE_AND_WRITE = "rotary_embedding_kv_cache_write"
@@ -60,10 +60,12 @@ ASKED_TO_JOIN = "VLLM_FL_FUSE_ROPE_KVCACHE"
 FUSED = "fused_linear"
 """The operator that joins a product with the norm before it and the gate behind it (:mod:`.one_token`)."""
 ASKED_TO_FUSE = "VLLM_FL_FUSE_ONE_TOKEN"
-WRITE, LATENT_WRITE = "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"
-"""vLLM's own operators that write the cache, at which it cuts its graphs by default."""
+WRITE = "vllm::unified_kv_cache_update"
+"""vLLM's operator that writes the cache; vLLM cuts its graphs at it by default."""
+LATENT_WRITE = "vllm::unified_mla_kv_cache_update"
+"""vLLM's operator that writes a latent cache; vLLM cuts its graphs at it by default."""
 joined_calls: Counter[str] = Counter()
-"""Operator → how many calls of it the passes of this process joined with what takes its result."""
+"""Operator → number of its calls that the passes of this process joined with the user of their result."""
 MANIFEST_KEY = "fl_dispatch_manifest"
 """The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the frozen choices' hash."""
 
@@ -153,10 +155,10 @@ def _is_our_pass_manager() -> bool:
 
 
 def join_rotations(vllm_config: VllmConfig, own_attention: bool) -> None:
-    """Have rotations joined with the write of keys and values, as the user asks for, if that can be done.
+    """Join rotations with the write of keys and values, as the user asks for, if possible.
 
-    vLLM then does not cut its graphs between the two. Outside of ROCm its own switch cannot be set by a user, so that
-    the setting is ours, and the switch says what came of it.
+    vLLM then does not cut its graphs between the two. Outside of ROCm a user cannot set vLLM's own switch, so the
+    setting is ours, and the switch shows the result.
 
     Args:
         own_attention: whether the layers' attention is :class:`.attention.AttentionFLImpl`.
@@ -174,9 +176,9 @@ def join_rotations(vllm_config: VllmConfig, own_attention: bool) -> None:
 
 
 def _why_apart(vllm_config: VllmConfig, own_attention: bool) -> list[str]:
-    """All that speaks against joining rotations with the write.
+    """List every reason against joining rotations with the write.
 
-    Captured pieces then hold the write, so that graphs must be able to. The name of a layer has to be an input of a
+    Captured pieces then hold the write, so graphs must be able to hold it. The name of a layer has to be an input of a
     piece, or no two layers would be alike; and the slots of a draft's batches are not those of the model's. The joined
     operator does not take the scales of a cache in int8.
     """
@@ -234,7 +236,7 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
     sizes = sorted({size for size in compilation.compile_sizes or () if isinstance(size, int)})
     if compilation.compile_sizes and sizes != compilation.compile_sizes:
         logger.info(
-            "CompilationConfig.compile_sizes: %s instead of %s, because no graph is captured whose size it could name",
+            "CompilationConfig.compile_sizes: %s instead of %s, because no graph is captured of a size that it names",
             sizes,
             compilation.compile_sizes,
         )
@@ -247,7 +249,7 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
 
 
 def _divide_ranges(compilation: CompilationConfig) -> None:
-    """Compile batches apart whose products the first choices leave to PyTorch, so that none of their calls is left."""
+    """Compile batches apart if the first choices leave their products to PyTorch, so that no such call is left."""
     begin = boundary("linear") if has_passes(compilation) else None
     if begin is None or begin < 3:  # vLLM divides above one token
         return
@@ -314,7 +316,7 @@ def enter_cache_key(vllm_config: VllmConfig, manifest_hash: str) -> None:
 
 
 def warm_up_sizes(vllm_config: VllmConfig, default: int) -> list[int]:
-    """Batch sizes, in tokens, whose dummy runs compile everything: one compiles every range, and each single size."""
+    """Batch sizes, in tokens, for dummy runs that compile everything: one for all ranges, and each single size."""
     limit = vllm_config.scheduler_config.max_num_batched_tokens
     sizes = [size for size in vllm_config.compilation_config.compile_sizes or () if size <= limit]
     return [min(default, limit), *sizes]
@@ -337,13 +339,14 @@ def counts() -> dict[str, int]:
 
 
 def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]:
-    """Counts of what was compiled since the counters stood at ``before``, as plain data.
+    """Count the compilations since the counters stood at ``before``, as plain data.
 
-    ``graphs`` were traced by Dynamo; vLLM cuts them at attention layers into ``pieces``; ``compilations`` is how often
+    ``graphs`` were traced by Dynamo; vLLM cuts them at attention layers into ``pieces``. ``compilations`` is how often
     it asked for the code of a piece, and ``distinct`` how often Inductor made or loaded some: equal pieces share it.
     ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut. ``rotations`` were
-    joined with the write of keys and values in pieces that Inductor made; those that it loaded had theirs before.
-    ``fused products`` were joined with norms and gates likewise. ``captured`` is the number of tokens up to which
+    joined with the write of keys and values in pieces that Inductor made; pieces that it loaded had theirs before.
+    ``fused products`` were joined with norms and gates in the same way. ``captured`` is the number of tokens up to
+    which
     batches have graphs.
     """
     now, compilation = counts(), vllm_config.compilation_config

@@ -52,7 +52,7 @@ KERNELS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Operator → module and name of the kernel that a traced call launches. They are named, for no backend is imported."""
 launched = torch.ops.higher_order.triton_kernel_wrapper_functional
-"""Stands for the launch of a Triton kernel in a graph."""
+"""The operator that launches a Triton kernel in a graph."""
 BUFFERS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
 
 
@@ -62,8 +62,8 @@ BUFFERS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
 def prepare(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Compile the range of one token apart if products are to be joined there, before dispatch is frozen.
 
-    The joined operator is called for each type of weights, so that it is proven before a graph relies on it. Which
-    products are joined becomes a part of vLLM's compile-cache key.
+    The joined operator is called for each type of weights, so that it is proven before a graph relies on it. The joined
+    products become a part of vLLM's compile-cache key.
     """
     products = to_join(vllm_config)
     kinds = {weight.dtype for weight in _weights(model)} if products else set()
@@ -115,7 +115,7 @@ def to_join(vllm_config: VllmConfig) -> frozenset[str]:
 
 
 def why_apart(vllm_config: VllmConfig) -> list[str]:
-    """All that speaks against joining any product."""
+    """List every reason against joining any product."""
     found = [
         (not get_settings().fuse_one_token, f"{compile.ASKED_TO_FUSE} is off"),
         (not versions.is_tested(), "it was not tested with this vLLM"),
@@ -133,7 +133,7 @@ def why_apart(vllm_config: VllmConfig) -> list[str]:
 
 
 def _may_join(product: str) -> bool:
-    """Whether a product may be joined: nobody asks for a part's implementation, and all are of one backend."""
+    """Whether a product may be joined: the user asks for no part's implementation, and all parts are of one backend."""
     parts = (product, *PRODUCTS[product], NORM, GATE)
     return first_choices.joins(FUSED, parts, 1) and first_choices.of_one_backend(FUSED, parts, 1)
 
@@ -216,7 +216,7 @@ def _join(graph: Graph, node: Any, name: str) -> bool:
 
 
 def _erase(graph: Graph, nodes: list[Any]) -> None:
-    """Erase those that nobody uses, in this order."""
+    """Erase the nodes that are unused, in this order."""
     for node in dict.fromkeys(nodes):
         if not node.users:
             graph.erase_node(node)
@@ -237,7 +237,7 @@ def _is_taken(operands: tuple[Any, ...]) -> bool:
 
 
 def _product(node: Any, name: str) -> _Product | None:
-    """A product with plain weights, or with fp8 of one scale or one a column whose row is quantized for it."""
+    """Match a product with plain weights, or with fp8 of one scale or one a column and a row quantized for it."""
     *operands, scope = node.args
     if scope:
         return None
@@ -327,7 +327,7 @@ def _gate(product: Any) -> _Gate | None:
 
 
 def _results(row: Any) -> tuple[Any, dict[Any, Any]] | None:
-    """The node with several results of which this is one, and all of them that are used."""
+    """The node with several results that this is one of, and all of its results that are used."""
     if row.target is not operator.getitem or not isinstance(source := row.args[0], Node):
         return None
     users = [*source.users]

@@ -85,9 +85,9 @@ class JoinRotation(VllmInductorPass):
 
 
 class KeepFunctional(VllmInductorPass):
-    """Takes the place of vLLM's last pass, which saves copies around its own compiled operators.
+    """An empty pass in place of vLLM's last one, which saves copies around its own compiled operators.
 
-    That pass reads them from ``torch.ops._C``, where they only are with vLLM's CUDA library, and our layers call none
+    vLLM's pass reads them from ``torch.ops._C``, and they are only there with vLLM's CUDA library; our layers call none
     of them. Inductor undoes functionalization of every other operator by itself.
     """
 

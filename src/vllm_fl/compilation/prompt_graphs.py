@@ -1,8 +1,9 @@
-"""Graphs of prompts: sizes beyond vLLM's own, as far as the device would wait for the host.
+"""Graphs of prompts: sizes beyond vLLM's own, as long as the device would wait for the host.
 
-vLLM captures batches of up to 512 tokens. A larger one runs outside of graphs, where the host launches every kernel:
-for a model of many small kernels it takes longer than the device needs. Whether it does is measured here, on batches
-without attention, which no piecewise graph holds. Who chooses sizes (``max_cudagraph_capture_size``,
+vLLM captures batches of up to 512 tokens. A larger one runs outside of graphs, and the host launches every kernel:
+for a model of many small kernels the host takes longer than the device. This module measures whether it does, on
+batches
+without attention, which no piecewise graph holds. A user who chooses sizes (``max_cudagraph_capture_size``,
 ``cudagraph_capture_sizes``) gets those.
 """
 
@@ -28,25 +29,25 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PER_DOUBLING = 8
-"""Sizes between a number of tokens and twice as many: from 2,048 on a batch is padded by an eighth at most."""
+"""Number of sizes between a number of tokens and twice that: from 2,048 on a batch is padded by an eighth at most."""
 LEAST_STEP = 256
-"""Tokens between two sizes at least: each takes a sixth of a second, and with so few the device has time."""
+"""Least tokens between sizes: capturing one takes a sixth of a second, and a waiting device has time for padding."""
 TIMES_THE_HOST = 2.0
-"""A batch is the host's up to so many times what launching it takes.
+"""A batch gets a graph up to this many times the time that the host takes to launch it.
 
-Attention, which is not measured, is launched besides, outside of graphs. Launching all else of a batch of 1,024 tokens
-of Llama-3.1-8B, which takes 22 ms on an H100, takes the host 11 (docs/measured/gpu.md).
+Attention is launched as well, outside of graphs, and is not measured. All else of a batch of 1,024 tokens of
+Llama-3.1-8B takes an H100 22 ms, and its launches take the host 11 (docs/measured/gpu.md).
 """
 LEAST_LIMIT = 512
 """Fewer tokens are not tried by themselves: a device takes hardly longer for these."""
 PART = 16
-"""Graphs may take one part in so many of the memory that the KV cache would have."""
+"""Graphs may take this part (1/16) of the memory that the KV cache would have."""
 PART_BESIDE = 2
-"""The same of what is left beside a cache whose size was chosen."""
+"""Graphs may take this part (1/2) of the memory that is left beside a cache of a chosen size."""
 POOL = 1.5
-"""Graphs are taken to need so many times the memory that their largest batch holds."""
+"""The memory of graphs is estimated as this multiple of the memory that their largest batch holds."""
 RUNS = 3
-"""Measurements of a batch, of which the middle one counts."""
+"""Number of measurements of a batch; the median counts."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Batch:
     """The time and the memory of a batch outside of graphs.
 
     Args:
-        tokens: in it.
+        tokens: number of tokens.
         seconds: from its first launch until the device had ended.
-        launching: of these, until the last launch.
-        memory: bytes that graphs of it take, presumably.
+        launching: seconds from the first launch to the last one.
+        memory: estimate of the bytes that its graphs take.
     """
 
     tokens: int
@@ -67,7 +68,7 @@ class Batch:
 
 
 def sizes(captured: int, most: int) -> list[int]:
-    """Numbers of tokens to capture beyond ``captured``, up to ``most``, which is one of them; ascending."""
+    """Numbers of tokens to capture beyond ``captured``, up to and with ``most``; ascending."""
     found, size = [], captured
     while size < most:
         step = max(LEAST_STEP, (1 << size.bit_length() - 1) // PER_DOUBLING)
@@ -77,7 +78,7 @@ def sizes(captured: int, most: int) -> list[int]:
 
 
 def limits(captured: int, most: int) -> list[int]:
-    """Numbers of tokens up to which graphs may go, to try: doublings of ``captured``, and ``most``; ascending."""
+    """Largest numbers of tokens of graphs to try: doublings of ``captured``, and ``most``; ascending."""
     doubled = (captured << times for times in range(1, most.bit_length()))
     return [*(tokens for tokens in doubled if LEAST_LIMIT <= tokens < most), *([most] if captured < most else [])]
 
@@ -113,19 +114,19 @@ def why_none(vllm_config: VllmConfig, model: nn.Module) -> str | None:
 def add(
     vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object], cache: int, longest_request: int
 ) -> int:
-    """Have graphs of prompts captured where they pay. Every rank must call it.
+    """Capture graphs of prompts if they pay. Every rank must call it.
 
-    Call it when the model is compiled, and before the runner reads the sizes, which it does for its KV cache.
+    Call it when the model is compiled, and before the runner reads the sizes for its KV cache.
 
     Args:
         vllm_config: of the worker; its sizes are extended.
         model: with its layers.
-        run: runs a batch of so many tokens, without attention.
-        cache: bytes that the KV cache has without such graphs.
-        longest_request: bytes of these that a request of the greatest length takes.
+        run: runs a batch of a number of tokens, without attention.
+        cache: bytes of the KV cache without such graphs.
+        longest_request: bytes of the cache that a request of the greatest length takes.
 
     Returns:
-        Bytes of these to leave for graphs: none where the user chose the size of the cache.
+        Bytes of the cache to leave for graphs: none if the user chose the size of the cache.
     """
     from ..worker import ranks  # configurations are read before vLLM's groups can be imported
 
@@ -169,7 +170,7 @@ def add(
 
 
 def measure(run: Callable[[int], object], tokens: int) -> Batch:
-    """The median of some runs, after one in which kernels are compiled."""
+    """The median of :data:`RUNS` runs, after one that compiles kernels."""
     run(tokens)
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()

@@ -1,7 +1,7 @@
-"""Norms and gated activations whose result is quantized: compiled graphs call one operator for both.
+"""Norms and gated activations with a quantized result: compiled graphs call one operator for both.
 
-Dynamo leaves the calls whole, as views, and a pass finds each of them whose result only quantizations take. It is
-vLLM's own switch that says whether: ``pass_config.fuse_norm_quant`` and ``fuse_act_quant``.
+Dynamo leaves the calls whole, as views, and a pass finds each one with a result that only quantizations take. vLLM's
+own switches turn it on: ``pass_config.fuse_norm_quant`` and ``fuse_act_quant``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUANTIZE = "quantize"
 JOINED: Mapping[str, str] = MappingProxyType({"rms_norm": "rms_norm_quantize", "silu_and_mul": "silu_and_mul_quantize"})
 """Operator → the one that quantizes its result too."""
 functionalized = torch.ops.higher_order.auto_functionalized
-"""Stands for views that write, as vLLM has Inductor trace them."""
+"""The operator of views that write, in graphs that vLLM has Inductor trace."""
 
 
 # -- before anything is compiled --------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def join(graph: Graph) -> int:
-    """Replace each call of an operator whose result only equal quantizations take; returns how many there were."""
+    """Replace each call with a result that only equal quantizations take; return the number of replaced calls."""
     joined = 0
     for part in sorted(get_default_manager().state.whole & set(JOINED)):
         for node in graph.find_nodes(op="call_function", target=view(part)):
@@ -91,7 +91,7 @@ def join(graph: Graph) -> int:
 
 
 def view(name: str) -> Any:
-    """An operator of ours in graphs, or ``None`` where nothing has made it one."""
+    """One of our operators in graphs, or ``None`` if it was not registered there."""
     found = getattr(torch.ops.fl_dispatch, name, None)
     return found and found.default
 
@@ -112,7 +112,7 @@ def _join_plain(graph: Graph, node: Node, part: str) -> bool:
 
 
 def _join_in_place(graph: Graph, node: Node) -> bool:
-    """The norm with a residual, whose view writes its results into ``x`` and ``residual``: it returns what they are."""
+    """Join the norm with a residual. Its view writes the results into ``x`` and ``residual`` and returns them."""
     given: dict[str, Any] = dict(node.kwargs)
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     y, total = results.get(1), results.get(2)  # the first result is the view's own, none
@@ -143,7 +143,7 @@ def _quantizations(y: Node) -> list[Node]:
 
 
 def _take_over(graph: Graph, call: Node, quantizations: list[Node]) -> None:
-    """Have a call whose first results are theirs take the place of quantizations."""
+    """Replace quantizations by a call that returns their results first."""
     call.meta = {key: value for key, value in quantizations[0].meta.items() if key != "eager_input_vals"}
     for quantization in quantizations:
         for result in list(quantization.users):

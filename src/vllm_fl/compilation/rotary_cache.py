@@ -1,12 +1,12 @@
 """Rotations of queries and keys: compiled graphs call one operator for them and the write into the cache.
 
-It is off unless the user sets ``VLLM_FL_FUSE_ROPE_KVCACHE``, for engines were not faster by it. Then vLLM does not cut
+It is off unless the user sets ``VLLM_FL_FUSE_ROPE_KVCACHE``, because it made no engine faster. vLLM then does not cut
 its graphs at that write (``compile.join_rotations``). Dynamo leaves the rotation whole, as a view, and a pass finds
-each write whose keys such a view returns.
+each write with keys that such a view returns.
 
-Captured pieces read the slots of a step at one address, with -1 behind them and in batches that are made up: the V1
-runner sees to that in ``_get_slot_mappings`` and ``_dummy_run``, the V2 runner with ``slot_mappings`` that
-``compute_slot_mappings`` and ``get_dummy_slot_mappings`` fill.
+Captured pieces read the slots of a step at one address, with -1 behind them and in made-up batches. The V1
+runner ensures that in ``_get_slot_mappings`` and ``_dummy_run``, the V2 runner in ``compute_slot_mappings`` and
+``get_dummy_slot_mappings``, which fill ``slot_mappings``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _rotate_and_cache(
     interleaved: bool,
     layer: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate and write; the last result, without elements, says to whom reads the cache that it is written."""
+    """Rotate and write; the last result, without elements, makes every reader of the cache depend on the write."""
     from vllm.model_executor.layers.attention.attention import get_attention_context
     from vllm.utils.torch_utils import _resolve_layer_name
 
@@ -91,7 +91,7 @@ def _define() -> None:
 
 
 def join(graph: Graph) -> int:
-    """Replace each rotation whose keys are written into the cache, and that write; returns how many there were."""
+    """Replace each rotation with its write of keys into the cache; return the number of replaced pairs."""
     if ROTATION not in get_default_manager().state.whole:
         return 0
     writes = graph.find_nodes(op="call_function", target=getattr(torch.ops.vllm, WRITE).default)
@@ -124,7 +124,7 @@ def _join(graph: Graph, write: Node) -> bool:
 
 
 def _rotation_of(key: Any) -> Node | None:
-    """The rotation whose keys these are, in its own shape."""
+    """The rotation that returned these keys, in its own shape."""
     result = key
     while result.target in RESHAPES:
         result = result.args[0]

@@ -40,13 +40,14 @@ class LayerClass:
     Args:
         module, name: where it is.
         mixin: our forward.
-        custom_op: it is a ``CustomOp``, which vLLM replaces itself. Else its name is replaced in the package above
+        custom_op: whether it is a ``CustomOp``, which vLLM replaces itself. Otherwise its name is replaced in the
+            package above
             ``module``, where vLLM looks it up (see ``compat.layer_classes``).
-        own_kernel: it is only replaced where an implementation comes first that is not PyTorch's own product, because
-            that is vLLM's own code too, and left as it is it is no gap.
+        own_kernel: whether it is only replaced if the first choice is not PyTorch's own product. vLLM's own code calls
+            that too, so an unreplaced layer is no gap.
         since: the first version of vLLM that has it in this form; empty for all.
         transformers: it is of vLLM's Transformers backend, which is imported for models that need it only.
-        cpu_only: it is only replaced on CPUs, because nobody has measured kernels of ours for it on other devices.
+        cpu_only: it is only replaced on CPUs, because our kernels were not measured for it on other devices.
         creates_context: importing ``module`` asks Triton for the current device, which creates a context. A process
             that has one cannot be forked, and vLLM forks its engine, so only processes that run models import it.
     """

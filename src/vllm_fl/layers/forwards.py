@@ -1,7 +1,7 @@
 """The forwards of vLLM's layers, as calls of our operators: one mixin a family.
 
-Each translates what vLLM's layer is called with, and holds, into the operator's arguments.
-:mod:`vllm_fl.layers.classes` says which class of vLLM gets which.
+A mixin translates the arguments and attributes of vLLM's layer into the operator's arguments.
+:mod:`vllm_fl.layers.classes` assigns mixins to vLLM's classes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fl_dispatch.hosting.positions import multimodal_rotary
 
 
 class DispatchedLayer(BoundLayer):
-    """A layer of vLLM whose forward is one of our operators. First base of every replacement class.
+    """A layer of vLLM with one of our operators as its forward. First base of every replacement class.
 
-    Its subclasses annotate what they read of the class of vLLM's that comes after them.
+    Its subclasses annotate the attributes that they read of the vLLM class after them.
     """
 
     fl_metaclass: ClassVar[type[type]] = type
@@ -224,7 +224,7 @@ class MRotaryLayer(RotaryLayer):
         self.register_buffer("fl_axes", indices, persistent=False)
 
     def _axes(self) -> list[int]:
-        """For each frequency the axis by whose position it turns: 0 time, 1 height, 2 width."""
+        """For each frequency the axis with its position: 0 time, 1 height, 2 width."""
         sections = self.mrope_section
         if not self.mrope_interleaved:
             return [axis for axis, size in enumerate(sections) for _ in range(size)]

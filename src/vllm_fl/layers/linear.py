@@ -1,7 +1,8 @@
 """vLLM's linear layers over the operator ``linear``.
 
-Only products with plain weights are ours: a layer keeps what else it does (weights' loading and parts, gathering,
-summing over ranks), and calls its ``quant_method`` for the product. That object stays vLLM's too, for vLLM and LoRA ask
+Only products with plain weights are ours: a layer keeps its other work (weights' loading and parts, gathering,
+summing over ranks), and calls its ``quant_method`` for the product. That object stays vLLM's too, because vLLM and LoRA
+ask
 for its class; its ``apply`` becomes a call of the operator.
 """
 
@@ -41,7 +42,7 @@ class AsVLLMs(type):
 
 
 class LinearLayer(DispatchedLayer):
-    """A layer whose product may be ours."""
+    """A layer with a product that may be ours."""
 
     fl_operator = "linear"
     fl_metaclass = AsVLLMs
@@ -61,7 +62,7 @@ class LinearLayer(DispatchedLayer):
 class HeadLayer(LinearLayer):
     """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s.
 
-    It is ours on CPUs, and where the policy asks for batch invariance: nobody has measured kernels of ours at the width
+    The product is ours on CPUs, and if the policy asks for batch invariance: our kernels were not measured at the width
     of a vocabulary on other devices.
     """
 

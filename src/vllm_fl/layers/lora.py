@@ -1,8 +1,8 @@
-"""LoRA over the operators ``lora_shrink`` and ``lora_expand``: vLLM's wrapper of adapters, and whose the logits are.
+"""LoRA over the operators ``lora_shrink`` and ``lora_expand``: vLLM's wrapper of adapters, and the requests of logits.
 
 vLLM says before each step which token has which adapter. The wrapper keeps that in tensors that stay where they are, so
-compiled code and captured graphs read the step's. vLLM takes the logits of a prompt, a row for each token, for those of
-a batch, a row for each request; so its runners are made to say which they ask for.
+compiled code and captured graphs read the step's. A prompt's logits have a row for each token, but vLLM takes them for
+a batch's, with a row for each request. So its runners are made to report which they ask for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _rows: ContextVar[NDArray[np.int32] | None] = ContextVar("rows", default=None)
 
 @contextmanager
 def prompt_logits(start: int) -> Iterator[None]:
-    """Inside, logits are those of a prompt whose first token is number ``start`` of the batch."""
+    """Inside, logits are a prompt's; its first token is number ``start`` of the batch."""
     token = _prompt_start.set(start)
     try:
         yield
@@ -40,7 +40,7 @@ def prompt_logits(start: int) -> Iterator[None]:
 
 @contextmanager
 def draft_logits(rows: NDArray[np.int32]) -> Iterator[None]:
-    """Inside, logits are those of a batch whose requests have so many rows: one more than drafts to verify."""
+    """Inside, logits are a batch's, with ``rows`` rows for each request: one more than its drafts to verify."""
     token = _rows.set(rows)
     try:
         yield
@@ -49,11 +49,11 @@ def draft_logits(rows: NDArray[np.int32]) -> Iterator[None]:
 
 
 class Mapping:
-    """Which row has which adapter, as the operators take it; every tensor stays where it is.
+    """The adapter of each row, as the operators take it; every tensor stays where it is.
 
     Args:
-        rows: the most of a batch.
-        slots: of each layer.
+        rows: the most rows of a batch.
+        slots: number of slots of each layer.
         device: of the layers.
     """
 
@@ -84,7 +84,7 @@ class Mapping:
         self._filled = len(host) if active else 0
 
     def of(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The operators' arguments for a batch of so many rows, padding included."""
+        """The operators' arguments for a batch of ``rows`` rows, padding included."""
         return self.adapters[:rows], self.order[:rows], self.starts, self.active
 
 
@@ -153,7 +153,7 @@ class PunicaWrapperFL(PunicaWrapperCPU):
 
     @property
     def sampler_indices(self) -> Tensor:
-        """The same for rows of logits."""
+        """The adapters of the rows of logits."""
         return self.requests.adapters[: self.indices_len[1]]
 
     # -- products -----------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class PunicaWrapperFL(PunicaWrapperCPU):
 
 
 def _slots_of(numbers: Sequence[int], slots: dict[int, int]) -> NDArray[np.int32]:
-    """The slots of adapters by their numbers, of which 0 is none."""
+    """The slots of adapters by their numbers; number 0 is no adapter."""
     given = np.asarray(numbers, dtype=np.int64)
     found = np.full(len(given), NONE, dtype=np.int32)
     for number in np.unique(given[given > 0]):
@@ -246,11 +246,11 @@ def _slots_of(numbers: Sequence[int], slots: dict[int, int]) -> NDArray[np.int32
     return found
 
 
-# -- whose logits -----------------------------------------------------------------------------------------------------
+# -- requests of logits ------------------------------------------------------------------------------------------------
 
 
 def tell_logits(runner: Any, v2: bool) -> None:
-    """Have vLLM's runner, whose model is loaded, say whose the logits are that it asks for."""
+    """Make the runner, with its model loaded, report which request each row of logits belongs to."""
     if not v2:
         runner._get_prompt_logprobs_dict = _one_by_one(runner, runner._get_prompt_logprobs_dict)
         return
@@ -318,5 +318,5 @@ def warm_up_logits(model: nn.Module, width: int, dtype: torch.dtype) -> None:
 
 
 def forget_batch(runner: Any, rows: int) -> None:
-    """Tell vLLM's runner that a batch of so many rows has no adapters, before logits that belong to no batch."""
+    """Report to vLLM's runner that ``rows`` rows have no adapters, before logits that belong to no batch."""
     runner._set_active_loras((0,) * rows, (0,) * rows, set())

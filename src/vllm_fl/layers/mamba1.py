@@ -1,4 +1,4 @@
-"""Mamba 1 in vLLM, alone and in Jamba: its layer with our convolution and state space, in which a channel is a head.
+"""Mamba 1 in vLLM, alone and in Jamba: its layer with our convolution and state space; a channel is a head.
 
 vLLM's operator of the layer calls ``forward_impl``. Its projections and norms stay.
 """
@@ -36,7 +36,7 @@ class Mamba1Layer(ScanLayer):
 
         Args:
             hidden_states: ``[tokens, hidden]``.
-            output: likewise, of any content.
+            output: ``[tokens, hidden]``, of any content.
         """
         step = self.fl_step()
         if step is None:  # vLLM measures memory before there are states

@@ -51,7 +51,7 @@ class StateSpaceLayer(ScanLayer):
     dt_bias: Tensor
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
-        """vLLM's, but for states that a step would have to put aside in the midst of a prompt: it ends there."""
+        """vLLM's spec, without states that a step would have to put aside within a prompt: the step ends there."""
         from vllm.model_executor.layers.mamba.abstract import MambaBase
 
         return MambaBase.get_kv_cache_spec(self, vllm_config)

@@ -69,10 +69,11 @@ _PYTHON_ROUTERS = (CustomRoutingRouter, RoutingSimulatorRouter)
 
 
 def route(router: Any) -> Route | None:
-    """The call that gives what a router of vLLM gives; ``None`` for one that stays: plain Python, or a plugin's.
+    """Return the call that computes the result of vLLM's router; ``None`` for one that stays: plain Python, or a
+    plugin's.
 
     Raises:
-        ValueError: a kind of routing that there is no operator for; the message names it.
+        ValueError: no operator has this kind of routing; the message names it.
     """
     kind = type(router)
     if (find := _ROUTES.get(kind)) is not None:

@@ -1,7 +1,7 @@
 """Shared experts of a mixture on a stream of their own.
 
 vLLM does so on its own CUDA platform alone: router and routed experts run beside them, and their small products take no
-time of their own. A step of prompts, whose products fill the chip, keeps one stream.
+time of their own. A step of prompts keeps one stream, because its products fill the chip.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SharedExpertsFL(SharedExperts):
 
 
 def beside(host: SharedExperts | None) -> SharedExperts | None:
-    """The shared experts of a layer, on a stream of their own on an NVIDIA GPU whose platform is not vLLM's own."""
+    """Put a layer's shared experts on a stream of their own on an NVIDIA GPU, if the platform is not vLLM's own."""
     ours = detect_device() is CUDA and not current_platform.is_cuda_alike()
     if host is None or not ours or envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
         return host

@@ -33,7 +33,7 @@ class ShortConvLayer(StateLayer):
 
         Args:
             hidden_states: ``[tokens, hidden]``.
-            output: likewise, of any content.
+            output: ``[tokens, hidden]``, of any content.
         """
         step = self.fl_step()
         if step is None:  # vLLM measures memory before there are states

@@ -1,9 +1,9 @@
-"""Layers of vLLM that keep a state for each request: what those have in common whose core is ours.
+"""Layers of vLLM that keep a state for each request: the common part of those with our core.
 
 vLLM keeps the states in blocks of its KV cache, and sorts a batch: requests with one new token and a state first, then
 prompts. Such a layer runs inside one operator that no compiled graph looks into.
 
-Importing this module imports nothing of vLLM, as for every module that :mod:`vllm_fl.layers.classes` has rows of.
+Importing this module imports nothing of vLLM; neither does any other module with rows in :mod:`vllm_fl.layers.classes`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Step:
 
     @classmethod
     def of(cls, single: int, prompts: Sequence[int], device: torch.device) -> Step:
-        """A batch of requests with one token, and of new prompts of so many; all of them have vLLM's unused block."""
+        """A batch of ``single`` requests with one token, and new prompts by length; all use vLLM's unused block."""
         slots = torch.zeros(single + len(prompts), dtype=torch.int32, device=device)
         starts = torch.tensor([0, *accumulate(prompts)], dtype=torch.int32, device=device)
         of_prompts = slots[single:], starts, torch.zeros(len(prompts), dtype=torch.bool, device=device)
@@ -73,7 +73,7 @@ def has_kernel(decision: Decision) -> bool:
 
 
 class StateLayer(DispatchedLayer):
-    """A layer with a state for each request, whose operators are bound by name."""
+    """A layer with a state for each request; it binds its operators by name."""
 
     fl_traced = False
     fl_parts: ClassVar[tuple[str, ...]]
@@ -99,7 +99,7 @@ class StateLayer(DispatchedLayer):
 
     @contextmanager
     def fl_asked(self) -> Iterator[dict[str, str]]:
-        """Inside, calls are asked for kernels; operator → why a call of it has none but the reference."""
+        """Inside, calls only ask for kernels; the mapping gets operator → why its call has none but the reference."""
         own, without = [getattr(self, part) for part in self.fl_parts], dict[str, str]()
         for part, operator, bound in zip(self.fl_parts, self.fl_choices, own, strict=True):
             setattr(self, part, partial(self._fl_ask, without, operator, bound))

@@ -39,7 +39,7 @@ CPU_WORKER = "vllm_fl.worker.cpu.CPUWorkerFL"
 GPU_WORKER = "vllm_fl.worker.gpu.GPUWorkerFL"
 WORKERS_KEY = "workers_here"
 SIZES_KEY = "sizes_left"
-"""The key that is there if nobody chose sizes of graphs."""
+"""The key that is there if the user chose no sizes of graphs."""
 ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
 EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
@@ -78,10 +78,10 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
 
 
 def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Defaults where the user chose nothing: layers run our forward (``custom_ops``), models are compiled.
+    """Set defaults if the user chose nothing: layers run our forward (``custom_ops``), models are compiled.
 
-    They run eagerly where Inductor cannot build code, and graphs are captured only where somebody verified the device.
-    Who asks for piecewise graphs gets the pieces too, which compilation makes. A model with an encoder and a decoder
+    They run eagerly if Inductor cannot build code, and graphs are captured only on a verified device. A user who asks
+    for piecewise graphs gets the pieces too, which compilation makes. A model with an encoder and a decoder
     runs eagerly on every device, and graphs can hold its decoding.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
@@ -99,7 +99,7 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         pieces = device.graphs and graphs is not None and graphs.requires_piecewise_compilation()
         compilation.mode = CompilationMode.VLLM_COMPILE if pieces else compile.default_mode(vllm_config, device)
     if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
-        reason = f"nobody verified graphs on {device.name}; set it to capture them all the same"
+        reason = f"graphs are unverified on {device.name}; set it to capture them all the same"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)
     if compilation.cudagraph_mode is not None and not device.graphs:
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, f"{device.name} has no graphs to capture")
@@ -166,7 +166,7 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     latent = model is not None and model.use_mla
     scales = kv_layout.QUANTIZED_DTYPES.get(vllm_config.cache_config.cache_dtype, ())
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS, scales)
-    # Quantized experts whose first choice no graph can hold are refused; no graph has prompts of layers with a state.
+    # Quantized experts with a first choice outside of graphs are refused; no graph has prompts of layers with a state.
     elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS, *ATTENTION_OPERATORS, *LATENT_OPERATORS}
     elsewhere.add(compile.ROTATE_AND_WRITE)
     keeps_states = model is not None and (model.is_hybrid or model.is_attention_free)
@@ -189,7 +189,7 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
         )
         _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE, reason)
     elif compilation.cudagraph_mode == CUDAGraphMode.FULL and piecewise and not native:
-        reason = "graphs hold attention of batches whose requests have as many new tokens each"
+        reason = "graphs hold attention only for batches with one number of new tokens for every request"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE, reason)
 
 
@@ -239,7 +239,7 @@ def workers_here(vllm_config: VllmConfig) -> int:
 
 
 def _check_packed(given: Any) -> None:
-    """The value under our key came from a parent process, or from a user who must learn what may stand there."""
+    """Check the value under our key: a parent process wrote it, or a user must learn what may stand there."""
     where = f"additional_config.{startup.CONFIG_KEY}"
     if not isinstance(given, dict) or not set(given) <= {"settings", WORKERS_KEY, SIZES_KEY}:
         raise ConfigError(where, None, f"may only hold 'settings' as their to_json() wrote them, not {given!r}")
@@ -262,7 +262,7 @@ def is_packed(vllm_config: VllmConfig) -> bool:
 
 
 def are_sizes_left(vllm_config: VllmConfig) -> bool:
-    """Whether nobody chose sizes of graphs, as a parent process has seen it."""
+    """Whether the user chose no sizes of graphs, as a parent process has seen it."""
     given = vllm_config.additional_config
     return isinstance(given, dict) and given.get(startup.CONFIG_KEY, {}).get(SIZES_KEY) is True
 

@@ -25,8 +25,9 @@ ROWS = ("linear", "rms_norm", "gemma_rms_norm", "silu_and_mul", "gelu_and_mul", 
 SHOWN = frozenset(
     ("Gemma2ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 )
-"""The models whose answers were compared bit by bit. Others may compute in code of their own: ``F.sigmoid``, say, whose
-last bits depend on an element's place."""
+"""The models with answers that were compared bit by bit. Others may compute in code of their own: the last bits of
+``F.sigmoid``, say, depend on an element's place.
+"""
 
 
 def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
@@ -57,7 +58,7 @@ def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         found += [
             (model.runner_type == "pooling", f"{ASKED} with pooling models"),
             (model.quantization is not None, f"{ASKED} with quantized weights"),
-            (model.is_hybrid or model.is_attention_free, f"{ASKED} with models whose layers keep a state"),
+            (model.is_hybrid or model.is_attention_free, f"{ASKED} with models with layers that keep a state"),
             (model.is_multimodal_model, f"{ASKED} with multimodal models"),
             (bool(unshown), f"{ASKED} with {', '.join(unshown)} (it was shown for {', '.join(sorted(SHOWN))})"),
             (bool(gate), f"{ASKED} with a gate of shared experts"),

@@ -40,9 +40,9 @@ def _capability(device_id: int = 0) -> DeviceCapability | None:
 
 
 class Dispatching:
-    """The part that makes a platform ours: settings, configuration, worker and attention class. First base of each."""
+    """The common part of our platforms: settings, configuration, worker and attention class. First base of each."""
 
-    additional_env_vars: ClassVar[list[str]] = list(variable_names())  # Ray copies only names that it is told
+    additional_env_vars: ClassVar[list[str]] = list(variable_names())  # Ray copies only names that it is given
     native: ClassVar[bool] = False
     """Whether vLLM treats it as its own platform for this device."""
 
@@ -108,7 +108,7 @@ class PlatformFL(Dispatching, Platform):
     device_type = DEVICE.torch_type
     dispatch_key = DEVICE.dispatch_key
     dist_backend = DEVICE.dist_backend
-    # Ray places workers by accelerators: a machine without any is started with as many as it shall have workers
+    # Ray places workers by accelerators: a machine without any is started with one for each worker
     # (``ray start --num-gpus``).
     ray_device_key = DEVICE.ray_resource
     device_control_env_var = DEVICE.visible_devices or Platform.device_control_env_var

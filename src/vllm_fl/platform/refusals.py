@@ -53,8 +53,8 @@ STATE_MODELS = {
     "Lfm2ForCausalLM": "ShortConv",
     "Lfm2MoeForCausalLM": "ShortConv",
 }
-"""Models whose layers with a state are all ours: architecture → their class."""
-STATES = "models whose layers keep a state"
+"""Models with our layers for all states: architecture → the class of those layers."""
+STATES = "models with layers that keep a state"
 ALL2ALL = "allgather_reducescatter"
 """The exchange of tokens between experts that is made of a communicator's own collectives."""
 SPECULATION = ("ngram", *model_runner.DRAFTS)
@@ -153,7 +153,7 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
         (model_runner.has_several_predictors(speculation), "drafts of several predictors"),
         (any(one.quantization is not None for one in models_of), "drafts of a model with quantized weights"),
-        (_has_states(draft), "a draft whose layers keep a state"),
+        (_has_states(draft), "a draft with layers that keep a state"),
         *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
     ]
 

@@ -28,14 +28,14 @@ def packed(bits: Tensor, words: int) -> Tensor:
 
 
 def temperature(logits: Tensor, stride: int, idx_mapping: Tensor, temperatures: Tensor, size: int, **_: Any) -> None:
-    """Divide each row by its request's temperature, but for 0, which means the largest logit."""
+    """Divide each row by its request's temperature; a temperature of 0 means the largest logit, and divides nothing."""
     value = temperatures[idx_mapping.to(torch.int64)].float()
     divisor = torch.where(value == 0, 1.0, value)[:, None]
     logits[:, :size] = (logits[:, :size].float() / divisor).to(logits.dtype)
 
 
 def min_p(logits: Tensor, stride: int, idx_mapping: Tensor, shares: Tensor, size: int, **_: Any) -> None:
-    """Rule out tokens whose probability is below a share of the largest."""
+    """Rule out tokens with a probability below a share of the largest."""
     rows = logits[:, :size]
     bound = rows.amax(-1).float() + shares[idx_mapping.to(torch.int64)].float().log()
     rows.masked_fill_(rows < bound[:, None], NEVER)
@@ -164,7 +164,7 @@ def bad_words(
     local_positions: Tensor,
     **_: Any,
 ) -> None:
-    """Rule out the last token of each bad word whose other tokens the output ends with."""
+    """Rule out the last token of each bad word if the output ends with its other tokens."""
     for row, state in enumerate(idx_mapping.tolist()):
         if not (count := int(num_words[state])):
             continue

@@ -46,7 +46,7 @@ def fill_logprob_token_ids(
     NUM_TOPK: int,
     **_: Any,
 ) -> None:
-    """The tokens whose likelihood is asked: the chosen one, then a request's own, or else the most likely ones."""
+    """List the tokens to score: the chosen one, then a request's own, or else the most likely ones."""
     token_ids[:, 0] = sampled
     valid[:, 0] = True
     state = idx_mapping[: len(token_ids)].to(torch.int64)

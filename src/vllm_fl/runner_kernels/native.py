@@ -26,8 +26,10 @@ from . import batch, sampling, tables
 logger = get_logger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-DONE, OUTSIDE = 0, 1
-"""Answers of a function: it did its work; it found a row or a token outside of its table."""
+DONE = 0
+"""A function's answer: it did its work."""
+OUTSIDE = 1
+"""A function's answer: it found a row or a token outside of its table."""
 Form = Callable[..., None]
 NATIVE: dict[Form, Form] = {}
 """Form → the function in its place."""
@@ -103,7 +105,7 @@ def _run(name: str, tensors: tuple[Sized, ...], *rest: int) -> bool:
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None] | None:
-    """The addresses of tensors, of which a function may write any; ``None`` if one is not in main memory."""
+    """The addresses of tensors, as a function may write any; ``None`` if one is not in main memory."""
     try:
         return memory.addresses(tensors)
     except NotSupported:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def overlay(self: Any, input_batch: Any, num_computed_tokens: Tensor, inputs_embeds: Tensor) -> None:
-    """Write the embeddings that requests brought over ``inputs_embeds`` ``[tokens, hidden]``, but for their tokens."""
+    """Write requests' own embeddings over ``inputs_embeds`` ``[tokens, hidden]``, except at positions of tokens."""
     starts = input_batch.query_start_loc.tolist()
     for place, name in enumerate(input_batch.req_ids):
         if name not in self.gpu_tensors:

@@ -1,8 +1,7 @@
-"""PyTorch form of the kernel that chooses tokens: the largest logit under Gumbel noise, of hashes of seed and position.
+"""PyTorch form of the kernel that samples: the largest logit under Gumbel noise, from hashes of seed and position.
 
-The noise is a function of seed, position and token alone (MurmurHash3's 32-bit mix, by Austin Appleby), so a request
-draws the same tokens in whatever batch, and by the Triton kernel and this form alike but for the last bits of a
-logarithm.
+The noise is a function of seed, position and token alone (MurmurHash3's 32-bit mix, by Austin Appleby). So a request
+draws the same tokens in any batch, by the Triton kernel and by this form, up to the last bits of a logarithm.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def _mixes_columns() -> bool:
 
 
 def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Logits ``[rows, vocabulary]`` with Gumbel noise in the rows whose temperature is not 0."""
+    """Logits ``[rows, vocabulary]`` with Gumbel noise in the rows with a temperature other than 0."""
     drawn = (heat != 0).nonzero()[:, 0]
     if not len(drawn):
         return values
@@ -118,7 +117,7 @@ def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor) -> Te
 def best_of_blocks(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) -> None:
     """Write the largest of each block of the columns to ``maximum``, and the row's best column to all of ``argmax``.
 
-    Both are ``[rows, blocks]``. The kernels write each block's own best column, of which vLLM reads the best block's.
+    Both are ``[rows, blocks]``. The kernels write each block's own best column, and vLLM reads only the best block's.
     One block is searched here, because PyTorch finds a maximum on a CPU many times faster than its place.
     """
     columns = values.shape[1]

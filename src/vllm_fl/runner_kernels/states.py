@@ -1,7 +1,7 @@
 """Forms of the kernels that move states of requests between blocks, and clear blocks.
 
-A request's state lies in one block of vLLM's KV cache at a time: when the request grows out of it, the state goes on in
-the next one, and the old block keeps what the prefix cache finds. These kernels get addresses alone, and their forms
+A request's state lies in one block of vLLM's KV cache at a time. When the request outgrows it, the state goes on in
+the next block, and the old one keeps the state for the prefix cache. These kernels get addresses alone, and their forms
 read and write them, so they are for main memory.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 WORD = 4
-"""Bytes of the unit in which vLLM counts what is to be cleared, and of an entry of its block tables."""
+"""Bytes of an entry of vLLM's block tables, and of the unit in which it counts memory to clear."""
 
 
 def scatter_num_accepted(idx_mapping: Tensor, num_sampled: Tensor, num_accepted: Tensor) -> None:
@@ -39,7 +39,7 @@ def zero_kv_blocks(addresses: Tensor, strides: Tensor, sizes: Tensor, blocks: Te
 
 
 def batch_memcpy(sources: Tensor, targets: Tensor, sizes: Tensor, **_: Any) -> None:
-    """Copy so many bytes from each address to another; both ranges may overlap."""
+    """Copy ``sizes`` bytes from each source address to its target; both ranges may overlap."""
     for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
         ctypes.memmove(target, source, size)
 
@@ -69,14 +69,14 @@ def preprocess_align(
 
 @dataclass(frozen=True)
 class _State:
-    """One state of one layer: where its blocks lie, in bytes.
+    """One state of one layer, with the place of its blocks in bytes.
 
     Args:
         table: address of its group's block table.
-        address, stride: of its first block, and from one to the next.
+        address, stride: address of its first block, and bytes from one to the next.
         size: bytes of a block that hold it; of one token's inputs for a convolution.
-        window: tokens whose inputs a convolution keeps; 0 for other states.
-        rows, row_stride: where a convolution's channels lie apart, their number and how far.
+        window: number of tokens with inputs that a convolution keeps; 0 for other states.
+        rows, row_stride: number of a convolution's channels if they lie apart, and bytes between them.
     """
 
     table: int
@@ -196,7 +196,7 @@ def postprocess(
     PRECOMPUTED_NEW_COMPUTED: bool = False,
     **_: Any,
 ) -> None:
-    """Copy the states of requests whose accepted tokens end a block that the step went beyond."""
+    """Copy the states of requests if their accepted tokens end a block that the step went beyond."""
     layout = (tables, addresses, strides, element_sizes, inner_sizes, windows, groups, rows, row_strides)
     states = None
     for request in _requests(idx_mapping, num_reqs):

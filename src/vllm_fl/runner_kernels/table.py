@@ -1,4 +1,4 @@
-"""Which form stands for which kernel, and how vLLM is told."""
+"""The table of kernels and their forms, and its registration with vLLM."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ FORMS: Mapping[str, Callable[..., None]] = {
 
 
 def by_module() -> dict[str, tuple[str, ...]]:
-    """Module, below :data:`WORKER` → the kernels of it that have forms."""
+    """Module, below :data:`WORKER` → its kernels with forms."""
     found: dict[str, tuple[str, ...]] = {}
     for name in FORMS:
         module, _, kernel = name.rpartition(".")
@@ -96,7 +96,7 @@ def register(main_memory: bool = False) -> None:
 
     if getattr(BlockTables, "fl_remembers", False):
         return
-    if not hasattr(triton, "next_power_of_2"):  # what stands for Triton where it has no driver lacks it
+    if not hasattr(triton, "next_power_of_2"):  # vLLM's stand-in for Triton without a driver lacks it
         triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
     changed: Any = BlockTables
     changed._make_ptr_tensor = tables.remember(BlockTables._make_ptr_tensor)

@@ -59,7 +59,7 @@ def thinking_budget(
     end_ids: Tensor,
     **_: Any,
 ) -> None:
-    """Force the next token of the end marker in rows whose request thinks at its budget, drafts before it included."""
+    """Force the next token of the end marker in rows of requests at their thinking budget, earlier drafts included."""
     start, natural, end = start_ids.tolist(), natural_end_ids.tolist(), end_ids.tolist()
     for row, state in enumerate(idx_mapping.tolist()):
         if (budget := int(budgets[state])) < 0:

@@ -18,8 +18,10 @@ NEVER = float("-inf")
 ROUNDS = 10
 PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
-SCALE, LEAST = 4.6566127342e-10, 4.6566127342e-10
-"""The step of Triton's random numbers in [0, 1), and the least that the kernel takes."""
+SCALE = 4.6566127342e-10
+"""The step of Triton's random numbers in [0, 1)."""
+LEAST = 4.6566127342e-10
+"""The least random number that the kernel takes."""
 
 
 def gather_draft_sampled(
@@ -254,7 +256,9 @@ def insert_resampled(
     temperatures: Tensor,
     **_: Any,
 ) -> None:
-    """Append the drawn token to each request's, but for a greedy request's whose draft was replaced; count it."""
+    """Append the drawn token to each request's and count it; a greedy request keeps its last token if a draft was
+    replaced.
+    """
     length = num_sampled.to(torch.int64)
     row = cu_num_logits[:-1].to(torch.int64) + length
     heat = temperatures[expanded_idx_mapping[row].to(torch.int64)].float()

@@ -193,9 +193,9 @@ class WorkerFL(Worker):
             super().execute_dummy_batch()
 
     def _step(self) -> AbstractContextManager[None]:
-        """The time of a call that runs the model. Weights are written between such calls only.
+        """The context of a call that runs the model. Weights are only written between such calls.
 
-        vLLM's load balancing of experts moves them inside of one, on GPUs, where nobody keeps forms of experts.
+        vLLM's load balancing of experts moves them inside a call, on GPUs, where no forms of experts are kept.
         """
         return self.fl_weights.settled() if prepared.in_use() else nullcontext()
 

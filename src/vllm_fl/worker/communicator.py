@@ -23,9 +23,9 @@ from fl_dispatch.hosting.ranks.collectives import Communicator, connect, connect
 
 Capture = Callable[..., AbstractContextManager[Any]]
 TENSOR_PARALLEL = "tp"
-"""How vLLM's name of the group begins whose ranks share each layer."""
+"""Prefix of vLLM's name of the group that shares each layer."""
 ORIGINAL = Attached[Capture]("fl_original")
-"""The original of a function of ours that stands in the place of one of vLLM's."""
+"""The original of vLLM's function that ours replaces."""
 
 
 class CommunicatorFL(DeviceCommunicatorBase):

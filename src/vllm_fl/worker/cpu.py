@@ -124,7 +124,7 @@ class CPUWorkerFL(WorkerFL):
         self.discard((sleep.CACHE,))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Have memory again; weights that were given back are zeros until somebody loads them."""
+        """Have memory again; weights that were given back are zeros until they are loaded."""
         self.fl_memory.take(tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:

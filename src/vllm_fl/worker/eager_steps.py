@@ -1,4 +1,4 @@
-"""One step in N of a compiled or captured engine runs as it is written, so that shadow mode sees its calls.
+"""Eager steps for shadow mode: one step in N of a compiled or captured engine runs as it is written, so its calls show.
 
 In compiled code an operator is traced, and a graph replays kernels: neither makes a call. N is the reciprocal of the
 share. All of such a step counts as cost, so that steps are further apart where the budget asks for it.
@@ -41,7 +41,7 @@ class EagerSteps:
         self.left = next(self.gaps)
 
     def step(self, tokens: int) -> AbstractContextManager[None]:
-        """The context for a step of the scheduler with so many tokens."""
+        """The context for a step of the scheduler with ``tokens`` tokens."""
         if not tokens:
             return nullcontext()
         self.left -= 1
@@ -67,7 +67,7 @@ class NoEagerSteps:
     """Every step runs as vLLM runs it."""
 
     def step(self, tokens: int) -> AbstractContextManager[None]:
-        """Nothing special."""
+        """Return an empty context."""
         return nullcontext()
 
 

@@ -1,8 +1,9 @@
 """The worker on an accelerator: vLLM's own model runners (V1 and V2), memory profile, compilation and graphs.
 
 vLLM compiles in the first full batch, when it measures memory, and captures graphs when the KV cache is there. So the
-choices are fixed before the former, after some eager batches in which implementations have proven themselves. Those
-batches have no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error of it
+choices are fixed before the compilation, after some eager batches in which implementations have proven themselves.
+Those
+batches have no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error in it
 ends the start.
 """
 

@@ -22,10 +22,10 @@ MIB = 1 << 20
 
 
 class Memory:
-    """Memory that a worker gives back when it sleeps, by vLLM's tags, and takes again when it wakes up.
+    """Memory that a sleeping worker gives back, by vLLM's tags, and takes again when it wakes up.
 
     Level 1 gives the cache back: it keeps weights in main memory, where they are. Level 2 gives the weights back too;
-    who wakes the worker loads them anew.
+    the caller that wakes the worker loads them anew.
     """
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ def cache_tensors(layers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def weight_tensors(model: nn.Module, kept: Iterable[str] = ()) -> list[Tensor]:
-    """The parameters of a model but those whose names match a pattern of ``kept``.
+    """The parameters of a model, except those with a name that matches a pattern of ``kept``.
 
     Raises:
-        ValueError: a pattern that no name matches.
+        ValueError: no name matches a pattern.
     """
     parameters, names = dict(model.named_parameters()), set[str]()
     for pattern in kept:

@@ -1,8 +1,9 @@
 """Batches of every kind before a GPU serves, so that no kernel is compiled during a request.
 
 vLLM's own warm-up has a few of the kinds of batches that :mod:`fl_dispatch.hosting.start.warm_batches` lists. The
-calls here have hardly any keys, whatever lengths they announce, so they take no time of the device; and they come
-before graphs are captured, where an implementation's first failure could not be told from a failed graph.
+calls here have hardly any keys, whatever lengths they announce, so they take hardly any time on the device. They come
+before graphs are captured, because there an implementation's first failure could not be distinguished from a failed
+graph.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class WarmableAttention(Bindable, Protocol):
         """Layers of one kind call the operators with arguments of the same kind."""
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
-        """Call the operators on a batch of requests with so many new tokens; the cache keeps its contents.
+        """Call the operators on a batch of requests with ``queries`` new tokens; the cache keeps its contents.
 
         Args:
             kv_cache: of a layer.
-            queries: new tokens of each request, which has no others.
+            queries: new tokens of each request; it has no others.
             longest: the number of keys that is announced.
         """
 
