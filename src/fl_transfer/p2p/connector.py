@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class P2pConnector(KVConnectorBase_V1):
-    """A KV connector for vLLM: it hands over prompts' caches between engines with equally many tensor-parallel ranks."""
+    """A KV connector for vLLM: it hands prompts' caches between engines with equal numbers of tensor-parallel ranks."""
 
     _cache_hit_source = CacheHitSource.P2P  # in vLLM's own counts of known tokens
 
