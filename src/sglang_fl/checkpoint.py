@@ -83,10 +83,10 @@ _LOAD = ContextVar[Load | None]("fl_load", default=None)
 
 @contextmanager
 def loads(runner: ModelRunner) -> Iterator[None]:
-    """The time in which SGLang makes and loads a runner's model; at its end every rank compares what is left.
+    """Inside, SGLang makes and loads a runner's model; at the end every rank compares the tensors that are left.
 
     Raises:
-        CheckpointError: no rank took a tensor of the checkpoint.
+        CheckpointError: a tensor of the checkpoint is left over on every rank.
     """
     config = runner.model_config
     load = Load(str(config.model_path), runner.is_draft_worker, config.quantization is not None)

@@ -13,7 +13,7 @@ from fl_dispatch.hosting.ranks import collectives
 from fl_dispatch.settings import get_settings
 
 PREFIXES = ("SGLANG_FL_", "VLLM_FL_")
-"""Under SGLang a variable of ours may begin with either; the first is read first."""
+"""Prefixes of our variables under SGLang; the first is read first."""
 
 
 def check(device: DeviceSpec) -> None:
@@ -30,7 +30,9 @@ def check(device: DeviceSpec) -> None:
 def without_effect(device: DeviceSpec) -> list[str]:
     """Settings that change nothing under this host, each in a sentence."""
     if get_settings().native_platform:
-        return [f"{get_settings().origin('native_platform')}: has no effect under SGLang, which has no such platform"]
+        return [
+            f"{get_settings().origin('native_platform')}: has no effect under SGLang, because it has no such platform"
+        ]
     return []
 
 

@@ -39,7 +39,7 @@ def own_rank() -> int:
 
 
 def graphs_of(runner: ModelRunner) -> dict[str, Any] | None:
-    """Sizes of the batches whose decoding a model runner has captured, and how many steps replayed it."""
+    """Batch sizes of a model runner's captured decode graphs, and the number of steps that replayed one."""
     found: Any = getattr(runner, "decode_cuda_graph_runner", None)
     if not getattr(found, "fl_captured", False):
         return None
@@ -56,7 +56,7 @@ def graphs_of_prompts(runner: ModelRunner) -> dict[str, Any] | None:
 
 
 def _drafter(worker: Any) -> dict[str, Any] | None:
-    """The same of the model that drafts, ``None`` without one."""
+    """The layers of the model that drafts, and those its first pass missed; ``None`` without one."""
     for runner in () if worker is None else worker._draft_model_runners():
         loaded = LOADED.of(runner)
         return {**loaded.survey.as_data(), "undispatched": loaded.undispatched}
@@ -64,13 +64,14 @@ def _drafter(worker: Any) -> dict[str, Any] | None:
 
 
 def worker_report(runner: ModelRunner) -> dict[str, Any]:
-    """Report of what runs in this process: the core's, and what the plugin knows of the model.
+    """Report the state of this process: the core's part, and the plugin's knowledge of the model.
 
-    ``layers`` and ``native_layers`` are class name → how many run a bridge, and SGLang's own code; ``fallen_through``
-    is ``"class: reason"`` → calls; ``graphs`` has the sizes of batches whose decoding was captured, and how many steps
-    replayed it, ``None`` without graphs; ``prompt_graphs`` has the same of prompts, with numbers of tokens;
+    ``layers`` and ``native_layers`` are class name → number of layers that run a bridge, and SGLang's own code.
+    ``fallen_through``
+    is ``"class: reason"`` → calls. ``graphs`` has the batch sizes of decode graphs, and the number of steps that
+    replayed one, ``None`` without graphs; ``prompt_graphs`` has the same for prompts, with numbers of tokens.
     ``undispatched`` is operator → layers that the first pass missed, ``None`` before it. ``drafter`` has the layers of
-    a model that drafts, and what its first pass missed.
+    a model that drafts, and those its first pass missed.
     """
     loaded = LOADED.of(runner)
     return {

@@ -119,7 +119,7 @@ def test_experts_whose_products_differ_are_refused(host: None) -> None:
     other = {**config["config_groups"]["group_0"], "targets": [r"re:.*down_proj"]}
     other["weights"] = {**other["weights"], "num_bits": 8}
     config["config_groups"] = {"group_1": other, **config["config_groups"]}
-    with pytest.raises(ValueError, match=rf"experts whose products differ in their scheme \({PREFIX}\) yet"):
+    with pytest.raises(ValueError, match=rf"experts with products that differ in their scheme \({PREFIX}\) yet"):
         mixture(config)
 
 

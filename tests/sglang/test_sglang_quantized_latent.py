@@ -154,7 +154,7 @@ def test_new_weights_are_refused_in_one_sentence_and_the_old_ones_answer(
         assert step["tokens"] == again["tokens"], way
 
 
-JOINED = "latent attention with compressed queries whose weights SGLang's loader cannot join"
+JOINED = "latent attention with compressed queries and weights that SGLang's loader cannot join"
 GIVEN = "latent attention with scales for inputs in the checkpoint"
 
 

@@ -137,7 +137,7 @@ def test_experts_whose_products_differ_are_refused() -> None:
         "group_1": {"targets": ["Linear"], "weights": W4, "input_activations": None},
     }
     config = CompressedTensorsConfigFL.from_config({"format": "pack-quantized", "config_groups": groups, "ignore": []})
-    with pytest.raises(ValueError, match=rf"experts whose products differ in their scheme \({PREFIX}\) yet"):
+    with pytest.raises(ValueError, match=rf"experts with products that differ in their scheme \({PREFIX}\) yet"):
         mixture(config)
 
 

@@ -67,7 +67,7 @@ class AttentionFLBackend(AttentionBackend):
             self._describe(batch, list(batch.extend_seq_lens_cpu))
 
     def describe_draft(self, forward_batch: ForwardBatch, number: int, branches: int) -> None:
-        """Describe the batch that drafts a token after ``number`` drafts, none of which SGLang has counted."""
+        """Describe the batch that drafts a token after ``number`` drafts; SGLang has counted none of them."""
         batch, requests = forward_batch, forward_batch.seq_lens.shape[0]
         if branches == 1:
             self._describe(batch, [1] * requests, number)
@@ -126,10 +126,10 @@ class AttentionFLBackend(AttentionBackend):
         self.graph_batch = GraphBatch.make(max_bs, -(-table.shape[1] // self.page_size), table.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Describe the batch of a step that is captured, or replayed next, where its graph looks for it.
+        """Describe the batch of a step that is captured, or replayed next, in the tensors that its graph reads.
 
-        A graph holds the choices that were made from the longest sequence, so that is the longest that may come; and it
-        would hold numbers of the host, so it gets none.
+        A graph holds the choices for the longest sequence at capture, so that is the longest that may come. It would
+        also hold numbers of the host, so it gets none.
         """
         batch = forward_batch
         assert self.graph_batch is not None
@@ -225,7 +225,7 @@ class AttentionFLBackend(AttentionBackend):
 
 
 class MLAFLBackend(AttentionFLBackend):
-    """The same for latent attention, in its absorbed form: one latent row a token serves all heads.
+    """Our backend for latent attention, in its absorbed form: one latent row a token serves all heads.
 
     A row is ``[rank + rope]``: the latent part, which is the value, too, then the rotary part. A row in
     fp8 has the scale of the layer's keys.
@@ -242,7 +242,9 @@ class MLAFLBackend(AttentionFLBackend):
                     raise ValueError("sglang_fl supports latent attention only causal, without a window or a cap yet")
 
     def attends(self, layer: RadixAttention) -> bool:
-        """DeepSeek's blocks have a layer more, for keys that are not absorbed, which no row of the pool can take."""
+        """Whether a layer attends here: DeepSeek's blocks have one more, for keys that are not absorbed and fit no row
+        of the pool.
+        """
         return (layer.tp_k_head_num, layer.qk_head_dim) == tuple(self.keys(layer).shape[1:])
 
     def _run(
@@ -320,7 +322,7 @@ def absorb_always(attention: Any, forward_batch: ForwardBatch) -> Any:
 
 
 def ours(backend: AttentionBackend) -> AttentionFLBackend | None:
-    """Our backend, or the one of ours that a backend of SGLang's hands some layers or batches to."""
+    """Our backend: this one, or the one that SGLang's backend hands some layers or batches to."""
     if isinstance(backend, AttentionFLBackend):
         return backend
     inner = (vars(backend).get(name) for name in ("prefill_backend", "decode_backend", "full_attn_backend", "primary"))

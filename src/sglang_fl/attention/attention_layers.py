@@ -50,9 +50,9 @@ def refusal(layer: RadixAttention) -> str | None:
 
 
 def kept_aside(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
-    """The layers of ``--model-impl transformers``, whose model has them in a dictionary beside its modules.
+    """The layers of ``--model-impl transformers``; the model has them in a dictionary beside its modules.
 
-    Each has the prefix that it would have below the attention of Hugging Face that calls it.
+    Each has its prefix as if it lay below the attention of Hugging Face that calls it.
     """
     aside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
     for prefix, module in model.named_modules():

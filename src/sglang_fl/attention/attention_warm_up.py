@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def warm_up(backend: AttentionFLBackend, runner: ModelRunner) -> int:
-    """Run each kind of layer on batches of every kind, whose requests have no other tokens than their new ones.
+    """Run each kind of layer on batches of every kind; their requests have only new tokens.
 
     Returns:
-        How often attention was called.
+        Number of calls of attention.
     """
     kinds: dict[Any, RadixAttention] = {}
     for _, layer in layers(runner.model):

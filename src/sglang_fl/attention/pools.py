@@ -73,7 +73,7 @@ class KVPoolFL(MHATokenToKVPool):
         self.k_buffer, self.v_buffer = ([pair[part] for pair in views] for part in (0, 1))
 
     def _init_kv_copy_and_warmup(self) -> None:
-        """Nothing is copied within the cache by a kernel of SGLang's."""
+        """Prepare nothing: no kernel of SGLang copies within this cache."""
         self._kv_copy_config = None
 
     def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
@@ -121,7 +121,7 @@ class TokenAllocatorFL(TokenToKVPoolAllocator):
 class PagedAllocatorFL(PagedTokenToKVPoolAllocator):
     """Whole pages for each request, with tensor operations instead of SGLang's Triton kernels."""
 
-    free_pages: Tensor  # numbers of the pages that nobody has, int64
+    free_pages: Tensor  # numbers of the free pages, int64
 
     def alloc_extend(
         self,

@@ -123,7 +123,7 @@ PENDING = {
     "FusedMuseSparkRouting": "its routing could run grouped_topk with a bias; its model calls it as a function",
     "FusedRMSNormGate": "with its norm it could run rms_norm_gated; its model also uses it without one",
 }
-"""Classes that could run an operator of ours and do not yet, and what is missing."""
+"""Classes that could run our operators and do not yet, and the missing part."""
 
 _TABLE = {(row.module, row.name): row for row in BRIDGES}
 

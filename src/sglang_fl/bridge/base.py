@@ -1,4 +1,4 @@
-"""A bridge: one layer of SGLang whose forward is one of our operators."""
+"""A bridge: one layer of SGLang with one of our operators as its forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer of experts of SGLang's but for its weights, whoever multiplies with them.
+"""SGLang's layer of experts without its weights, whichever code multiplies with them.
 
 SGLang's native experts know gated SiLU and GELU and gpt-oss's SwiGLU, and read nothing else of the layer's
 configuration. Everything else is done here, or refused.
@@ -110,4 +110,4 @@ class Mixture:
 
 
 MIXTURE = Attached[Mixture]("fl_mixture")
-"""The mixture of a layer whose experts are quantized; bridges keep theirs themselves."""
+"""The mixture of a layer with quantized experts; bridges keep theirs themselves."""

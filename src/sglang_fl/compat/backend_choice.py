@@ -34,7 +34,7 @@ def name_of(forward: Callable[..., Any]) -> str:
 
 
 def keep(layer: Any, forward: Callable[..., Any]) -> None:
-    """Let a layer run this forward, whichever way SGLang's code calls it.
+    """Let a layer run this forward, however SGLang's code calls it.
 
     OLMo 2 calls ``forward_native`` of its norms itself.
     """

@@ -1,8 +1,8 @@
-"""SGLang's own code for a device that the plugin serves: it asks no platform, but a function, at import of each module.
+"""SGLang's own code for a device that the plugin serves: at import of each module it asks a function, not the platform.
 
-That code needs kernels that SGLang brings for the device alone. So under the plugin the function says no, from the
-first import on that finds it: SGLang asks for platforms while the function's own module is being imported, and most of
-its modules ask the function while they are.
+That code needs SGLang's kernels for the device. So under the plugin the function says no, from the first import on that
+finds it: SGLang asks for platforms while the function's own module is being imported, and most of its modules ask the
+function during their import.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
 @cache
 def warn_of_untested_host() -> None:
-    """One WARNING on an SGLang that the tests did not run on, with what does not hold there of what we rely on."""
+    """Log one WARNING on an SGLang that the tests did not run on, with the names we rely on that it lacks."""
     checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, smoke_tested=SMOKE_TESTED_HOSTS)
 
 
@@ -80,7 +80,7 @@ def _hook(target: str, call: Any, kind: Kind) -> Hook:
 
 @cache
 def all_hooks() -> tuple[Hook, ...]:
-    """The hooks of this package whose targets the version of SGLang beside us should have."""
+    """The hooks of this package with targets that the installed SGLang should have."""
     version = host_version()
     targets = {f"{fact.owner}.{name}" for fact in hooked() if fact.concerns(version) for name in fact.plain_names}
     present = {target.replace(":", ".") for target in targets}

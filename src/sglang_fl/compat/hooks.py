@@ -41,7 +41,7 @@ def register(hooks: Iterable[Hook]) -> None:
     """Register each hook once in this process; SGLang applies them when all plugins are loaded.
 
     Raises:
-        RuntimeError: SGLang has applied somebody else's hooks to a target before, and does so once for each.
+        RuntimeError: SGLang has applied another package's hooks to a target before, and does so once for each.
     """
     for hook in hooks:
         _registered[hook.target] = hook

@@ -36,4 +36,4 @@ class PromptGraphs:
 
 
 PROMPT_GRAPHS = Attached[PromptGraphs]("fl_prompt_graphs")
-"""Those of SGLang's runner of them."""
+"""The prompts' graphs of SGLang's runner."""

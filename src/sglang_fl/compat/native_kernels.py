@@ -1,8 +1,8 @@
-"""SGLang's own kernels for the device, and its runner of graphs, which run beside our operators.
+"""SGLang's own kernels for the device, and its runner of graphs, beside our operators.
 
-On a device that SGLang serves by itself (:attr:`DeviceSpec.host_kernels`) layers without an operator of ours run
-SGLang's kernels for it. Elsewhere nothing of that is started. SGLang has kernels for several layers together; one of
-them is not taken if any of its layers is ours, because nobody would see that the operator is never called.
+On a device that SGLang serves by itself (:attr:`DeviceSpec.host_kernels`) layers without our operators run
+SGLang's kernels for it. On other devices none of these is started. SGLang has kernels for several layers together; such
+a kernel is not used if any of its layers is ours, because it would hide that the operator is never called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NATIVE_KEY = "fl"
 
 
 def key() -> str:
-    """The end of the name of the forwards that SGLang's layers run where no operator of ours does."""
+    """Suffix of the forwards that SGLang's layers run if no operator replaces them."""
     return detect_device().host_kernels.get(HOST.name, NATIVE_KEY)
 
 
@@ -42,13 +42,13 @@ def capture() -> bool:
 
 
 def rotate_and_write(original: Callable[[Any], bool], batch: Any) -> bool:
-    """Whether SGLang's kernel rotates and writes the cache in one: only if neither is an operator of ours."""
+    """Whether SGLang's kernel rotates and writes the cache in one: only if neither is our operator."""
     ours = get_settings().registers("RotaryEmbedding", "rotary_embedding") or not hosts_own_attention()
     return not ours and bool(original(batch))
 
 
 def norm_queries_and_keys(original: Callable[..., bool], head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether SGLang's kernel computes the norms of queries and keys in one: only if norms are no operators of ours."""
+    """Whether SGLang's kernel computes the norms of queries and keys in one: only if norms are not our operators."""
     return not get_settings().registers("RMSNorm", "rms_norm") and bool(original(head_dim, dtype))
 
 

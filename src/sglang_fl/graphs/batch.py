@@ -1,4 +1,4 @@
-"""A decoding batch in tensors whose addresses captured graphs hold: a replay sees what was last written into them."""
+"""A decoding batch in tensors at addresses that captured graphs hold: a replay reads their latest content."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Choices before SGLang captures graphs: no graph holds what waits for the device, kernels are warm, all is frozen.
+"""Choices before SGLang captures graphs: no graph waits for the device, kernels are warm, and dispatch is frozen.
 
-A captured graph goes on with what it holds, and a failure during capture could not be told from a failed graph. So
-implementations prove themselves in eager batches first; what runs then is fixed. SGLang captures graphs of prompts
+A captured graph keeps its kernels, and a failure during capture could not be distinguished from a failed graph. So
+implementations prove themselves in eager batches first; then the choices are fixed. SGLang captures graphs of prompts
 before those of decoding, and one step makes the choices of both.
 """
 
@@ -43,13 +43,13 @@ def of_attention(backend: AttentionBackend) -> set[str]:
 
 
 def fix(operators: Set[str], graphs: str, not_compared: str, warm_up: Callable[[], None]) -> bool:
-    """Freeze what runs, if graphs can hold the first choices for operators.
+    """Freeze the choices, if graphs can hold the first choices for operators.
 
     Args:
-        operators: those that are captured.
-        graphs: what would be captured, for the WARNING that names what none can hold.
+        operators: operators to capture.
+        graphs: the kind of graphs, for the WARNING about implementations that none can hold.
         not_compared: the WARNING of shadow mode.
-        warm_up: runs every kind of batch that may come, which nobody needs again once all is frozen.
+        warm_up: runs every kind of batch that may come; it is not needed again once dispatch is frozen.
 
     Returns:
         Whether graphs can be captured.
@@ -59,7 +59,7 @@ def fix(operators: Set[str], graphs: str, not_compared: str, warm_up: Callable[[
     manager = get_default_manager()
     if not manager.frozen:
         warm_up()
-        if not _can_be_held(operators, graphs):  # what failed in a batch has left its place to another implementation
+        if not _can_be_held(operators, graphs):  # one that failed in a batch was replaced by another implementation
             return False
         communicator.check_manifest(freeze_dispatch(compiling=False))
     if manager.shadow.sampling is not None:

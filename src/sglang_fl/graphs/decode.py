@@ -1,4 +1,4 @@
-"""SGLang's own runner of decode graphs over our operators, whose choices are fixed before it captures."""
+"""SGLang's own runner of decode graphs over our operators; their choices are fixed before it captures."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Hooks of SGLang's runner of prompts' graphs, whose pieces hold our operators; attention runs eagerly between them.
+"""Hooks of SGLang's runner of prompts' graphs: pieces hold our operators, and attention runs eagerly between them.
 
-A graph of prompts is as many pieces as a model has attention layers, and one more: SGLang ends a piece in
-``RadixAttention``, calls the attention backend for the tokens that are no padding, and begins the next piece. The step
-is eager again behind the last layer. So a batch is described as one of an eager step is, and operators of attention may
-do what no graph can hold. SGLang asks no platform for the class of this runner, so its methods are hooked.
+A graph of prompts has one piece more than the model has attention layers: SGLang ends a piece in
+``RadixAttention``, calls the attention backend for the tokens without padding, and begins the next piece. The step
+is eager again behind the last layer. So a batch is described like an eager step's, and operators of attention may
+run code that no graph can hold. SGLang asks no platform for the class of this runner, so its methods are hooked.
 
 SGLang captures these graphs before those of decoding, and no step is eager before them. So the choices of both are
-fixed here, and a batch of ours is the first forward pass, which is watched.
+fixed here, and our own batch is the first forward pass, which is watched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NONE = "no graphs of prompts"
 NOT_COMPARED = (
-    "shadow: SGLang reads prompts from captured graphs, whose steps run attention alone eagerly, so other calls of "
+    "shadow: SGLang reads prompts from captured graphs and runs only attention eagerly, so other calls of "
     "prompts are compared in batches that no graph holds (--cuda-graph-backend-prefill disabled: all are)"
 )
 

@@ -1,8 +1,9 @@
-"""Which layers of a model run our operators: bridges where SGLang asks for a forward, bound to prefixes after loading.
+"""The layers of a model that run our operators: bridges where SGLang asks for a forward, bound to prefixes after
+loading.
 
 :func:`resolve` is the hook that SGLang's layers ask once each. After the model is loaded every layer is prepared with
-its prefix as scope. During the first forward pass calls are counted: an operator whose layers the pass reached, and
-which was never dispatched, means that SGLang's own code runs in its place unseen.
+its prefix as scope. During the first forward pass calls are counted. If the pass reached an operator's layers and never
+dispatched it, SGLang's own code runs in its place unseen.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def prepare(model: nn.Module) -> Survey:
 
 
 def warn_of_unknown_names(settings: Settings) -> None:
-    """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
+    """Log each name in the lists of out-of-tree layers that is neither a layer nor an operator of this package."""
     known = {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())}
     warn_of_unknown_layers(settings, {*known, *linear.NAMES, linear.Product.fl_operator})
 
@@ -214,9 +215,10 @@ class FirstPass:
 
     @classmethod
     def watch(cls, model: nn.Module, backend: AttentionBackend, inside: nn.Module | None = None) -> FirstPass:
-        """Start counting, and notice which modules that contain a claimed layer are entered.
+        """Start counting, and record which modules with a claimed layer are entered.
 
-        The model is, and so is ``inside``: a module whose forward the pass calls, which nobody notices.
+        The model counts as entered, and so does ``inside``: the pass calls that module's forward directly, so no hook
+        sees it.
         """
         modules = dict(model.named_modules())
         claims = {

@@ -1,8 +1,8 @@
 """SGLang's linear layers over the operator ``linear``: products with weights that are not quantized.
 
-A layer calls its ``quant_method`` for the product. That object stays SGLang's, for SGLang asks for its class; its
-``apply`` becomes a call of the operator. It stays SGLang's if nothing comes before PyTorch's product; then SGLang
-chooses among its own kernels as it does without us. A product that is written into memory of the caller's stays
+A layer calls its ``quant_method`` for the product. That object stays SGLang's, because SGLang asks for its class; its
+``apply`` becomes a call of the operator. The product stays SGLang's if PyTorch's is the first choice; then SGLang
+chooses among its own kernels as it does without us. A product that is written into the caller's memory stays
 SGLang's, too.
 
 The projection to the vocabulary is no such layer: SGLang multiplies by it elsewhere.
@@ -49,7 +49,7 @@ class Product(LayerKernel):
 
     def __init__(self) -> None:
         super().__init__()
-        # A graph would hold a form's address, and under SGLang nobody says that a weight was written.
+        # A graph would hold a form's address, and SGLang does not announce that a weight was written.
         self.fl_weights = () if detect_device().graphs else ("weight",)
 
     def fl_name(self, layer: nn.Module) -> str:
@@ -105,6 +105,6 @@ def _backend() -> str:
 @cache
 def _say_ignored(backend: str) -> None:
     logger.warning(
-        "products with weights are operators of ours, so SGLang's choice of a kernel for them (bf16_gemm_backend '%s') "
+        "our operators compute products with weights, so SGLang's choice of a kernel for them (bf16_gemm_backend '%s') "
         "has no effect; SGLANG_FL_OOT_BLACKLIST=linear leaves them to SGLang", backend,
     )  # fmt: skip

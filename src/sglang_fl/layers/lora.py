@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 BACKEND = "torch_native"
-"""The one of SGLang's LoRA backends that is written in PyTorch."""
+"""SGLang's LoRA backend that is written in PyTorch."""
 PINNING = ("fetch_new_loras", "load_lora_adapter", "load_lora_adapter_from_tensors", "prepare_lora_batch")
 """The methods of SGLang's manager of adapters that its model runner calls and that pin memory."""
 MERGED = {("q_proj", "v_proj"): ("k_proj",), ("gate_proj",): ("up_proj",)}
 """Projections that are one product in SGLang: without the first ones it finds no place for the others."""
 NOT_PROJECTIONS = {"embed_tokens", "lm_head"}
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
-BY_TRITON = "experts, whose factors SGLang multiplies by Triton kernels alone (FusedMoEWithLoRA in lora/layers.py)"
+BY_TRITON = "experts (SGLang multiplies their factors by Triton kernels alone, in FusedMoEWithLoRA of lora/layers.py)"
 
 
 def init_lora_manager(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:

@@ -77,7 +77,7 @@ def stated(runner: ModelRunner) -> Any:
 
 
 def _with(model: nn.Module, table: str) -> Iterator[tuple[str, Any]]:
-    """Layers that the model calls, with a table whose first row is that of position 0; once for each prefix."""
+    """Layers that the model calls, with a table that begins with position 0; once for each prefix."""
     for prefix, layer in model.named_modules(remove_duplicate=False):
         found = getattr(layer, table, None)
         from_zero = isinstance(found, Tensor) and found.ndim == 2 and not getattr(layer, "position_start", 0)

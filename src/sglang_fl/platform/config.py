@@ -115,7 +115,7 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
     predicts = runner.is_draft_worker and any(name.endswith("NextN") for name in model.hf_config.architectures)
     asked = [
         *_quantized(runner, device),
-        (predicts and device.accelerator, "drafts of a predictor, whose norms SGLang computes in one kernel,"),
+        (predicts and device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
         (mambaish_config(model) is not None, "state-space and linear-attention layers"),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
@@ -274,7 +274,7 @@ _variables: dict[str, str] = {}
 
 
 def _set_variable(name: str, value: str | None) -> None:
-    """Set an environment variable that the user has not set; ``None`` takes back what an earlier engine needed."""
+    """Set an environment variable that the user has not set; ``None`` removes the value of an earlier engine."""
     if name in os.environ and os.environ[name] != _variables.get(name):
         return
     _variables.pop(name, None)

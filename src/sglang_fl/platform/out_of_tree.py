@@ -134,7 +134,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         return speculation.serves(algorithm)
 
     def get_speculative_worker_cls(self, algorithm: str) -> None:
-        """None of ours: SGLang's workers run, once they have what they need."""
+        """Return no class of our own: SGLang's workers run, once they are prepared."""
         from ..speculation import hooked
 
         hooked.prepare(algorithm)

@@ -44,7 +44,7 @@ def detect() -> str | None:
 
 
 def _judge(settings: Settings) -> tuple[bool, str]:
-    """That it runs, and why.
+    """Return that the plugin runs, and why.
 
     Raises:
         ConfigError: a variable would have SGLang go around the operators.

@@ -1,4 +1,4 @@
-"""SGLang's quantization configurations: they read a checkpoint's, and give linear layers and experts a kind of ours."""
+"""SGLang's quantization configurations: they read a checkpoint's, and give layers and experts our kinds."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Served:
         return False
 
     def fl_quantizes_cache(self) -> bool:
-        """Whether the checkpoint has scales for a cache in fp8, so that SGLang takes one where nobody names another."""
+        """Whether the checkpoint has scales for a cache in fp8; SGLang then takes one unless the user names another."""
         algorithm = getattr(self, "kv_cache_quant_algo", None)
         return isinstance(algorithm, str) and algorithm.upper() == "FP8"
 
@@ -173,7 +173,7 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         self._add_fused_moe_to_target_scheme_map()
         found, *others = (self._scheme(layer, f"{prefix}.0.{product}") for product in PRODUCTS)
         if any(other != found for other in others):
-            raise refused(f"experts whose products differ in their scheme ({prefix})")
+            raise refused(f"experts with products that differ in their scheme ({prefix})")
         return found
 
     def fl_quantizes_head(self, prefix: str) -> bool:
@@ -187,7 +187,7 @@ ROOTS = ("model", "language_model")
 
 
 def _matches(name: str, target: str) -> bool:
-    """Whether a target means the layer with this name: the whole of it, or an expression from its start on."""
+    """Whether a target means the layer with this name: its whole name, or an expression that matches from its start."""
     if target.startswith(EXPRESSION):
         return re.match(target.removeprefix(EXPRESSION), name) is not None
     return _below_roots(target) == _below_roots(name)

@@ -57,7 +57,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             raise refused(f"{reason} ({layer.layer_name})")
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
-        """None of SGLang's runs: ``apply`` is the whole computation."""
+        """Make no runner of SGLang's: ``apply`` is the whole computation."""
         try:
             MIXTURE.give(layer, Mixture(moe_runner_config))
         except Unbridged as reason:  # SGLang has no native experts for quantized weights
@@ -67,7 +67,8 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         """Bring the parameters into the operator's form.
 
         Raises:
-            ValueError: nobody computes these experts here, or one that waits for the device in the place of another.
+            ValueError: no implementation computes these experts here, or one that waits for the device replaces
+                another.
         """
         self.kind.process_weights_after_loading(layer)
         if reason := self.kind.waiting(layer, self.dtype, MIXTURE.of(layer).activation):

@@ -1,8 +1,8 @@
 """Latent attention of quantized models: the weight of ``kv_b_proj``, dequantized once for the absorbed form.
 
 That form multiplies queries and results with the weight itself. SGLang splits it as soon as a checkpoint is read, by
-code for the formats that its own kernels have; here it is split when the layers are in our form, by a product with
-ones, which every kind of weights answers.
+code for its own kernels' formats. Here it is split when the layers are in our form, by a product with ones, because
+every kind of weights can compute that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from . import refused
 if TYPE_CHECKING:
     from .layers import Layer
 
-WEIGHT, JOINED = "kv_b_proj", "fused_qkv_a_proj_with_mqa"
-"""SGLang's names of layers: the one whose weight is split, and the one that its loader joins of two."""
+WEIGHT = "kv_b_proj"
+"""SGLang's name of the layer with the weight to split."""
+JOINED = "fused_qkv_a_proj_with_mqa"
+"""SGLang's name of the layer that its loader joins of two."""
 
 
 def refusal(scheme: Layer, name: str) -> str:
@@ -30,7 +32,7 @@ def refusal(scheme: Layer, name: str) -> str:
     if name in (WEIGHT, JOINED) and scheme.fl_given:
         return "latent attention with scales for inputs in the checkpoint"
     if name == JOINED and not scheme.fl_joins:
-        return "latent attention with compressed queries whose weights SGLang's loader cannot join"
+        return "latent attention with compressed queries and weights that SGLang's loader cannot join"
     return ""
 
 
@@ -41,7 +43,7 @@ def _scheme(layer: Any) -> Any:
 def split_plain(
     original: Callable[..., None], model: Any, is_nextn: bool = False, weight_names: Iterable[str] | None = None
 ) -> None:
-    """SGLang's splitting, for the layers whose weight is not quantized."""
+    """Call SGLang's splitting for the layers with a plain weight."""
     found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] == WEIGHT}
     ours = {name for name, module in found.items() if isinstance(_scheme(module), QuantizedLayer)}
     if not ours:

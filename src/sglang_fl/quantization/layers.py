@@ -166,9 +166,9 @@ class _Packed(Layer, layers.PackedLayer):
         raise NotImplementedError
 
     def _words(self, shape: Sequence[int], packed: int, column: int, loader: Loader, of_groups: bool = False) -> Any:
-        """Words of numbers that lie packed along one dimension, and in columns along one.
+        """Words of packed numbers: packed along one dimension, with the columns along one.
 
-        Those ``of_groups`` are on every rank if a group is a whole row.
+        Words ``of_groups`` are on every rank if a group is a whole row.
         """
         sizes = [-(-size * self.fl_bits // orders.WORD) if dim == packed else size for dim, size in enumerate(shape)]
         words = torch.zeros(*sizes, dtype=torch.int32)
@@ -178,7 +178,7 @@ class _Packed(Layer, layers.PackedLayer):
         return PackedvLLMParameter(data=words, input_dim=1 - column, output_dim=column, **how)
 
     def _scales(self, shape: Sequence[int], column: int, dtype: torch.dtype, loader: Loader) -> Any:
-        """Scales of groups likewise."""
+        """Scales of groups, or of columns if a group is a whole row."""
         values = orders.unset(*shape, dtype=dtype)
         if self._group == -1:
             return ChannelQuantScaleParameter(data=values, output_dim=column, weight_loader=loader)

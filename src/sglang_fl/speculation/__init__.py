@@ -1,8 +1,8 @@
-"""Speculation under SGLang: which of its algorithms run, and what they need that it brings for its own devices only.
+"""Speculation under SGLang: the algorithms that run, and their parts that SGLang brings for its own devices only.
 
-Its workers run as they are. They check drafts by kernels of their own, for which :mod:`~sglang_fl.speculation.forms`
-has PyTorch: for those that SGLang compiles by NVIDIA's compiler while it serves, and for those in Triton where none is
-started. Attention of several tokens of a request is causal, so drafts
+Its workers run as they are. They check drafts by kernels of their own, and :mod:`~sglang_fl.speculation.forms`
+has PyTorch forms of them: for kernels that NVIDIA's compiler compiles during serving, and for Triton kernels without a
+Triton driver. Attention of several tokens of a request is causal, so drafts
 are checked as chains, and each draft of a tree as a request of its own.
 """
 

@@ -1,4 +1,4 @@
-"""Attention of a draft model: our backend for its prompts, and one of ours for each token that it drafts in a step."""
+"""Attention of a draft model: our backend for its prompts, and another one for each token that it drafts in a step."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Kernels of SGLang's speculation in plain PyTorch.
 
-Each function has the parameters of the function of SGLang that would start a kernel. Drafts of a request are the
-columns of a table ``[requests, width]``, whose first column is the token that is certain. ``retrieve_next_token`` has
-the first column that continues a column, or -1, and ``retrieve_next_sibling`` the next one that continues the same one.
+Each function has the parameters of SGLang's function that would start a kernel. Drafts of a request are the
+columns of a table ``[requests, width]``; its first column is the certain token. ``retrieve_next_token`` has
+the first column that continues a column, or -1. ``retrieve_next_sibling`` has the next column that continues the same
+one, or -1.
 
-Nothing here waits for the device but :func:`write_slots`, whose requests write different numbers of slots.
+Nothing here waits for the device except :func:`write_slots`: its requests write different numbers of slots.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ def build_tree(
     width: int,
     tree_mask_mode: int,
 ) -> None:
-    """Describe the drafts of a step; what is written are the tensors of the fourth to the eighth argument.
+    """Describe the drafts of a step; overwrites the fourth to the eighth argument.
 
     Args:
-        parents: ``[requests, nodes]``; the proposal that each ``topk`` proposals continue, but for the first ones.
-        top_scores_index: ``[requests, width - 1]``; the proposals that are checked, in their order.
+        parents: ``[requests, nodes]``; the proposal that each ``topk`` proposals continue, except the first ones.
+        top_scores_index: ``[requests, width - 1]``; the proposals to check, in their order.
         seq_lens: ``[requests]``; the tokens in the cache.
-        tree_mask: bool ``[requests * width * width]``; which drafts a draft sees: itself and those that it continues.
+        tree_mask: bool ``[requests * width * width]``; the drafts that a draft sees: itself and those that it
+            continues.
         positions: ``[requests * width]``.
     """
     if tree_mask_mode != DRAFTS_ONLY:
@@ -88,7 +90,7 @@ def read_chain(
     requests: int,
     width: int,
 ) -> None:
-    """The same for drafts whose mask is given: the chain that begins in the first column; the rest is padding.
+    """Describe drafts with a given mask: the chain that begins in the first column; the rest is padding.
 
     Args:
         tree_mask: ``[requests * width * width]``; whether a draft sees another one.
@@ -116,13 +118,13 @@ def _accept(
     number: Tensor,
     last: Tensor,
 ) -> None:
-    """Write what every request gains: the drafts of a path, and the token after them.
+    """Write each request's new tokens: the drafts of a path, and the token after them.
 
     Args:
         predicts: ``[requests * width]``; the token after each column of the path.
         accept_index: ``[requests, longest path]``; the places of these columns in ``predicts``.
         accept_token_num: ``[requests]``; becomes ``number``.
-        path: ``[requests, longest path]``; columns, of which the last one of ``number + 1`` is repeated.
+        path: ``[requests, longest path]``; ``number + 1`` columns, and then the last one again.
         last: ``[requests]``.
     """
     steps = torch.arange(path.shape[1], device=path.device)
@@ -201,7 +203,7 @@ def _draw(weights: Tensor, coins: Tensor) -> Tensor:
 
 
 def _row(table: Tensor, number: Tensor) -> Tensor:
-    """``table[request, number[request]]``, ``[requests, vocabulary]``; the last row where there is no such row."""
+    """``table[request, number[request]]``, ``[requests, vocabulary]``; the last row if there is no such row."""
     place = number.clamp(max=table.shape[1] - 1)[:, None, None]
     return table.gather(1, place.expand(-1, 1, table.shape[2])).squeeze(1)
 
@@ -305,7 +307,7 @@ def keep_top_k(probs: Tensor, top_ks: Tensor) -> Tensor:
 
 
 def keep_top_p(probs: Tensor, top_ps: Tensor) -> Tensor:
-    """The same of the best tokens that have at least ``top_ps`` together."""
+    """Shares of the best tokens that have at least ``top_ps`` together."""
     ordered = probs.sort(1, descending=True).values
     kept = ordered.cumsum(1) - ordered <= top_ps[:, None]
     least = ordered.gather(1, kept.sum(1, keepdim=True).clamp(min=1) - 1)
@@ -352,7 +354,9 @@ def slots_of_drafts(
 def slots_of_window(
     *, req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, draft_token_num: int, **_: Any
 ) -> Tensor:
-    """Slots ``[requests * draft_token_num]`` int64 of as many tokens of each request from ``start_offset`` on."""
+    """Slots ``[requests * draft_token_num]`` int64 of ``draft_token_num`` tokens of each request from ``start_offset``
+    on.
+    """
     return _window(req_to_token, req_pool_indices, start_offset, draft_token_num).flatten().long()
 
 

@@ -61,7 +61,7 @@ def share_weights(original: Callable[[Any], None], worker: Any) -> None:
         original(worker)
         return
     wait = torch.cuda.synchronize
-    torch.cuda.synchronize = detect_device().synchronize  # type: ignore[assignment]  # nobody names a device
+    torch.cuda.synchronize = detect_device().synchronize  # type: ignore[assignment]  # SGLang names no device
     try:
         original(worker)
     finally:
@@ -87,7 +87,7 @@ SUPPLIED: dict[str, Callable[..., Any]] = {
     "top_k_renorm_prob": forms.keep_top_k,
     "top_p_renorm_prob": forms.keep_top_p,
 }
-"""Names in :data:`EAGLE` that are ``None`` on a device that SGLang has no kernel for, so that no hook finds them.
+"""Names in :data:`EAGLE` that are ``None`` on a device without SGLang's kernel, so that no hook finds them.
 
 On NVIDIA GPUs they need NVIDIA's compiler, and FlashInfer.
 """

@@ -25,7 +25,7 @@ def seen_by_branches(slots: Tensor, number: int, branches: int) -> Tensor:
 
 
 def describe(seq_lens: Tensor, known: Tensor, longest: int, sees: Tensor, slots: Tensor) -> AttentionFLMetadata:
-    """Describe new tokens each of which attends to its request's tokens and to some of the drafts.
+    """Describe new tokens; each attends to its request's tokens and to some of the drafts.
 
     Args:
         seq_lens: ``[requests]``, tokens without drafts.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fl_dispatch import Manifest
 
 TENSOR_PARALLEL = "tp"
-"""How SGLang's name of the group begins whose ranks share each layer."""
+"""Prefix of SGLang's name of the group that shares each layer."""
 COMMUNICATOR = Attached[Communicator]("fl_communicator")
 """The communicator of a group of several ranks."""
 
@@ -60,7 +60,7 @@ def close_group(original: Callable[..., None], group: GroupCoordinator) -> None:
 
 
 def _unless(original_runs: Callable[[GroupCoordinator], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Our method for a group, or the original for one of which this is true."""
+    """Decorate our method for a group; the original runs for groups that ``original_runs`` is true for."""
 
     def decorate(ours: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(ours)

@@ -79,7 +79,9 @@ def forward(
 
 
 def watched(runner: ModelRunner, run: Callable[[], Any], inside: nn.Module | None = None) -> Any:
-    """Run a forward pass, and see what the first one misses; ``inside`` is the module whose forward it calls itself."""
+    """Run a forward pass, and record the first one's misses; ``inside`` is the module that it calls the forward of
+    itself.
+    """
     loaded = LOADED.of(runner)
     if loaded.undispatched is not None:
         return run()
@@ -107,7 +109,7 @@ def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> No
 
 
 def _sizes(runner: ModelRunner) -> runs.Sizes | None:
-    """Those of its steps, once SGLang has found out how many requests fit."""
+    """The sizes of its steps, once SGLang has found how many requests fit."""
     requests = getattr(runner, "max_running_requests", None)
     if requests is None:
         return None

@@ -247,7 +247,7 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
             raise refused(f"experts whose inputs or outputs are transformed ({prefix})")
         found, *others = (self.get_scheme_dict(layer, name) for name in names)
         if any(other != found for other in others):
-            raise refused(f"experts whose products differ in their scheme ({prefix})")
+            raise refused(f"experts with products that differ in their scheme ({prefix})")
         return _read(found)
 
 
