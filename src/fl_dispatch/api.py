@@ -19,7 +19,7 @@ SERVED = range(V1, V1 + 1)
 
 
 def why_refused(point: EntryPoint) -> str:
-    """The sentence that refuses a package whose entry point this is; empty where its version is served."""
+    """The sentence that refuses the package of an entry point; empty if its version is served."""
     package = point.dist
     if package is None:
         return ""

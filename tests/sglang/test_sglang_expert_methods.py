@@ -165,13 +165,13 @@ def test_a_scale_that_the_checkpoint_lacks_is_noticed(host: None, scheme: str) -
 @pytest.mark.parametrize(
     ("scheme", "hidden", "inner", "said"),
     [
-        ("gptq", 128, 48, "48 elements on a rank are no whole number of groups of 32"),
-        ("awq", 48, 128, "48 elements on a rank are no whole number of groups of 32"),
-        ("compressed-tensors W8A16 int8", 128, 42, "42 elements on a rank fill no whole words"),
+        ("gptq", 128, 48, "48 elements on a rank, not a multiple of a group's 32"),
+        ("awq", 48, 128, "48 elements on a rank, not a multiple of a group's 32"),
+        ("compressed-tensors W8A16 int8", 128, 42, "42 elements on a rank, not a multiple of a word's 4"),
     ],
 )
 def test_parts_that_do_not_stand_alone_are_refused(host: None, scheme: str, hidden: int, inner: int, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"sglang_fl does not support experts whose {said} \({PREFIX}\) yet"):
+    with pytest.raises(ValueError, match=rf"sglang_fl does not support experts with {said} \({PREFIX}\) yet"):
         mixture(SCHEMES[scheme].config, hidden, inner)
 
 
@@ -184,7 +184,7 @@ def test_ranks_divide_experts_between_blocks(host: None) -> None:
         Fp8BlockExperts(schemes.fp8("dynamic", [128, 128])),
     )
     said = kind.create_weights(parameters, Sizes(2, 128, 64, 2, ranks=2, dtype=torch.float32))
-    assert said == "experts whose 64 elements on a rank are no whole number of blocks of 128"
+    assert said == "experts with 64 elements on a rank, not a multiple of a block's 128"
     assert not kind.create_weights(parameters, Sizes(2, 128, 64, 2, ranks=1, dtype=torch.float32))
 
 

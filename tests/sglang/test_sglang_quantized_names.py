@@ -102,7 +102,7 @@ def test_parts_that_differ_are_refused_in_one_sentence(
     host: None, config: dict[str, Any], name: str, said: str
 ) -> None:
     whole = (
-        rf"^sglang_fl does not support one layer whose parts .* in different ways \(.*{said}.*; {LAYER}.{name}\) yet$"
+        rf"^sglang_fl does not support one layer with parts .* in different ways \(.*{said}.*; {LAYER}.{name}\) yet$"
     )
     with pytest.raises(ValueError, match=whole):
         bits(config, name)

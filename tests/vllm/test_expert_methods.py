@@ -198,9 +198,9 @@ def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(config: 
 @pytest.mark.parametrize(
     ("hidden", "inner", "ranks", "named"),
     [
-        (256, 768, 4, "192 elements on a rank are no whole number of groups of 128"),
-        (256, 1408, 2, "704 elements on a rank are no whole number of groups of 128"),
-        (192, 256, 1, "192 elements on a rank are no whole number of groups of 128"),
+        (256, 768, 4, "192 elements on a rank, not a multiple of a group's 128"),
+        (256, 1408, 2, "704 elements on a rank, not a multiple of a group's 128"),
+        (192, 256, 1, "192 elements on a rank, not a multiple of a group's 128"),
     ],
 )
 @pytest.mark.parametrize("kind", ["gptq", "awq", "compressed-tensors"])
@@ -210,7 +210,7 @@ def test_groups_that_ranks_would_divide_are_refused(kind: str, hidden: int, inne
         "awq": AWQConfigFL.from_config({**AWQ, "group_size": 128}),
         "compressed-tensors": compressed({**W4, "group_size": 128}, None),
     }[kind]
-    with pytest.raises(ValueError, match=rf"vllm_fl does not support experts whose {named} \({PREFIX}\) yet"):
+    with pytest.raises(ValueError, match=rf"vllm_fl does not support experts with {named} \({PREFIX}\) yet"):
         mixture(config, hidden=hidden, inner=inner, tp_size=ranks)
     whole = mixture(config, hidden=256, inner=256 * ranks, tp_size=ranks)
     assert whole.intermediate_size_per_partition == 256
@@ -218,7 +218,7 @@ def test_groups_that_ranks_would_divide_are_refused(kind: str, hidden: int, inne
 
 def test_words_that_ranks_would_divide_are_refused() -> None:
     config = GPTQConfigFL.from_config({**GPTQ, "group_size": -1})
-    with pytest.raises(ValueError, match=rf"20 elements on a rank fill no whole words \({PREFIX}\) yet"):
+    with pytest.raises(ValueError, match=rf"20 elements on a rank, not a multiple of a word's 8 \({PREFIX}\) yet"):
         mixture(config, inner=40, tp_size=2)
 
 
@@ -407,7 +407,7 @@ def test_experts_whose_rows_are_transformed_are_refused(targets: list[str], refu
     transforms = {"config_groups": {"one": {"type": "hadamard", "apply": applied}}}
     config = compressed(W4, None, transform_config=transforms)
     if refused:
-        with pytest.raises(ValueError, match=rf"experts whose inputs or outputs are transformed \({PREFIX}\) yet"):
+        with pytest.raises(ValueError, match=rf"experts with transformed inputs or outputs \({PREFIX}\) yet"):
             mixture(config)
     else:
         assert isinstance(mixture(config).quant_method, methods.QuantizedMethod)

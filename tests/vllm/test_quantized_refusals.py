@@ -65,8 +65,8 @@ SENTENCES: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         (
-            "vllm_fl does not support one layer whose parts the checkpoint quantizes in different ways (gate_proj not "
-            f"quantized, up_proj quantized; {MLP}) yet"
+            "vllm_fl does not support one layer with parts that the checkpoint quantizes in different ways (gate_proj "
+            f"not quantized, up_proj quantized; {MLP}) yet"
         ),
         {**AWQ, "modules_to_not_convert": ["gate"]},
         MLP,

@@ -35,10 +35,10 @@ def register() -> None:
 
 
 def verify(method: str) -> None:
-    """Raise ``ValueError`` if a quantization method is not served here; else register what serves it.
+    """Raise ``ValueError`` if a quantization method is not served here; else register our configuration for it.
 
     Args:
-        method: vLLM's name of it.
+        method: vLLM's name of the method.
     """
     from ..compat.versions import TESTED_HOSTS, host_version, is_tested
     from ..host import HOST

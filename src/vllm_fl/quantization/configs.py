@@ -209,8 +209,8 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         return super().fl_method(layer, prefix)
 
     def __init__(self, target_scheme_map: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # The library's order (match_targets in utils/match.py), in which the first target that covers a layer counts;
-        # vLLM takes the file's, which is the order of modules.
+        # The library's order (match_targets in utils/match.py): the first target that covers a layer counts.
+        # vLLM takes the file's order, the order of modules.
         names = sorted(target_scheme_map, key=lambda target: ("re:" in target, target))
         super().__init__({name: target_scheme_map[name] for name in names}, *args, **kwargs)
 
@@ -244,7 +244,7 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         product = torch.nn.Linear(1, 1, device="meta")  # each of them, to what goes by classes
         transforms = (get_linear_transform_schemes(product, name, self.transform_config, {}) for name in names)
         if any(before or after for before, after in transforms):
-            raise refused(f"experts whose inputs or outputs are transformed ({prefix})")
+            raise refused(f"experts with transformed inputs or outputs ({prefix})")
         found, *others = (self.get_scheme_dict(layer, name) for name in names)
         if any(other != found for other in others):
             raise refused(f"experts with products that differ in their scheme ({prefix})")

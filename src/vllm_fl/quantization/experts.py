@@ -103,7 +103,7 @@ class QuantizedMethod(FusedMoEMethodBase):
         found.fl_layer, found.fl_kernel = layer, self.fl_kernel
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
-        """Nothing is quantized as far as vLLM's modular kernel knows."""
+        """Return a configuration without quantization: vLLM's modular kernel need not know of it."""
         return FusedMoEQuantConfig.make()
 
     @property

@@ -1,9 +1,9 @@
-"""Square blocks of merged weights whose parts are no whole number of them.
+"""Square blocks of merged weights if the parts are no whole number of blocks.
 
 A checkpoint quantizes ``q_proj``, ``k_proj`` and ``v_proj`` apart, so the last block of each part may be short. Hosts
 merge the parts, and count blocks from the first row of the first part. Here every row gets its block's scale while the
 checkpoint is loaded, so a host divides scales as it divides the weight; then each part is filled up to whole blocks
-with rows of zeros, whose products are left out.
+with rows of zeros, and their products are left out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def of_rows(scales: Tensor, parts: Sequence[int], block: int) -> Tensor | None:
 
 
 def padded(rows: Tensor, parts: Sequence[int], block: int, dim: int = 0) -> Tensor:
-    """A tensor whose parts along a dimension are filled up with zeros to whole blocks."""
+    """Fill up a tensor's parts along a dimension with zeros to whole blocks."""
     behind = (0, 0) * (rows.dim() - 1 - dim)
     # A cast, because not every device pads or joins fp8.
     values = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows

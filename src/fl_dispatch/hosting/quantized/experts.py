@@ -1,7 +1,7 @@
 """The quantized experts of a layer, one class a kind of weights.
 
 As for :mod:`.layers`, a host loads the parameters of all experts of a rank, each with a first dimension for them:
-``w13_…`` for the gate and ``up`` below each other, ``w2_…`` for the product that follows.
+``w13_…`` for the gate with ``up`` below it, ``w2_…`` for the product after them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def indivisible(sizes: Iterable[int], bits: int, group: int) -> str:
     """
     for size in sizes:
         if group > 0 and size % group:
-            return f"experts whose {size} elements on a rank are no whole number of groups of {group}"
+            return f"experts with {size} elements on a rank, not a multiple of a group's {group}"
         if size % (orders.WORD // bits):
-            return f"experts whose {size} elements on a rank fill no whole words"
+            return f"experts with {size} elements on a rank, not a multiple of a word's {orders.WORD // bits}"
     return ""
 
 

@@ -41,12 +41,12 @@ def agreed(
     A rule that names no part may name the joined layer, as in a checkpoint that joined it.
 
     Args:
-        rule: a layer's name → what the checkpoint says of it by name; ``None`` for nothing.
+        rule: a layer's name → the checkpoint's answer for that name; ``None`` if it has none.
         prefix: the layer's.
         parts: see :func:`names_of_parts`.
-        usual: what holds where nothing is said by name.
+        usual: the answer for names without one.
         said: an answer in words, for the error.
-        refused: what is not supported → the error, raised if the parts differ.
+        refused: the unsupported feature → the error, raised if the parts differ.
     """
     found = [rule(name) for name in parts]
     if all(answer is None for answer in found):
@@ -68,7 +68,7 @@ def check_equal(
         return
     words = zip(parts, map(said, answers), strict=True)
     named = ", ".join(f"{name.rpartition('.')[2]} {answer}" for name, answer in words)
-    raise refused(f"one layer whose parts the checkpoint quantizes in different ways ({named}; {prefix})")
+    raise refused(f"one layer with parts that the checkpoint quantizes in different ways ({named}; {prefix})")
 
 
 def left(is_left: bool) -> str:

@@ -37,7 +37,7 @@ class QuantizedKernel(LayerKernel):
         """Put the loaded parameters into the operator's form.
 
         Raises:
-            ValueError: nobody has loaded one of them.
+            ValueError: one of them was not loaded.
         """
         raise NotImplementedError
 
@@ -45,7 +45,7 @@ class QuantizedKernel(LayerKernel):
         """Put a layer's parameters into the operator's form, for good.
 
         Raises:
-            ValueError: nobody has loaded one of them.
+            ValueError: one of them was not loaded.
         """
         for name, value in parameters.items():
             if value is not None and orders.is_unset(value):
@@ -202,7 +202,7 @@ class PackedLayer(QuantizedLayer):
     fl_places: Sequence[int] | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Unpack words. A parameter whose ``output_dim`` is 1 lies transposed."""
+        """Unpack words. A parameter with ``output_dim`` 1 lies transposed."""
         weight_name, scale_name, zero_name = self.fl_weights
         weight, scale = getattr(layer, weight_name), getattr(layer, scale_name).data
         if weight.output_dim == 1:

@@ -18,7 +18,7 @@ WORD = 32
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """AWQ: the place in its word of each of eight numbers."""
 REORDERED = ("group", "dynamic")
-"""The values of ``actorder`` with which columns have groups of their own; others leave the order as it is."""
+"""The values of ``actorder`` that give columns groups of their own; others leave the order as it is."""
 UNSET = torch.finfo(torch.float8_e4m3fn).min
 """Scales that may not be loaded are filled with less than this."""
 
@@ -44,9 +44,9 @@ def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = No
 
 
 def packed_weight(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers ``[..., columns, inner]`` from 0 as ``weight_only_linear`` takes them.
+    """Pack numbers ``[..., columns, inner]`` from 0 as ``weight_only_linear`` takes them.
 
-    Those of 8 bits move by 128 into int8, and so must their zero points.
+    Numbers of 8 bits move by 128 into int8, and so must their zero points.
     """
     if bits == 8:
         return (numbers - 128).to(torch.int8).contiguous()
@@ -55,7 +55,7 @@ def packed_weight(numbers: Tensor, bits: int) -> Tensor:
 
 
 def zero_points(numbers: Tensor, bits: int) -> Tensor:
-    """Zero points ``[..., columns, groups]`` from 0 likewise."""
+    """Zero points ``[..., columns, groups]`` from 0, as :func:`packed_weight` moves the numbers: int8."""
     return (numbers - (128 if bits == 8 else 0)).to(torch.int8).contiguous()
 
 
@@ -80,7 +80,7 @@ def scale_of_columns(scale: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def scale_of_rows(scale: Tensor, parts: int) -> Tensor:
-    """The scale of a layer's input, float32: ``[1]``, or ``[parts]`` where those of merged layers differ.
+    """The scale of a layer's input, float32: ``[1]``, or ``[parts]`` if merged layers have different ones.
 
     Args:
         scale: one for each of the layers that the host merged into this one, or for all of it. Only the first one is

@@ -22,7 +22,7 @@ METHODS: Mapping[str, str] = MappingProxyType(
         "hqq": _FEW_BITS,
     }
 )
-"""Methods that are not served, by the names that checkpoints have → what works."""
+"""Unserved method, by its name in checkpoints → a method that works."""
 BITS = "export with 4 or 8 bits"
 AWQ_BITS = "export with 4 bits, or as 'gptq', which has 8"
 PACK = "export with format 'pack-quantized'"

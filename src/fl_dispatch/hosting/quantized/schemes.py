@@ -16,8 +16,16 @@ from typing import Any, Protocol
 from . import orders, remedies
 from .blocks import warn_of_powers_of_two
 
-CHANNEL, TENSOR, GROUP, BLOCK, TOKEN = "channel", "tensor", "group", "block", "token"
-"""Whose scale a scale is: a column's, a weight's, a group's, a block's, and a token's."""
+CHANNEL = "channel"
+"""A scale for each column of a weight."""
+TENSOR = "tensor"
+"""One scale for all of a weight or input."""
+GROUP = "group"
+"""A scale for each group of a row's elements."""
+BLOCK = "block"
+"""A scale for each block of rows and columns."""
+TOKEN = "token"
+"""A scale for each row of an input."""
 BITS = (4, 8)
 """Bits of packed weights."""
 PACKED_FORM = "pack-quantized"
@@ -37,7 +45,7 @@ class Numbers:
 
     Args:
         kind: ``int`` or ``float``.
-        per: whose scale a scale is, one of :data:`CHANNEL` and those beside it.
+        per: the thing with one scale: :data:`CHANNEL` or one of the names beside it.
         group: elements of a row with a scale in common; -1 for all of them.
         block: rows and columns of a block.
         symmetric: whether there are no zero points.

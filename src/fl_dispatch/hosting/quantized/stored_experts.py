@@ -1,7 +1,7 @@
 """The parameters of quantized experts as checkpoints have them, one class a kind, for the loaders of both hosts.
 
-A loader asks a parameter's attributes which part of a checkpoint's tensor is a rank's: ``quant_method`` names whose
-scale a scale is, ``is_transposed`` says that a weight's columns are its last dimension. :mod:`.experts` brings the
+A parameter's attributes tell a loader a rank's part of a checkpoint's tensor: ``quant_method`` names the thing with one
+scale, ``is_transposed`` says that a weight's columns are its last dimension. :mod:`.experts` brings the
 parameters into an operator's form.
 """
 
@@ -21,14 +21,14 @@ from .schemes import BLOCK, CHANNEL, GROUP, Kind, Scheme
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those of a rank's experts.
+    """Sizes of a rank's experts.
 
     Args:
-        count: experts.
+        count: number of experts.
         hidden: elements of a token.
         inner: elements between the two products of an expert.
         gates: parts of ``w13``, 2 with a gate.
-        ranks: among which each expert is divided.
+        ranks: number of ranks that share each expert.
         dtype: of the model.
     """
 
@@ -47,11 +47,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Parameters:
-    """A layer whose parameters are registered.
+    """A layer to register parameters of.
 
     Args:
-        layer: of a host.
-        said: what a host's loader asks of each parameter, the loader itself among it.
+        layer: the host's.
+        said: attributes of each parameter for a host's loader, the loader itself among them.
         reads_order: whether the loader takes ``g_idx`` of ``gptq``.
     """
 
@@ -60,7 +60,7 @@ class Parameters:
     reads_order: bool = False
 
     def add(self, name: str, values: Tensor, scale_of: str = "", transposed: bool = False) -> None:
-        """Register values with a first dimension for experts; ``scale_of``: whose scales or zero points they are."""
+        """Register values with a first dimension for experts; ``scale_of``: the thing with one scale or zero point."""
         parameter = nn.Parameter(values, requires_grad=False)
         vars(parameter).update(self.said, quant_method=scale_of, is_transposed=transposed)
         self.layer.register_parameter(name, parameter)
@@ -111,7 +111,7 @@ class Fp8BlockExperts(Experts, experts.Fp8BlockExperts):
     def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
         block = self.fl_block
         if sizes.inner % block and sizes.ranks > 1:
-            return f"experts whose {sizes.inner} elements on a rank are no whole number of blocks of {block}"
+            return f"experts with {sizes.inner} elements on a rank, not a multiple of a block's {block}"
         for name, columns, inner in sizes.weights():
             stored = torch.empty(sizes.count, columns, inner, dtype=torch.float8_e4m3fn)
             parameters.add(f"{name}_weight", stored)
@@ -158,7 +158,7 @@ class _Packed(Experts, experts.PackedExperts):
         return torch.zeros(count, *sizes, dtype=torch.int32)
 
     def _create_rest(self, parameters: Parameters, count: int, name: str, inner: int) -> None:
-        """Register what a checkpoint has besides, and nobody reads."""
+        """Register a checkpoint's other tensors, which are not read."""
 
 
 class PackedExperts(_Packed):

@@ -34,7 +34,7 @@ OneDnn = partial(
     priority=FIRST - 5,  # the same kernels, and 10 us more in each call
     needs=(why_elsewhere, why_no_onednn),
 )
-"""PyTorch's products, whose repacked weights Inductor does not take."""
+"""PyTorch's products; Inductor does not take their repacked weights."""
 Own = partial(_Kernel, impl_id="vendor.cpu.cpp", priority=FIRST - 5, needs=(why_elsewhere, "why_unavailable"))
 """C++ of this project, which needs a compiler and no build of vLLM's."""
 OwnProduct = partial(Own, priority=FIRST - 6)  # after PyTorch's, where that one has instructions for them
