@@ -262,7 +262,7 @@ def file_problems(path: Path) -> list[tuple[int, str]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return list(code_problems(text))
-    return list(fragment_problems(text) if path.parent == ROOT / "changes" else page_problems(text))
+    return list(fragment_problems(text) if path.resolve().parent == ROOT / "changes" else page_problems(text))
 
 
 def allowed() -> dict[Path, int]:

@@ -149,7 +149,7 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, epsilo
     Args:
         x: ``[..., width]``, floating point.
         alpha_p: ``[1]``, floating point; before the softplus.
-        alpha_n: ``[1]``, likewise.
+        alpha_n: ``[1]``, floating point; before the softplus.
         beta: slope at zero.
         epsilon: largest argument of the exponential.
 
@@ -334,7 +334,7 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
     work=_work,
 )
 def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """SwiGLU whose input is clamped.
+    """SwiGLU of clamped input.
 
     With ``g = min(x[..., :width], limit)`` and ``u = clamp(x[..., width:], -limit, limit)``:
     ``g * sigmoid(alpha * g) * (u + beta)``.
@@ -360,7 +360,7 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: f
     work=_work,
 )
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
-    """SwiGLU whose factors are clamped: ``min(silu(x[..., :width]), limit) * clamp(x[..., width:], -limit, limit)``.
+    """SwiGLU with clamped factors: ``min(silu(x[..., :width]), limit) * clamp(x[..., width:], -limit, limit)``.
 
     Args:
         x: ``[..., 2 * width]``, floating point.

@@ -29,7 +29,7 @@ STATE = Write(Access.STATE)
 SCALES = ("key_scale", "value_scale")
 """Parameters that a call gives with a cache in fp8."""
 TOKEN_SCALES = ("key_scales", "value_scales")
-"""Those that it gives with a cache in int8."""
+"""Parameters that a call gives with a cache in int8."""
 # The result is a mean of values, so it shrinks with the number of keys: the standard absolute error of the half types
 # would accept anything for a long sequence, while the rounding of weights to the half type costs at most half a unit of
 # the mean magnitude. In float32 an error of a score is a relative error of its weight, and the weighted values cancel.
@@ -149,7 +149,8 @@ def kv_cache_write(
         value: ``[tokens, kv_heads, value_dim]``, dtype of ``key``, any strides.
         key_cache: ``[blocks, block_size, kv_heads, head_dim]``, a view in any strides. The addressed slots are
             overwritten.
-        value_cache: ``[blocks, block_size, kv_heads, value_dim]``, likewise.
+        value_cache: ``[blocks, block_size, kv_heads, value_dim]``, a view in any strides. The addressed slots are
+            overwritten.
         slot_mapping: ``[at most tokens]``, int64.
         key_scale, value_scale: of caches in float8_e4m3fn; ``None`` for caches of another dtype.
         key_scales, value_scales: ``[blocks, block_size, kv_heads]``, float32, views in any strides: of caches in int8;
@@ -263,8 +264,8 @@ def paged_attention(
     Args:
         query: ``[tokens, heads, head_dim]``, floating point.
         key_cache: ``[blocks, block_size, kv_heads, head_dim]``, a view in any strides.
-        value_cache: ``[blocks, block_size, kv_heads, value_dim]``, likewise. Slots that hold no token of a request may
-            hold anything, NaN included.
+        value_cache: ``[blocks, block_size, kv_heads, value_dim]``, a view in any strides. Slots without a token of a
+            request may hold anything, NaN included.
         block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries that no visible key
             needs may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.
@@ -281,12 +282,12 @@ def paged_attention(
         alibi_slopes: ``[heads]``, float32, or ``None``.
         sinks: ``[heads]``, floating point, or ``None``: one more score for each head that takes part in the softmax's
             denominator only (Xiao et al., arXiv 2309.17453).
-        key_scale, value_scale: of caches in float8_e4m3fn: ``k = key_scale * stored``, and values likewise; ``None``
-            for caches of another dtype.
+        key_scale, value_scale: of caches in float8_e4m3fn: ``k = key_scale * stored`` and ``v = value_scale * stored``;
+            ``None`` for caches of another dtype.
         key_scales, value_scales: ``[blocks, block_size, kv_heads]``, float32, views in any strides: the same of caches
             in int8, for each token and head; ``None`` for others.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
-        seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
+        seq_lens_host: hint: the numbers in ``seq_lens``, for kernels that take them as integers.
 
     Returns:
         ``[tokens, heads, value_dim]``, dtype of ``query``: ``out`` where given. Rows that no request covers are

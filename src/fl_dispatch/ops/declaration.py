@@ -1,8 +1,8 @@
 """An operator: one declaration, the single source for everything derived from it.
 
-An operator is declared by its reference, a function in plain PyTorch whose signature and docstring are the operator's,
-and by what a function cannot say: which arguments may be overwritten, how a layer supplies arguments, the fake (meta)
-function, in which modes it may run, tolerances, sample inputs, and the work that a call does. Registration checks,
+An operator is declared by its reference, a function in plain PyTorch with the operator's signature and docstring.
+Fields beside it hold the rest: the arguments that may be overwritten, how a layer supplies arguments, the fake (meta)
+function, the modes in which it may run, tolerances, sample inputs, and the work of a call. Registration checks,
 adapters, bound operators, ``torch.library`` views, the reference backend, verification, benchmarks and the
 documentation table are derived from it.
 """
@@ -59,8 +59,8 @@ class SmallState:
     Both functions name the parameters that they look at, hints excepted.
 
     Args:
-        own: the arguments of the second run that differ from the call's, by name: a state of its own, which is as large
-            as what the call writes.
+        own: the arguments of the second run that differ from the call's, by name: a state of its own, as large as the
+            part of the state that the call writes.
         written: what a call has written of the state, alike for both runs.
     """
 
@@ -185,7 +185,7 @@ Shapes = Callable[[Sequence[int], Sequence[int]], Iterator[Shape]]
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 SEVERAL_ROUNDINGS = 1.0
-"""The mean error of operators whose implementations may round in the half type on the way, where terms may cancel."""
+"""The mean error of operators with implementations that may round to the half type midway; terms may cancel there."""
 
 STANDARD_TOLERANCE: Mapping[torch.dtype, Tolerance] = MappingProxyType(
     {
@@ -198,7 +198,7 @@ STANDARD_TOLERANCE: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 
 
 FEW_TERMS = 128
-"""A sum of so many terms in float32 stays within the absolute part of a tolerance, by ten standard deviations."""
+"""Terms of a float32 sum that stays within the absolute part of a tolerance, by ten standard deviations."""
 
 
 NARROW_SUM = 2.0**-14 / 32
@@ -246,15 +246,15 @@ class Operator(Generic[Reference]):
         waits: the reference reads numbers back from the device, so that no graph can hold it.
         batch_invariant: rows of the reference's results do not depend on the batch: they are copies, or products, sums
             and differences of two numbers.
-        hints: its last parameters that carry information which an implementation may use and may ignore, such as
-            lengths as integers on the host beside the tensor that holds them. A call that passes one to an
-            implementation without that parameter drops it. Their default is ``None``; they decide nothing: neither the
-            kind of the arguments nor an opaque view has them, and ``fake``, ``workload`` and ``work`` do without.
-        later: parameters that were declared after others had implemented it. A callable that nobody can look into is
-            taken to lack them.
+        hints: its last parameters, with information that an implementation may use or ignore, such as lengths as
+            integers on the host beside the tensor of lengths. A call that passes one to an implementation without that
+            parameter drops it. Their default is ``None``; they decide nothing: neither the kind of the arguments nor an
+            opaque view has them, and ``fake``, ``workload`` and ``work`` do without.
+        later: parameters that were declared after others had implemented it. A callable without a signature is taken
+            to lack them.
         writes: the arguments that a call may write. Anything not named here is only read.
         small_state: how a call that writes a state runs a second time; without it no such call does.
-        weights: parameters whose tensors stay from call to call in a model, so an implementation may prepare them
+        weights: parameters that get the same tensors in every call of a model, so an implementation may prepare them
             (:mod:`fl_dispatch.prepared`).
         layer: the layer form, or ``None`` where no layer takes part.
         modes: where it may run.
@@ -389,10 +389,10 @@ class Operator(Generic[Reference]):
     def tolerance(self, dtype: torch.dtype, args: tuple[Any, ...]) -> Tolerance:
         """The accepted error of a call; ``args`` as :meth:`bind` returns them.
 
-        A sum of ``n`` terms that is rounded at each of them has an error whose standard deviation grows with
-        ``sqrt(n)`` (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), so beyond
-        :data:`FEW_TERMS` the absolute part grows by as much as such a sum in float32 has. In float64 it does likewise.
-        In half types it grows by :data:`NARROW_SUM` for each narrow term.
+        The standard deviation of the error of a sum of ``n`` terms, rounded at each of them, grows with ``sqrt(n)``
+        (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), so beyond
+        :data:`FEW_TERMS` the absolute part grows by as much as such a sum in float32 has. The rule for float64 is the
+        same. In half types the absolute part grows by :data:`NARROW_SUM` for each narrow term.
 
         Raises:
             KeyError: no tolerance is declared for the dtype.

@@ -120,7 +120,7 @@ def rms_norm_quantize(
     group_size: int = 0,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """``rms_norm``, whose result is rounded to the dtype of ``x`` and quantized as ``quantize`` does.
+    """``rms_norm``, rounded to the dtype of ``x`` and then quantized as ``quantize`` does.
 
     Args:
         x: ``[..., hidden]``, floating point, only read.
@@ -188,7 +188,7 @@ def _gated_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 def silu_and_mul_quantize(
     x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``silu_and_mul``, whose result is rounded to the dtype of ``x`` and quantized as ``quantize`` does.
+    """``silu_and_mul``, rounded to the dtype of ``x`` and then quantized as ``quantize`` does.
 
     Args:
         x: ``[..., 2 * width]``, floating point.

@@ -1,13 +1,13 @@
 """Products with the low-rank factors of adapters (LoRA; Hu et al., arXiv 2106.09685), many adapters in one batch.
 
-A layer has a slot for each adapter that is in memory: its factors ``down`` and ``up``, whose product is added to the
-weights. A merged layer, such as that of queries, keys and values, has up to :data:`PARTS` of such pairs: *parts*.
+A layer has a slot for each adapter in memory: its factors ``down`` and ``up``; their product is added to the weights.
+A merged layer, such as that of queries, keys and values, has up to :data:`PARTS` of such pairs: *parts*.
 
-All four tensors of the mapping say which token has which adapter, each in the form that some implementation needs.
+All four tensors of the mapping assign adapters to tokens, each in the form that some implementation needs.
 They are as large for every batch, so that captured graphs read those of the batch at hand.
 
 References multiply every slot, and each token takes its own, so a graph holds them: nothing depends on the mapping but
-values. A slot whose factors are not finite reaches no token of another adapter.
+values. A slot with factors that are not finite reaches no token of another adapter.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def mla_decode(
         query_rope: ``[tokens, heads, rope_dim]``, dtype of ``query``, a view in any strides: the rotary part, if
             ``query`` has not got it.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
-        seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
+        seq_lens_host: hint: the numbers in ``seq_lens``, for kernels that take them as integers.
 
     Returns:
         ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` where given. Rows that see no cached token are
@@ -195,7 +195,7 @@ def mla_prefill(
     Args:
         query: ``[tokens, heads, head_dim]``, floating point.
         key: ``[keys, heads, head_dim]``, dtype of ``query``.
-        value: ``[keys, heads, value_dim]``, likewise, any strides.
+        value: ``[keys, heads, value_dim]``, dtype of ``query``, any strides.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.
         key_start_loc: ``[requests + 1]``, int32: the same for ``key`` and ``value``. A request may have no key.
         max_query_len: largest number of queries of a request, or more.
@@ -205,7 +205,7 @@ def mla_prefill(
             covers.
         causal: the last query of a request stands at its last key, and a query sees no key behind its own position.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
-        key_start_loc_host: hint: the numbers in ``key_start_loc``, likewise.
+        key_start_loc_host: hint: the numbers in ``key_start_loc``, for kernels that take them as integers.
 
     Returns:
         ``(out, lse)``: ``[tokens, heads, value_dim]`` in the dtype of ``query``, ``out`` where given, and the

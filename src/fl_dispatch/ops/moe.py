@@ -310,7 +310,7 @@ def mixture(
     second: Product,
     activations: Mapping[str, Callable[[Tensor], Tensor]] = ACTIVATIONS,
 ) -> Tensor:
-    """The experts of each token, whose two products are given, expert by expert.
+    """The experts of each token, expert by expert, with the two products given as functions.
 
     Waits for the device once, for their loads.
     """
@@ -365,19 +365,19 @@ def fused_moe(
     """The experts of each token and the weighted sum of their outputs (Shazeer et al., arXiv 1701.06538).
 
     Expert ``e`` computes ``w2[e] @ act(w13[e] @ x + w13_bias[e]) + w2_bias[e]``. A choice with a negative number, or
-    whose expert ``expert_map`` sends to -1, adds nothing.
+    of an expert that ``expert_map`` sends to -1, adds nothing.
 
-    Activations of a gated expert, whose ``w13`` has the rows of the gate and then those of ``up``: ``"silu"``,
-    ``"gelu"``, ``"gelu_tanh"``: ``act(gate) * up``. ``"swigluoai"``, whose rows alternate, gate first:
+    Activations of a gated expert, with the rows of the gate and then those of ``up`` in ``w13``: ``"silu"``,
+    ``"gelu"``, ``"gelu_tanh"``: ``act(gate) * up``. ``"swigluoai"``, with alternating rows, gate first:
     ``gate * sigmoid(1.702 * gate) * (up + 1)``, the gate at most 7 and ``up`` between -7 and 7. For an expert without a
     gate: ``"silu_no_mul"``, ``"gelu_no_mul"``, ``"gelu_tanh_no_mul"``, ``"relu2_no_mul"`` (the square of ``relu``).
 
     Args:
         hidden_states: ``[tokens, hidden]``, floating point.
         w13: ``[local experts, 2 * inner, hidden]``, dtype of ``hidden_states``; ``[.., inner, ..]`` without a gate.
-        w2: ``[local experts, hidden, inner]``, likewise.
+        w2: ``[local experts, hidden, inner]``, dtype of ``hidden_states``.
         topk_weights: ``[tokens, topk]``, floating point, usually float32.
-        topk_ids: ``[tokens, topk]``, int32 or int64: the experts of a token, no one twice.
+        topk_ids: ``[tokens, topk]``, int32 or int64: the experts of a token, each at most once.
         activation: see above; ``NotImplementedError`` for another one.
         apply_router_weight_on_input: the weight is a factor of the expert's input, not of its output.
         expert_map: ``[experts]``, int32: the number that an expert has on this rank, -1 for one of another rank; or

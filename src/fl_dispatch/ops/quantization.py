@@ -21,8 +21,10 @@ LARGEST = MappingProxyType({"int8": 127.0, "float8_e4m3fn": 448.0})
 """The quantized types, and the magnitude that the largest element of a group gets."""
 LEAST_SCALE = 1e-10
 """The scale of a group of zeros, and the least of any."""
-TENSOR, ROW = -1, 0
-"""Values of ``group_size`` that are no size."""
+TENSOR = -1
+"""The ``group_size`` of one scale for the whole tensor."""
+ROW = 0
+"""The ``group_size`` of one scale a row."""
 EXACT = MappingProxyType(
     dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), Tolerance(1e-6, 1e-14))
 )

@@ -105,7 +105,10 @@ def sums_narrow(dtype: torch.dtype, pairs: int, experts: int, block_size: int) -
 def _fp8_terms(
     hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, expert_map: Tensor | None, block_size: int
 ) -> int:
-    """Those of the second product; the first one's results are near float32, or else some are quantized otherwise."""
+    """Narrow terms of the second product.
+
+    The first product's results are near float32; where a kernel sums them narrowly, some are quantized otherwise.
+    """
     if w2.dtype is not FP8:
         return 0
     experts = len(w13) if expert_map is None else len(expert_map)
@@ -149,17 +152,17 @@ def scaled_experts(multiply: ScaledLinear) -> Callable[..., Tensor]:
             w13_scale: ``[local experts, rows of w13, 1]``, float32; with blocks ``[local experts, ceil(rows /
                 block_size), ceil(hidden / block_size)]``.
             w2: ``[local experts, hidden, inner]``, dtype of ``w13``.
-            w2_scale: likewise.
+            w2_scale: the scale of ``w2``, in the form of ``w13_scale``.
             topk_weights: as for ``fused_moe``.
             topk_ids: as for ``fused_moe``.
             activation: as for ``fused_moe``.
             apply_router_weight_on_input: as for ``fused_moe``.
             expert_map: as for ``fused_moe``.
             w13_bias: ``[local experts, rows of w13]``, floating point, or ``None``.
-            w2_bias: ``[local experts, hidden]``, likewise.
+            w2_bias: ``[local experts, hidden]``, floating point, or ``None``.
             x13_scale: ``[local experts]``, float32: the scale of the first product's rows, found before; or ``None``,
                 and each row has one, or ``block_size`` elements of it. Only without blocks.
-            x2_scale: of the second product's rows, likewise.
+            x2_scale: the scale of the second product's rows, in the form of ``x13_scale``.
             block_size: as for ``scaled_linear``.
             out: as for ``fused_moe``.
 
@@ -266,7 +269,7 @@ def weight_only_moe(
             inner, ..]`` without a gate.
         w13_scale: ``[local experts, rows of w13, groups]``, dtype of ``hidden_states``.
         w2: ``[local experts, hidden, inner / 2]`` or ``[.., inner]``, dtype of ``w13``.
-        w2_scale: ``[local experts, hidden, groups]``, likewise.
+        w2_scale: ``[local experts, hidden, groups]``, dtype of ``w13_scale``.
         topk_weights: as for ``fused_moe``.
         topk_ids: as for ``fused_moe``.
         activation: as for ``fused_moe``.
@@ -275,7 +278,7 @@ def weight_only_moe(
         w13_bias: as for ``fused_moe``.
         w2_bias: as for ``fused_moe``.
         w13_zero: shape of ``w13_scale``, int8, or ``None``, see ``weight_only_linear``.
-        w2_zero: shape of ``w2_scale``, likewise.
+        w2_zero: shape of ``w2_scale``, int8, or ``None``, see ``weight_only_linear``.
         out: as for ``fused_moe``.
 
     Returns:

@@ -197,10 +197,10 @@ def gated_delta_rule(
 
     Args:
         query: ``[tokens, key_heads, key_dim]``, floating point, any strides.
-        key: likewise.
-        value: ``[tokens, heads, value_dim]``, likewise.
-        a: ``[tokens, heads]``, likewise: the decay, before its bias.
-        b: ``[tokens, heads]``, likewise: how much is corrected, before the sigmoid.
+        key: shape of ``query``, floating point, any strides.
+        value: ``[tokens, heads, value_dim]``, floating point, any strides.
+        a: ``[tokens, heads]``, floating point, any strides: the decay, before its bias.
+        b: ``[tokens, heads]``, floating point, any strides: how much is corrected, before the sigmoid.
         a_log: ``[heads]``, floating point.
         dt_bias: ``[heads]``, floating point.
         states: ``[slots, heads, key_dim, value_dim]``, floating point, a view in any strides. Those of the sequences
@@ -289,10 +289,10 @@ def gated_delta_rule_update(
 
     Args:
         query: ``[requests, key_heads, key_dim]``, floating point, any strides.
-        key: likewise.
-        value: ``[requests, heads, value_dim]``, likewise.
-        a: ``[requests, heads]``, likewise: the decay, before its bias.
-        b: ``[requests, heads]``, likewise: how much is corrected, before the sigmoid.
+        key: shape of ``query``, floating point, any strides.
+        value: ``[requests, heads, value_dim]``, floating point, any strides.
+        a: ``[requests, heads]``, floating point, any strides: the decay, before its bias.
+        b: ``[requests, heads]``, floating point, any strides: how much is corrected, before the sigmoid.
         a_log: ``[heads]``, floating point.
         dt_bias: ``[heads]``, floating point.
         states: ``[slots, heads, key_dim, value_dim]``, floating point, a view in any strides. Those of the requests are

@@ -52,7 +52,7 @@ def _work(query: Tensor, key: Tensor | None, cos: Tensor, position_ids: Tensor, 
 
 
 class Rotations(Source):
-    """Makes inputs of operators that rotate."""
+    """Source of inputs of operators that rotate."""
 
     def tables(self, rotary_dim: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines of 512 positions, in one table as hosts have it."""

@@ -120,7 +120,7 @@ def best(scores: Tensor, topk: int, renormalize: bool, bias: Tensor | None) -> t
 def best_of_groups(
     scores: Tensor, topk: int, num_groups: int, topk_group: int, renormalize: bool, factor: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same of the experts in the best groups."""
+    """Weights and numbers of the experts with the best scores in the best groups."""
     groups = (len(scores), num_groups, scores.shape[-1] // num_groups)
     grouped = (scores if bias is None else scores + bias).view(groups)
     values = grouped.amax(dim=-1) if bias is None else grouped.topk(2, dim=-1).values.sum(dim=-1)

@@ -44,7 +44,7 @@ def bytes_of(*tensors: Tensor | None) -> int:
 
 
 def states_bytes(states: Tensor, requests: int) -> int:
-    """Bytes of the states of so many requests, read and written."""
+    """Bytes of the states of ``requests`` requests, read and written."""
     return 2 * requests * states.shape[1:].numel() * states.element_size()
 
 

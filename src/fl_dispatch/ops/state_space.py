@@ -70,10 +70,10 @@ def selective_scan(
 
     Args:
         x: ``[tokens, heads, head_dim]``, floating point, any strides.
-        dt: ``[tokens, heads]``, likewise: the step, before its bias and the softplus.
+        dt: ``[tokens, heads]``, floating point, any strides: the step, before its bias and the softplus.
         a: ``[heads]``, floating point, negative; or ``[heads, state_size]``, one for each column of a head's state.
         b: ``[tokens, groups, state_size]``, dtype of ``x``, any strides: what goes into the state.
-        c: likewise: what is read from it.
+        c: shape and dtype of ``b``, any strides: what is read from it.
         d: ``[heads]``, floating point: the part of a token that passes the state by, or ``None`` for nothing.
         dt_bias: ``[heads]``, floating point, or ``None``.
         states: ``[slots, heads, head_dim, state_size]``, floating point, a view in any strides. Those of the sequences
@@ -175,10 +175,10 @@ def selective_state_update(
 
     Args:
         x: ``[requests, heads, head_dim]``, floating point, any strides.
-        dt: ``[requests, heads]``, likewise: the step, before its bias and the softplus.
+        dt: ``[requests, heads]``, floating point, any strides: the step, before its bias and the softplus.
         a: ``[heads]``, floating point, negative; or ``[heads, state_size]``, one for each column of a head's state.
         b: ``[requests, groups, state_size]``, dtype of ``x``, any strides: what goes into the state.
-        c: likewise: what is read from it.
+        c: shape and dtype of ``b``, any strides: what is read from it.
         d: ``[heads]``, floating point: the part of a token that passes the state by, or ``None`` for nothing.
         dt_bias: ``[heads]``, floating point, or ``None``.
         states: ``[slots, heads, head_dim, state_size]``, floating point, a view in any strides. Those of the requests

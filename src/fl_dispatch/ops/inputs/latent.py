@@ -17,7 +17,7 @@ SCALE = 0.03
 
 
 class _Decodes(Source):
-    """Makes inputs of ``mla_decode``."""
+    """Source of inputs of ``mla_decode``."""
 
     def sample(
         self,
@@ -37,14 +37,14 @@ class _Decodes(Source):
         hostile: bool = False,
         serving: bool = True,
     ) -> Sample:
-        """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has so many rows more.
+        """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has as many rows more.
 
         With ``scale`` the cache is in fp8. ``parted`` gives the rotary part as hosts have it: behind a part of the
         query that is not absorbed. ``spare`` and ``hostile`` are as for ``paged_attention``.
         """
         rows, lengths = [new for new, _ in requests], [length for _, length in requests]
         blocks = [-(-length // block_size) for length in lengths]
-        # Block 0 belongs to nobody: hosts point the unused entries of the table there.
+        # Block 0 belongs to no request: hosts point the unused entries of the table there.
         pages: list[int] = (1 + self.order(sum(blocks))).tolist()
         free, hidden = 1 + sum(blocks), HIDDEN_BLOCKS if hostile else 0
         table = torch.full((len(requests), max(blocks, default=0) + 1 + spare), free if hostile else 0).int()
@@ -118,7 +118,7 @@ def decode_probes(dtype: torch.dtype, device: torch.device, generator: torch.Gen
 
 
 class _Prefills(Source):
-    """Makes inputs of ``mla_prefill``."""
+    """Source of inputs of ``mla_prefill``."""
 
     def sample(
         self,
@@ -133,7 +133,7 @@ class _Prefills(Source):
         spare: int = 0,
         serving: bool = True,
     ) -> Sample:
-        """``requests`` are (queries, keys). With ``padding``, ``out`` is given and has so many rows more.
+        """``requests`` are (queries, keys). With ``padding``, ``out`` is given and has as many rows more.
 
         The maxima are larger than needed by ``spare``.
         """

@@ -90,12 +90,12 @@ def _gated(x: Tensor) -> Tensor:
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": _gated, "relu2_no_mul": lambda x: x.relu().square()}
 )
-"""Those of the samples of quantized mixtures; each makes zeros of zeros."""
+"""Activations in the samples of quantized mixtures; each maps zeros to zeros."""
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Mixtures whose rows are quantized before both products, and alike by every right implementation.
+    """Mixtures with rows quantized before both products, and alike by every right implementation.
 
     A number between the two products that lies between two quantized ones becomes either, as float32 happens to be
     rounded, and the result differs by a whole step. So the element of an expert that such a number belongs to gets

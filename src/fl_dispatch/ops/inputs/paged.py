@@ -15,8 +15,8 @@ from .quantized import Settled, none_and_infinite
 from .source import Source, starts
 
 HIDDEN_BLOCKS = 2
-"""Blocks of NaN behind the view of a cache whose unused table entries must not be followed: reading them is no crash,
-because they are memory of the same tensor, and no right answer either.
+"""Blocks of NaN behind the view of a cache, where unused entries of the table point. Reading them does not crash,
+because they are memory of the same tensor, but the result is wrong.
 """
 SCALES = (0.03, 0.02)
 """Scales of the keys and values of a cache in fp8, with which its largest numbers are about 13 and 9."""
@@ -68,7 +68,7 @@ def _given(scales: tuple[float, float] | None, token_scales: Sequence[Tensor]) -
 
 
 class Writes(Source):
-    """Makes inputs of ``kv_cache_write``."""
+    """Source of inputs of ``kv_cache_write``."""
 
     def sample(
         self,
@@ -162,7 +162,7 @@ def write_probes(dtype: torch.dtype, device: torch.device, generator: torch.Gene
 
 
 class _Attention(Source):
-    """Makes inputs of ``paged_attention``."""
+    """Source of inputs of ``paged_attention``."""
 
     def sample(
         self,
@@ -186,17 +186,17 @@ class _Attention(Source):
         hostile: bool = False,
         serving: bool = True,
     ) -> Sample:
-        """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has so many rows more.
+        """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has as many rows more.
 
-        With ``spare`` the maxima are larger than needed, by so many blocks. A ``hostile`` input has NaN in every slot
-        that holds no token (of int8 in its scale), and table entries that no visible key needs point behind the cache.
+        With ``spare`` the maxima are ``spare`` blocks larger than needed. A ``hostile`` input has NaN in every slot
+        without a token (of int8 in its scale), and table entries that no visible key needs point behind the cache.
         """
         value_dim = value_dim or head_dim
         queries, lengths = [new for new, _ in requests], [length for _, length in requests]
         blocks = [-(-length // block_size) for length in lengths]
         hidden = HIDDEN_BLOCKS if hostile else 0
         free = 1 + sum(blocks)
-        # Block 0 belongs to nobody: hosts point the unused entries of the table there.
+        # Block 0 belongs to no request: hosts point the unused entries of the table there.
         pages = 1 + self.order(sum(blocks))
         table = torch.full((len(requests), max(blocks, default=0) + 1 + spare), free if hostile else 0).int()
         for row, part in (

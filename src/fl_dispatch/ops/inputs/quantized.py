@@ -1,4 +1,4 @@
-"""Inputs of quantization whose results rounding cannot change, and quantized matrices."""
+"""Inputs that are quantized alike however intermediates are rounded, and quantized matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .source import Source
 APART = 1e-4
 """How far a quotient lies from where the rounding changes, in its own size: more than float32 arithmetic moves it."""
 SUMMED = 2e-6
-"""The same for a sum, in the size of the largest one: terms may cancel."""
+"""How far a sum lies from where the rounding changes, in the size of its largest term, because terms may cancel."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Settled(Source):
         return whole[:, :inner]
 
     def gated(self, rows: int, width: int, *, group: int = 0, scale: Tensor | None = None) -> Tensor:
-        """Gates and factors ``[rows, 2 * width]`` whose product is quantized alike, rounded to the dtype or not."""
+        """Gates and factors ``[rows, 2 * width]``; their product is quantized alike, rounded to the dtype or not."""
         gate, up = self.normal(rows, width), self.normal(rows, width)
         y = torch.nn.functional.silu(gate.double()) * up.double()
         gap = max(APART, torch.finfo(self.dtype).eps)  # a rounding of the product, and one of the largest
@@ -65,7 +65,7 @@ class Settled(Source):
         return torch.cat((gate, up.masked_fill(y == 0, 0.0)), -1)
 
     def settle(self, x: Tensor, scale: Tensor, gap: float = APART) -> Tensor:
-        """``x`` with zeros in the place of numbers whose quotients lie between two quantized ones."""
+        """``x`` with zeros in the place of numbers with a quotient between two quantized numbers."""
         quotient = x.double() / scale
         below, above = (self._rounded(quotient * (1 + sign * gap)) for sign in (-1, 1))
         return torch.where(below == above, x, torch.zeros_like(x))
@@ -97,14 +97,17 @@ class Settled(Source):
         return kept.round() if self.quantized is torch.int8 else kept.float().to(self.quantized).double()
 
 
-CYCLE, ODD = (8, 7, 2, 2, 2, 1, 1, 1), (8, 7, 7, 2, 2, 2, 1, 1, 0, 0, 0)
-"""Magnitudes whose mean square is 16, a power of four. No quotient of two lies halfway between two quantized numbers,
-but for a half, and the largest of many is 8 or 7."""
+CYCLE = (8, 7, 2, 2, 2, 1, 1, 1)
+"""Magnitudes with mean square 16, a power of four. No quotient of two lies halfway between two quantized numbers, but
+for a half, and the largest of many is 8 or 7.
+"""
+ODD = (8, 7, 7, 2, 2, 2, 1, 1, 0, 0, 0)
+"""Magnitudes with the properties of ``CYCLE``, of an odd number."""
 
 
 @dataclass(frozen=True)
 class Normed(Source):
-    """Rows whose norm is a multiple of a power of two, so that it is rounded and quantized alike."""
+    """Rows normed to a multiple of a power of two, so that the result is rounded and quantized alike."""
 
     def rows(self, rows: int, hidden: int) -> Tensor:
         """``[rows, hidden]``, each row in another order."""
@@ -114,7 +117,7 @@ class Normed(Source):
         return (cycles[order] * self._signs(rows, hidden)).to(self.device, self.dtype)
 
     def pair(self, rows: int, hidden: int) -> tuple[Tensor, Tensor]:
-        """Two such tensors of integers whose sum :meth:`rows` makes."""
+        """Two tensors of integers that add up to what :meth:`rows` makes."""
         drawn = torch.randint(-8, 9, (rows, hidden), generator=self.generator).to(self.device, self.dtype)
         return self.rows(rows, hidden) - drawn, drawn
 

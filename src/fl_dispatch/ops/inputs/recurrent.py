@@ -24,13 +24,13 @@ class States(Source):
     """States, and which of them a call's requests have."""
 
     def slots(self, requests: int) -> Tensor:
-        """A slot for each request; slot 0 belongs to nobody, as in hosts."""
+        """A slot for each request; slot 0 belongs to no request, as in hosts."""
         return (1 + self.order(requests + SPARE_SLOTS - 1)[:requests]).to(self.device)
 
     def states(
         self, requests: int, *shape: int, apart: int = 0, scale: float = 1.0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """``[slots, *shape]``; slots lie so many elements further apart than they are long, as in a padded page."""
+        """``[slots, *shape]``; slots lie ``apart`` elements further apart than they are long, as in a padded page."""
         size = math.prod(shape)
         page = self.normal(requests + SPARE_SLOTS, size + apart, scale=scale).to(dtype or self.dtype)
         return page.as_strided((len(page), *shape), (size + apart, *_contiguous(shape)))
@@ -49,7 +49,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Convolutions(States):
-    """Makes inputs of ``causal_conv1d`` and ``causal_conv1d_update``."""
+    """Source of inputs of ``causal_conv1d`` and ``causal_conv1d_update``."""
 
     def parts(
         self, rows: int, requests: int, channels: int, width: int, bias: bool, channels_first: bool, apart: int
@@ -79,7 +79,7 @@ class Convolutions(States):
         stale: float = STALE,
         serving: bool = True,
     ) -> Sample:
-        """Ragged sequences; those in ``new`` have no state, and with ``None`` nobody says who has one."""
+        """Ragged sequences; those in ``new`` have no state, and with ``None`` the call does not say which have one."""
         rows = sum(lengths) + padding
         x, weight, bias_, states, slots = self.parts(rows, len(lengths), channels, width, bias, channels_first, apart)
         has_state = None if new is None else self.new_requests(states, slots, new, stale)
@@ -149,7 +149,7 @@ def conv_update_probes(dtype: torch.dtype, device: torch.device, generator: torc
 
 
 class DeltaRules(States):
-    """Makes inputs of ``gated_delta_rule`` and ``gated_delta_rule_update``."""
+    """Source of inputs of ``gated_delta_rule`` and ``gated_delta_rule_update``."""
 
     def rows(
         self, rows: int, heads: tuple[int, int], dims: tuple[int, int]
@@ -194,7 +194,7 @@ class DeltaRules(States):
         stale: float = STALE,
         serving: bool = True,
     ) -> Sample:
-        """``new`` as for a convolution; so many rows more as ``padding``."""
+        """Ragged sequences, with ``new`` as for a convolution and ``padding`` more rows."""
         rows = sum(lengths) + padding
         states = self.made_states(len(lengths), heads[1], dims, apart, half_states, by_key)
         slots = self.slots(len(lengths))

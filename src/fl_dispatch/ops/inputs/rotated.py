@@ -12,7 +12,7 @@ from . import paged
 
 
 class _Rotated:
-    """Makes them of those of the two operators."""
+    """Source of inputs of the joined operator, made of inputs of the two operators."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
         self.rotations = Rotations(dtype, device, generator)

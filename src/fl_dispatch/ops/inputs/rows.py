@@ -10,8 +10,10 @@ from torch import Tensor
 from ..declaration import Sample, Samples
 from .source import Source
 
-WIDE, LARGE_HIDDEN = 14336, 8192
-"""Columns of a gated activation and hidden size of large served models."""
+WIDE = 14336
+"""Columns of a gated activation of large served models."""
+LARGE_HIDDEN = 8192
+"""Hidden size of large served models."""
 MANY = (4100, 8200, 66000)
 """Numbers of rows: above 4,096, above 8,192, and more than a second grid dimension holds (65,535)."""
 
@@ -90,7 +92,7 @@ def elementwise(*setting: object) -> Samples:
 
 
 def xielu(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Inputs of ``xielu``, whose parameters are tensors."""
+    """Inputs of ``xielu``, with parameters in tensors."""
     for sample in elementwise()(dtype, device, generator):
         alphas = (torch.rand(1, generator=generator).to(device=device, dtype=dtype) for _ in range(2))
         yield _probe(sample.label, *sample.args, *alphas, 0.5, -1e-6)

@@ -25,7 +25,7 @@ DECODE = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 4096), (1
 PREFILL = ((4, 512), (1, 2048), (4, 2048), (1, 8192), (4, 4096))
 """Requests and tokens of each, at most as many as the largest number of tokens in all."""
 LEAST_TOKENS = 32
-"""Attention is measured on so many tokens at least."""
+"""Fewest tokens on which attention is measured."""
 MOST_POSITIONS = 32768
 """Rows of the table of cosines and sines."""
 EXPERTS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "DeepSeek-V2-Lite": (64, 6, 2048, 1408)}
@@ -76,13 +76,13 @@ norm = rows(_=normalize, with_residual=add_and_normalize)
 
 
 def normalize_and_quantize(place: Place, tokens: int, hidden: int, *how: int) -> tuple[Any, ...]:
-    """A norm with a residual, whose result is quantized."""
+    """A norm with a residual and a quantized result."""
     x, residual, weight, epsilon = add_and_normalize(place, tokens, hidden)
     return x, "float8_e4m3fn", residual, weight, epsilon, *how
 
 
 def gate_and_quantize(place: Place, tokens: int, width: int, *how: int) -> tuple[Any, ...]:
-    """A gated activation, whose result is quantized."""
+    """A gated activation with a quantized result."""
     return place.normal(tokens, 2 * width), "float8_e4m3fn", *how
 
 
@@ -91,7 +91,7 @@ quantized_gated = rows(_=gate_and_quantize, groups=lambda *place: gate_and_quant
 
 
 def multiply(columns: int) -> Make:
-    """A product with weights of so many columns, as long as the width."""
+    """A product with ``columns`` columns of weights, as long as the width."""
     return lambda place, tokens, inner: (place.normal(tokens, inner), place.normal(columns, inner, scale=inner**-0.5))
 
 
@@ -103,7 +103,7 @@ def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def multiply_scaled(columns: int, kind: torch.dtype, block: int) -> Make:
-    """A product with weights of so many columns, both sides quantized."""
+    """A product with ``columns`` columns of weights, both sides quantized."""
 
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
         down, across = (-(-columns // block), -(-inner // block)) if block else (columns, 1)
@@ -130,7 +130,7 @@ def quantized_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator
 def multiply_weight_only(
     columns: int, kind: torch.dtype = torch.uint8, group: int = GROUP, zeros: bool = False
 ) -> Make:
-    """A product with quantized weights of so many columns, in groups of a row or (0) with a scale a row."""
+    """A product with ``columns`` columns of quantized weights, in groups of a row or (0) with a scale a row."""
 
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
         return place.normal(tokens, inner), *_weight_only(place, (columns,), inner, kind, group, zeros)
@@ -156,7 +156,7 @@ def packed_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sh
 
 
 def fuse(columns: int, kind: torch.dtype | None, group: int, norm: bool, gated: bool) -> Make:
-    """A product with so many columns, after a norm with a residual; ``kind`` and ``group`` of quantized weights."""
+    """A product with ``columns`` columns, after a norm with a residual; ``kind`` and ``group`` of quantized weights."""
 
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
         weight: tuple[Any, ...] = place.normal(columns, inner, scale=inner**-0.5), None, None
@@ -264,7 +264,7 @@ def attend(
 def attend_batch(
     place: Place, queries: Sequence[int], longest: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[Any, ...]:
-    """Requests with so many new tokens each and no others, whatever number of keys is announced."""
+    """Requests with ``queries`` new tokens and no others, whatever number of keys is announced."""
     lengths = torch.tensor(queries, dtype=torch.int32, device=place.index_device)
     starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     table = lengths.new_zeros(len(queries), -(-longest // BLOCK_SIZE))
@@ -297,7 +297,7 @@ def attention(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def latent(heads: int) -> Make:
-    """Decoding of latent attention with so many heads: requests, and keys of each."""
+    """Decoding of latent attention with ``heads`` heads: requests, and keys of each."""
 
     def make(place: Place, requests: int, context: int) -> tuple[Any, ...]:
         width, scale = LATENT_RANK + LATENT_ROPE, (LATENT_DIM + LATENT_ROPE) ** -0.5
@@ -320,7 +320,7 @@ def latent_decode(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shap
 
 
 def attend_in_full(place: Place, requests: int, length: int, heads: int = LATENT_HEADS[0]) -> tuple[Any, ...]:
-    """Prompts of latent attention, whose keys and values are there for every head."""
+    """Prompts of latent attention, with keys and values for every head."""
     tokens, width = requests * length, LATENT_DIM + LATENT_ROPE
     value = place.normal(tokens, heads, 2 * LATENT_DIM)[..., LATENT_DIM:]  # it lies beside the keys' larger part
     starts, query, key = _steps(place, requests, length), *(place.normal(tokens, heads, width) for _ in range(2))
@@ -333,8 +333,12 @@ def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
 
 
 MAIN_MEMORY = torch.device("cpu")
-DELTA_HEADS, DELTA_DIM, CONV_WIDTH = {"Qwen3-Next-80B-A3B": (16, 32), "Qwen3.5-0.8B": (16, 16)}, 128, 4
-"""Key and value heads of two models with the gated delta rule, the size of a head, and taps of their convolution."""
+DELTA_HEADS = {"Qwen3-Next-80B-A3B": (16, 32), "Qwen3.5-0.8B": (16, 16)}
+"""Key and value heads of two models with the gated delta rule."""
+DELTA_DIM = 128
+"""Elements of a head of these models."""
+CONV_WIDTH = 4
+"""Taps of the convolution of these models."""
 
 
 def _channels(heads: tuple[int, int]) -> int:
@@ -350,7 +354,7 @@ def _convolution(place: Place, rows: int, requests: int, channels: int) -> tuple
 
 
 def _slots(place: Place, requests: int) -> Tensor:
-    """A slot for each request; slot 0 belongs to nobody, as in hosts."""
+    """A slot for each request; slot 0 belongs to no request, as in hosts."""
     return 1 + torch.randperm(requests, device=place.index_device).to(torch.int32)
 
 
@@ -489,7 +493,7 @@ def mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def mix_scaled(experts: int, topk: int, inner: int, kind: torch.dtype, block: int) -> Make:
-    """A mixture of experts, both sides of whose products are quantized."""
+    """A mixture of experts with both sides of its products quantized."""
 
     def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
         def weight(columns: int, width: int) -> tuple[Tensor, Tensor]:
@@ -526,7 +530,7 @@ def mix_weight_only(
 
 
 def packed_mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Shapes of ``weight_only_moe`` with 4 bits, likewise."""
+    """Shapes of ``weight_only_moe`` with 4 bits, for the served models."""
     for model, (experts, topk, width, inner) in EXPERTS.items():
         yield from _each(f"4 bits, {model}", tokens, (width,), mix_weight_only(experts, topk, inner))
 

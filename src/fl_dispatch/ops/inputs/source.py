@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Source:
-    """Makes tensors of one dtype on one device; the numbers are drawn on the CPU, in float32."""
+    """Source of tensors of one dtype on one device; the numbers are drawn on the CPU, in float32."""
 
     dtype: torch.dtype
     device: torch.device

@@ -14,7 +14,7 @@ from .source import starts
 
 
 class _StateSpaces(States):
-    """Makes inputs of ``selective_scan`` and ``selective_state_update``."""
+    """Source of inputs of ``selective_scan`` and ``selective_state_update``."""
 
     def rows(
         self, rows: int, heads: tuple[int, int], dims: tuple[int, int], bare: bool, by_column: bool
@@ -56,7 +56,7 @@ class _StateSpaces(States):
         stale: float = STALE,
         serving: bool = True,
     ) -> Sample:
-        """Ragged sequences; those in ``new`` have no state, and with ``None`` nobody says who has one.
+        """Ragged sequences; those in ``new`` have no state, and with ``None`` the call does not say which have one.
 
         Args:
             label: see :class:`Sample`.
