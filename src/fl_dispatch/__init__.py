@@ -1,6 +1,6 @@
 """Operator dispatch for serving large language models on any chip.
 
-An operator has several implementations; a policy says which may run and in what order; a call runs the best one and
+An operator has several implementations. A policy says which may run, and in which order. A call runs the best one and
 falls back where that is safe. See docs/guide/architecture.md.
 """
 

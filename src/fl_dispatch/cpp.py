@@ -1,7 +1,7 @@
 """C++ of this project for tensors in main memory: compiled once for a kind of processor, and kept for later starts.
 
 Loading a library runs its code, so a kept one is loaded only if no other user can have written it: folder and file
-belong to this user or to root, no one else may write them, and the file ends with the digest of what precedes.
+belong to this user or to root, no other user may write them, and the file ends with the digest of what precedes.
 If nothing can be kept, each process compiles for itself, in a temporary folder that is gone once the code is loaded.
 """
 
@@ -41,7 +41,7 @@ def load(source: Path) -> ctypes.CDLL:
     """The functions of a file, which is compiled unless that was done before.
 
     Args:
-        source: a file whose functions have C linkage. PyTorch's OpenMP, loaded before, serves it.
+        source: a file of functions with C linkage. PyTorch's OpenMP, loaded before, serves it.
 
     Raises:
         DispatchError: there is no compiler, or it does not compile the file.

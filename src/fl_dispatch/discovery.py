@@ -116,9 +116,9 @@ def _code_of_a_backend() -> Iterator[None]:
 
 
 def imported(target: Target) -> Target | None:
-    """The same backend with its module imported, whatever came of that; ``None`` while this thread is importing it.
+    """A copy of the target after an attempt to import its module; ``None`` while this thread is importing it.
 
-    An import takes the module's lock, and its module may dispatch, so nobody imports while he holds the writers' lock.
+    An import takes the module's lock, and its module may dispatch, so a thread with the writers' lock never imports.
     """
     started = time.perf_counter()
     try:
@@ -138,7 +138,7 @@ def imported(target: Target) -> Target | None:
 
 
 def slow_imports() -> dict[str, float]:
-    """Backends of this process whose import took long: name and place → seconds."""
+    """Backends of this process that took long to import: name and place → seconds."""
     return dict(_slow)
 
 
@@ -216,7 +216,7 @@ def _say_shared_vendors(name: str, before: set[OpImpl], added: set[OpImpl]) -> N
     shared = {impl.vendor: holders[key] for impl in added if (key := (impl.vendor, impl.op_name)) in holders}
     for vendor, holder in sorted(shared.items()):
         logger.warning(
-            "Backend '%s' registers for the vendor '%s', whose name '%s' of %s has: a policy that names it means both",
+            "Backend '%s' registers for the vendor '%s', and so does '%s' of %s: a policy that names it means both",
             name,
             vendor,
             holder.impl_id,

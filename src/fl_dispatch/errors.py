@@ -122,7 +122,7 @@ def text_of(error: BaseException) -> str:
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception as broken:
-        return f"{type(error).__name__} (whose text raises {type(broken).__name__})"
+        return f"{type(error).__name__} (its text raises {type(broken).__name__})"
     if len(text) <= MOST_CHARACTERS:
         return text
     half = MOST_CHARACTERS // 2

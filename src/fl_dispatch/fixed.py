@@ -37,7 +37,7 @@ class Choice:
         return self.rule is None and len(self.runs) == 1 and self.complete
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Choices as plain data."""
         data: dict[str, Any] = {"runs": [impl.impl_id for impl in self.runs]}
         if self.rule is not None:
             data["when"] = condition_of(self.rule)

@@ -1,7 +1,7 @@
 """Which weight a step multiplies with after another one, so that a kernel can ask for it in time.
 
-A host records one eager step, after it has loaded a model. Products that ask say which weight they have, and learn
-which one follows. That is a hint: no result depends on it.
+A host records one eager step, after it has loaded a model. A product asks with the weight that it has, and gets the
+next one. The answer is a hint: no result depends on it.
 
 Only weights of the recorded step follow others, so what a product asks for is multiplied with a moment later, by the
 same step. A graph keeps the address, as it keeps that of its own products' weights: it is as long valid as they are.
@@ -23,12 +23,12 @@ from torch import Tensor
 _next: dict[int, weakref.ref[Tensor]] = {}
 """A weight's address → the weight that follows."""
 _recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None)
-"""The weights of a step that is recorded, whose thread alone adds to them."""
+"""The weights of the step that is recorded; its thread alone adds to them."""
 
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Run a step whose order of weights is known afterwards, in place of any that was recorded before."""
+    """Record the order of weights in a step, in place of any that was recorded before."""
     weights: list[Tensor] = []
     token = _recorded.set(weights)
     try:
@@ -42,7 +42,7 @@ def recorded() -> Iterator[None]:
 
 
 def known() -> int:
-    """The number of weights of which it is known which one follows, and that one is still there."""
+    """How many recorded successors are still alive."""
     return sum(found() is not None for found in _next.values())
 
 

@@ -1,4 +1,4 @@
-"""The policy that holds where no context does: read from the settings, until somebody sets one."""
+"""The policy that holds outside contexts: read from the settings, until a program sets one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class GlobalPolicy:
 
     Attributes:
         epoch: grows with every change.
-        from_settings: nobody has set a policy.
+        from_settings: no program has set a policy.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class GlobalPolicy:
         self.from_settings = True
 
     def get(self) -> SelectionPolicy:
-        """The policy; read from the settings when nobody set one.
+        """The policy; read from the settings when none was set.
 
         Raises:
             ConfigError: the settings are wrong.

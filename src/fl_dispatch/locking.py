@@ -1,11 +1,12 @@
-"""One lock for everybody who changes something: registrations, policies, bans, tables; another for loading backends.
+"""One lock for every change: registrations, policies, bans, tables; another for loading backends.
 
-Forms of weights (:mod:`.prepared`) and the costs of shadow mode have one each, which nobody holds while taking these.
+Forms of weights (:mod:`.prepared`) and the costs of shadow mode have one each; a thread that holds one of these takes
+neither of the two above.
 
 Readers take no lock. With a single lock for all writers there is no order to get wrong. Code of backends runs without
 it while they load, because an import takes a lock of its own and its module may dispatch; one thread at a time loads
-them all the same, and nobody waits for it for ever. A fork waits for the writer and the loader at work, so that a child
-never sees a half-done change nor a module that nobody imports any more, and gets locks of its own.
+them all the same, and no thread waits for it for ever. A fork waits for the writer and the loader at work, so that a
+child never sees a half-done change nor a module that was left half imported, and gets locks of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ForkableLock:
         self.release()
 
     def acquire(self, seconds: float = -1) -> bool:
-        """Take it, and say whether that was possible; waits for so many seconds at most, or for ever."""
+        """Take the lock, and say whether that was possible; waits for ``seconds`` at most, or for ever."""
         taken = self._lock.acquire(timeout=seconds)
         if taken:
             self._owner = threading.get_ident()
@@ -51,7 +52,7 @@ class ForkableLock:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[bool]:
-        """Hold it in a block; after so many seconds of waiting the block, which is told, goes ahead without it."""
+        """Hold the lock in a block; after ``seconds`` of waiting the block gets ``False`` and goes ahead without it."""
         if not self.acquire(seconds):
             yield False
             return

@@ -1,9 +1,9 @@
 """Our loggers and their level.
 
-A library does not configure logging, and where somebody did, nothing here adds to it. If nobody did, Python shows
+A library does not configure logging, and where the program did, nothing here adds to it. If it did not, Python shows
 WARNINGs and drops the rest; vLLM is such a place, since it configures its own logger ``vllm`` only. So when a level
 below WARNING is asked for (the default, INFO, holds while settings are read), our top loggers get one handler that
-writes to stderr and falls silent as soon as a handler of somebody else would show the same record.
+writes to stderr and falls silent as soon as another handler would show the same record.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def with_preference(prefer: str) -> Iterator[SelectionPolicy]:
 
 @contextmanager
 def with_allowed_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
-    """Allow only these vendors inside the ``with`` block (replacing the list in force); without any, nobody."""
+    """Allow only these vendors inside the ``with`` block (replacing the list in force); without any, none."""
     with policy_context(_changed(allow_vendors=frozenset(vendors))) as policy:
         yield policy
 

@@ -1,6 +1,6 @@
 """Prepared weights: what implementations make of a model's weights, such as repacked copies, kept with the weight.
 
-A host *declares* the tensors that stay from call to call. An implementation whose kernel wants another form of one asks
+A host *declares* the tensors that stay from call to call. An implementation with a kernel for another form of one asks
 :func:`of` for it, and the first call makes it. The weight itself stays as it is, for every other implementation and for
 whoever reads or writes it, so a prepared weight takes its memory twice.
 
@@ -13,7 +13,7 @@ of a memory, so a weight is marked only while it is the one owner. An address al
 another machine writes to, has no owner: whoever writes there says so (:func:`weights_were_written`).
 
 Some who only read take the mark away too, because they ask for an address as writers do: code that Inductor compiled
-for a GPU, launchers of Triton kernels. A host that knows when nobody writes says so (:func:`settled`).
+for a GPU, launchers of Triton kernels. A host that knows a time without writes says so (:func:`settled`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHARED = "a view, a NumPy array or a DLPack capsule shares its memory, and PyTor
 CALLED_BY_PYTORCH = "fl_dispatch.compiled.views"
 """The module of functions that PyTorch calls with tensors that it owns meanwhile."""
 _unwritten: Callable[[Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda weight: False)
-"""Whether nobody has asked for memory to write to since a weight was marked."""
+"""Whether memory to write to was never asked for since a weight was marked."""
 _owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: ALONE + 1)
 _uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda weight: 2)
 ALONE = 2
@@ -68,8 +68,8 @@ class Forms:
     ``made`` has each implementation's form, ``None`` where it has none for this weight; ``makers`` makes them, and
     ``times`` says how often that was done. Copies and pickles of a weight begin without forms, because a form may be an
     address. Forms that are ``held`` are never given up: compiled code, and graphs, which know their addresses, go on
-    using them. ``settled`` is the weight while nobody writes it (:func:`settled`). ``shared`` counts the calls in a row
-    that found the weight's memory shared.
+    using them. ``settled`` is the weight in a time without writes (:func:`settled`). ``shared`` counts the calls in a
+    row that found the weight's memory shared.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
             it may reuse; ``None`` if there is no form of this weight.
 
     Returns:
-        The form, or ``None``: nobody declared the weight, it has no such form, or writes to it cannot be noticed now.
+        The form, or ``None``: the weight is not declared, it has no such form, or writes to it cannot be noticed now.
         In a trace it is what the last call outside made; whoever runs the compiled code calls :func:`follow` before.
     """
     forms: Forms | None = getattr(weight, ATTRIBUTE, None)
@@ -165,7 +165,7 @@ def follow(weight: Tensor, forms: Forms, held: bool = True) -> None:
 
 
 def weights_were_written(weights: Iterable[Tensor] | None = None) -> None:
-    """Say that weights were written where PyTorch cannot notice it: through an address that somebody kept.
+    """Say that weights were written where PyTorch cannot notice it: through an address that was kept.
 
     An extension that keeps ``weight.data_ptr()``, a NIC or another process that writes to this memory. Their forms are
     made anew before they are used again: outside a host's step in the next call, else at the beginning of the next
@@ -185,10 +185,10 @@ def weights_were_written(weights: Iterable[Tensor] | None = None) -> None:
 
 @contextmanager
 def settled(weights: Iterable[tuple[Tensor, Forms]], held: bool = True) -> Iterator[None]:
-    """A time in which nobody writes these weights, such as an engine's step: their forms are taken as they are.
+    """A time without writes to these weights, such as an engine's step: their forms are taken as they are.
 
-    A weight that was written before is followed first (:func:`follow`, which says what the arguments are). One whose
-    mark is gone at the end was read: it is marked again, and keeps its forms. Inside of another such time this changes
+    A weight that was written before is followed first; :func:`follow` explains the arguments. A weight without its
+    mark at the end was read: it is marked again, and keeps its forms. Inside of another such time this changes
     nothing.
     """
     begun: list[Forms] = []
@@ -221,7 +221,7 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         forms.shared = forms.shared + 1 if why_not is SHARED else 0
         held = forms.held and bool(forms.made)
         if held or (why_not is SHARED and forms.settled is weight):
-            now = weight.detach() if now is None else now  # made anew each time, if nobody can tell
+            now = weight.detach() if now is None else now  # made anew each time, if writes cannot be seen
             if held and forms.shared == IN_A_ROW:
                 logger.warning(
                     "a weight %s %s is prepared anew in every step: %s", tuple(weight.shape), weight.dtype, why_not
@@ -271,10 +271,10 @@ def _say_captured(name: str) -> None:
 
 
 def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
-    """A snapshot of a weight whose next write PyTorch will notice, or ``None`` and why it cannot.
+    """A snapshot of a weight that makes PyTorch notice the next write, or ``None`` and why it cannot.
 
-    Nothing is copied until somebody asks either of both for memory to write to, as kernels do that do not say what they
-    only read.
+    Nothing is copied until a kernel asks either of both for memory to write to. Kernels that do not declare their
+    inputs as read only ask for it too.
     """
     if weight.untyped_storage().nbytes() > weight.nbytes:
         return None, "it lies in one memory with other tensors, and the mark is the memory's"

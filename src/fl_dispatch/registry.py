@@ -45,7 +45,7 @@ class RegistryObserver(Protocol):
         """A change is in place; it is taken back if this raises."""
 
     def on_registration(self, op_names: frozenset[str]) -> None:
-        """These operators have changed, or have changed back."""
+        """Learn that these operators have changed, or have changed back."""
 
 
 class OpRegistry:
@@ -86,11 +86,12 @@ class OpRegistry:
                 raise RegistrationError(f"an OpImpl is needed, not {impl!r}")
         for op_name in {impl.op_name for impl in new} - OPERATORS.keys():
             if meant := suggestion(op_name, cutoff=ALMOST_SURELY):
-                logger.warning("%s registers '%s', which nobody declared%s", self._source or "a plugin", op_name, meant)
+                text = "%s registers '%s', which has no declaration%s"
+                logger.warning(text, self._source or "a plugin", op_name, meant)
         for impl in new:
             for key in map(str, impl.traits.extra):
                 if known := near_miss(key, TRAITS):
-                    text = "'%s' of op '%s' has the property '%s', which nobody asks for; did you mean '%s'?"
+                    text = "'%s' of op '%s' has the property '%s', which is never read; did you mean '%s'?"
                     logger.warning(text, impl.impl_id, impl.op_name, key, known)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}
         self._add(new, conventions, frozenset())
@@ -115,7 +116,7 @@ class OpRegistry:
         with writers:
             if not sources & self._parent._sources:
                 for replacement in self._replacements:
-                    refuse_taken_name(replacement)  # somebody may have taken it since; nothing is registered yet
+                    refuse_taken_name(replacement)  # another thread may have taken it since; nothing is registered yet
                 self._parent._add(tuple(self._added), self._conventions, sources)
                 for replacement in self._replacements:
                     self._parent.register_replacement(replacement)
@@ -183,7 +184,7 @@ class OpRegistry:
             self._conventions = {}
 
     def convention(self, impl: OpImpl) -> Convention | None:
-        """How to call a registered implementation; ``None`` for an operator that nobody declared."""
+        """How to call a registered implementation; ``None`` for an undeclared operator."""
         known = self._conventions.get(impl)
         if known is None and impl.op_name in OPERATORS:  # declared after it was registered
             known = self._conventions[impl] = convention_of(impl, OPERATORS[impl.op_name])
@@ -195,7 +196,7 @@ class OpRegistry:
             self._observers.add(observer)
 
     def _replace(self, impls: Impls, sources: frozenset[str], op_names: frozenset[str]) -> None:
-        """Make a change known to everybody, or take it back if somebody refuses it or is interrupted."""
+        """Make a change known to all observers, or take it back if one refuses it or is interrupted."""
         before, observers = (self._impls, self._sources), list(self._observers)
         self._impls, self._sources = impls, sources
         try:

@@ -86,7 +86,7 @@ def register_replacement(replacement: AtenReplacement) -> None:
 
 
 def replacements() -> tuple[AtenReplacement, ...]:
-    """Those that are registered, in the order of registration."""
+    """Registered replacements, in the order of registration."""
     return tuple(_registered.values())
 
 

@@ -93,7 +93,7 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
 
 
 def _unchecked(impl: OpImpl, operator: Operator) -> Convention:
-    """A callable that nobody can look into takes what was declared at first, and no hints."""
+    """The convention of a callable without a signature: the parameters that were declared at first, and no hints."""
     first = tuple(name for name in operator.operands(tuple(operator.parameters)) if name not in operator.later)
     asked = _asked(impl, operator, operator.later)
     return Convention(first, operator.later, operator.hints, *asked, defaults=False)
@@ -102,9 +102,9 @@ def _unchecked(impl: OpImpl, operator: Operator) -> Convention:
 def _asked(impl: OpImpl, operator: Operator, left_out: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The arguments of ``supports``: positional ones, then those that it gets by name.
 
-    It gets the parameters that it names. One that takes ``*args``, or has names of its own, gets all operands in order,
-    less the last ones that the implementation leaves out if it cannot take them: a call that gives one of these goes
-    elsewhere, so a parameter that a declaration gets later breaks no package.
+    ``supports`` gets the parameters that it names. With ``*args``, or names of its own, it gets all operands in order,
+    less the last ones if the implementation leaves them out and it cannot take them. A call that gives one of these
+    goes elsewhere, so a parameter added to a declaration breaks no package.
 
     Raises:
         RegistrationError: it names a parameter that is not declared, or does not take all operands.

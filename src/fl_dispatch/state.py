@@ -52,7 +52,7 @@ class State:
         fixed: what every operator and layer runs while dispatch is frozen.
         whole: operators that compiled code calls by their views even where it could look inside, because a host looks
             for these calls in its graphs.
-        lockstep: set by a host whose ranks run in step; a fallback then aborts the step instead of diverging.
+        lockstep: set by a host with ranks that run in step; a fallback then aborts the step instead of diverging.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class State:
         """Rank an operator's implementations under a policy, with or without the bans and the facts that hosts stated.
 
         Raises:
-            NoImplementationError: nobody registered the operator.
+            NoImplementationError: no backend registered the operator.
         """
         impls = self.registry.get_implementations(op_name)
         if not impls:
@@ -125,7 +125,7 @@ class State:
         return tuple(found)
 
     def _choices_at(self, place: Place, policy: SelectionPolicy, bans: bool) -> Choices:
-        """The choices of a policy for an operator or layer; none where nobody registered the operator."""
+        """The choices of a policy for an operator or layer; none where no backend registered the operator."""
         op_name, scope = place
         if not self.registry.get_implementations(op_name):
             return ()
@@ -161,5 +161,5 @@ def is_elsewhere(impl: OpImpl) -> bool:
 
 
 def unknown(op_name: str) -> NoImplementationError:
-    """The error for an operator that nobody registered."""
-    return NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'{suggestion(op_name)}"])
+    """The error for an operator without an implementation."""
+    return NoImplementationError(op_name, [f"no backend registered an operator '{op_name}'{suggestion(op_name)}"])

@@ -109,20 +109,19 @@ class OpImpl:
             or, if the first one is named ``obj``, the declaration's layer form.
         vendor: the vendor's name; required for ``VENDOR``, and only there.
         priority: comes first where higher, among implementations that match the same token; ``None`` takes the kind's.
-        supports: called with the arguments whose parameters it names, or with all of them, see
+        supports: called with the arguments that its parameters name, or with all of them, see
             :func:`fl_dispatch.ops.named.names_of`; ``True``, ``False``, or a string that says why not.
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
         properties: its :class:`Traits`, or a mapping of their names, such as ``{"batch_invariant": True}``. Other keys
             are a vendor's own; one that almost is a trait's name is a WARNING at registration.
-        requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
-            start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
-            apart.
-        device_types: the PyTorch device types whose tensors it takes; ``None`` for any. Every call looks at the leading
-            tensor's if this machine's device is not among them. If it is, the fast path does not look, so the
+        requires: facts that it needs about the process, such as ``{"kv_layout": "NHD"}``. The host states facts at
+            start; a fact that differs skips the implementation, so operators with a common layout are chosen together.
+        device_types: the PyTorch device types of tensors that it takes; ``None`` for any. Every call looks at the
+            leading tensor's if this machine's device is not among them. If it is, the fast path does not look, so the
             implementation itself raises ``NotSupported`` for tensors elsewhere, which then counts as not chosen, but
             is raised while dispatch is frozen.
-        signature: ``"checked"``, or ``"unchecked"`` for a callable whose parameters cannot be inspected.
+        signature: ``"checked"``, or ``"unchecked"`` for a callable with parameters that cannot be inspected.
         opaque: Dynamo cannot trace it, so compiled code calls it behind a ``torch.library`` operator; with ``False`` it
             can. ``None`` has it tried when compiled code first needs it.
 

@@ -245,7 +245,7 @@ def test_an_operator_that_is_almost_a_declared_one_is_a_warning_when_it_is_regis
     with caplog.at_level("WARNING", logger="fl_dispatch"):
         registry = OpRegistry(OpRegistry(), "acme")
         registry.register_many([impl("default.a", op="RMSNorm"), impl("default.a", op="my_own_norm")])
-    assert "acme registers 'RMSNorm', which nobody declared; did you mean 'rms_norm'?" in caplog.text
+    assert "acme registers 'RMSNorm', which has no declaration; did you mean 'rms_norm'?" in caplog.text
     assert "my_own_norm" not in caplog.text
 
 
@@ -259,7 +259,7 @@ def test_a_property_that_is_almost_a_known_one_is_a_warning_when_it_is_registere
     assert registry.get_implementation("demo", "default.a") is not None
     (record,) = caplog.records
     assert record.getMessage() == (
-        "'default.a' of op 'demo' has the property 'batch_invarant', which nobody asks for; "
+        "'default.a' of op 'demo' has the property 'batch_invarant', which is never read; "
         "did you mean 'batch_invariant'?"
     )
 

@@ -1,4 +1,4 @@
-"""Freezing: from here on nothing changes what runs, and the manifest says what that is.
+"""Freezing: from here on the choice of implementations is fixed, and the manifest lists it.
 
 Hosts that drop the guards of compiled code, or replay captured graphs, would go on with an old choice after a change.
 So they freeze dispatch before they compile; a change that would alter a choice is an error from then on, and so is a

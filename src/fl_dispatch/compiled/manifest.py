@@ -1,4 +1,4 @@
-"""The manifest: what runs in a process whose dispatch is frozen, as plain data with one hash."""
+"""The manifest: what runs in a process with frozen dispatch, as plain data with one hash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..version import __version__
 
 @dataclass(frozen=True)
 class Manifest:
-    """The choices of a process whose dispatch is frozen.
+    """The choices of a process with frozen dispatch.
 
     Args:
         choices: operator → its choices as plain data, conditional ones first; and ``operator@scope`` for each layer
@@ -129,7 +129,7 @@ def manifest_of(
 
 
 def _as_words(untraceable: Mapping[str, str]) -> dict[str, str]:
-    """The same with a word for all reasons, because Dynamo's may name an address."""
+    """``untraceable`` with one word for all reasons, because Dynamo's may name an address."""
     return dict.fromkeys(untraceable, "opaque")
 
 

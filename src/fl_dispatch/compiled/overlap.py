@@ -1,4 +1,4 @@
-"""Do two tensors have an element's memory in common? Exact for any strides, so slices that interleave do not."""
+"""Whether two tensors share the memory of an element. Exact for any strides, so interleaved slices do not."""
 
 from __future__ import annotations
 

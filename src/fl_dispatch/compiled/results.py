@@ -36,7 +36,7 @@ def promised(
 
 
 def broken(operator: Operator, plan: Plan, state: State, args: tuple[Any, ...], result: Any) -> BrokenPromiseError:
-    """The error for results that are not what compiled code was promised; it names who may have run."""
+    """The error for results that break a promise to compiled code; it names the implementations that may have run."""
     branch = plan.decision.branch_for(operator.workload(*args))
     names = " or ".join(impl.impl_id for impl in state.who_may_run(plan.decision, branch))
     problem = broken_promise(operator, args, result)
@@ -63,7 +63,7 @@ def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
 def fresh(inputs: tuple[Tensor | None, ...], result: Any, weights: tuple[Tensor | None, ...] = ()) -> Any:
     """The results, none of which shares memory with an input or with another result.
 
-    Nobody asks for the address of ``weights``: they would be prepared anew (:mod:`fl_dispatch.prepared`).
+    The addresses of ``weights`` are not asked for: they would be prepared anew (:mod:`fl_dispatch.prepared`).
     """
     results = result if isinstance(result, tuple) else () if result is None else (result,)
     if not results:

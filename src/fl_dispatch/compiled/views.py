@@ -1,6 +1,6 @@
 """Opaque views: declared operators as ``torch.library`` operators, for compiled code that must not look inside.
 
-A view dispatches anew whenever it runs, so it serves what a trace cannot hold: an implementation that Dynamo cannot
+A view dispatches anew whenever it runs, so it serves choices beyond a trace: an implementation that Dynamo cannot
 trace, a choice that depends on the arguments. Everything about it is derived from the declaration. An operator that
 may write arguments has two views, because a schema says once and for all what is written:
 

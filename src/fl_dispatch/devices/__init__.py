@@ -1,8 +1,8 @@
 """A chip besides its kernels. Both hosts' plugins derive their platform from it.
 
-``spec`` says what can differ from chip to chip; ``cpu``, ``cuda``, ``ascend`` and ``others`` are the chips that this
-package knows; ``detect`` says which of them, or of an installed package's, a machine has. No device context is created
-at import or in detection, because hosts fork after they have detected.
+``spec`` describes the differences between chips; ``cpu``, ``cuda``, ``ascend`` and ``others`` are the chips of this
+package; ``detect`` finds the chip of a machine, among them and those of installed packages. No device context is
+created at import or in detection, because hosts fork after they have detected.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .torch_module import counter, functions, hook, stream_handle
 
 
 def _unowned_view(tensor: torch.Tensor) -> torch.Tensor:
-    """By ``torch_npu``, whose storages also describe the format of their memory."""
+    """A view by ``torch_npu``, because its storages also describe the format of their memory."""
     import torch_npu
 
     view: torch.Tensor = torch_npu._C._weak_ref_tensor(tensor)

@@ -1,4 +1,4 @@
-"""Which devices are known, which of them this machine has, and whose a tensor is.
+"""Known devices, the device of this machine, and the device of a tensor.
 
 A package adds its own device through the entry point group ``vllm_fl.device``; the target is a ``DeviceSpec``, or a
 function without parameters that returns one.
@@ -42,14 +42,14 @@ def _load(entry: EntryPoint) -> DeviceSpec | str:
             raise TypeError(f"it gave {type(spec).__name__}, not a DeviceSpec")
     except DeviceError as error:
         raise DeviceError(error.device, f"{error.problem} (entry point '{entry.name}': {entry.value})") from error
-    except Exception as error:  # somebody else's code: reported, and the others still count
+    except Exception as error:  # another package's code: reported, and the others still count
         return f"device entry point '{entry.name}' ({entry.value}) did not load: {type(error).__name__}: {error}"
     return spec
 
 
 @cache
 def _packages() -> tuple[tuple[DeviceSpec, ...], tuple[str, ...]]:
-    """The packages' devices, and what did not load: somebody else's fault must not stop the others, so a WARNING."""
+    """The packages' devices, and what did not load: one package's fault must not stop the others, so a WARNING."""
     loaded = [_load(entry) for entry in entry_points(group=DEVICE_GROUP)]
     failures = tuple(found for found in loaded if isinstance(found, str))
     for failure in failures:
@@ -84,7 +84,7 @@ def detect_device() -> DeviceSpec:
     for spec in device_specs():
         try:
             found = spec.detect()
-        except Exception as error:  # somebody else's code: reported, and the others still count
+        except Exception as error:  # another package's code: reported, and the others still count
             logger.warning("Detection of device '%s' failed: %s: %s", spec.name, type(error).__name__, error)
             continue
         if found:
@@ -114,12 +114,12 @@ def _warn_of_unknown() -> None:
 
 @cache
 def device_of(torch_type: str) -> DeviceSpec:
-    """Whose tensors of a PyTorch device type are: this machine's device, or another one of that type.
+    """The device that tensors of a PyTorch device type belong to: this machine's, or another one of that type.
 
     Tensors without data (``meta``) stand for those of this machine's device.
 
     Raises:
-        DeviceError: nobody knows the type.
+        DeviceError: no device has this type.
     """
     own = detect_device()
     if torch_type == "meta":

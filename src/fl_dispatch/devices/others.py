@@ -1,8 +1,8 @@
 """Chips of other vendors: one row each. None of them was seen; the detection and the names are read, not run.
 
 Some are a device of their own for PyTorch, some are called ``cuda`` because the vendor's PyTorch is made to look like
-NVIDIA's. The latter are told apart by what their drivers and management programs leave on a machine; every row says
-which signs those are. ``torch.version.cuda`` says nothing: most of these builds have one.
+NVIDIA's. Files of their drivers and management programs distinguish the latter; every row names these files.
+``torch.version.cuda`` says nothing: most of these builds have one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _signed(*files: str, toolkit: str | None = None, tool: str | None = None) ->
 
 
 def _like_cuda(name: str, detect: Callable[[], bool], **changes: Any) -> DeviceSpec:
-    """A chip whose PyTorch calls it ``cuda``; all that PyTorch is asked for has CUDA's names."""
+    """A chip with a PyTorch that calls it ``cuda``, and has CUDA's names for everything else."""
     told: dict[str, Any] = {
         "vendor": name,
         "torch_type": "cuda",

@@ -16,8 +16,10 @@ import torch
 
 from ..errors import DeviceError
 
-CPP, TRITON = "cpp", "triton"
-"""Languages in which Inductor writes its code."""
+CPP = "cpp"
+"""Inductor writes C++ for the device."""
+TRITON = "triton"
+"""Inductor writes Triton for the device."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,7 +49,7 @@ class DeviceSpec:
 
     Args:
         name: its name, such as ``ascend``.
-        vendor: the vendor whose implementations it runs, or ``None`` for a device that belongs to nobody.
+        vendor: the vendor of the implementations for this device, or ``None`` for a device without a vendor.
         torch_type: its PyTorch device type, such as ``npu``.
         extension: the package that gives PyTorch this type; imported before the device is asked for, if it is there.
         dispatch_key: PyTorch's dispatch key of its tensors.
@@ -62,7 +64,7 @@ class DeviceSpec:
         dtypes: of the models that it runs.
         float64: whether it computes in float64.
         float8: whether PyTorch has float8_e4m3fn on it; such weights and caches are refused elsewhere.
-        quantized: hosts whose plugin serves quantized checkpoints on it.
+        quantized: hosts with a plugin that serves quantized checkpoints on it.
         quantized_latent: those of them that serve models with latent attention from such checkpoints, too.
         pin_memory: whether pinned host memory helps.
         dist_backend: the ``torch.distributed`` backend of its collectives.
@@ -81,8 +83,8 @@ class DeviceSpec:
         workers: host → path of the worker's class; the plugin's for an accelerator, or for a CPU, where it is missing.
         host_attention: host → the attention backend that the host sets by itself for this device, with code of its
             own; the plugin puts its own there.
-        host_questions: host → its function, ``module:name``, that says whether this device is there, and whose answer
-            leads to code that needs kernels of the host's own; under the plugin it says no.
+        host_questions: host → its function, ``module:name``, that says whether this device is there. Its yes would lead
+            to code that needs kernels of the host's own, so under the plugin it says no.
         host_kernels: host → its own name of this device, as in ``forward_cuda`` of its layers. Its kernels for other
             layers, its Triton kernels and its runner of graphs then run beside our operators.
         native_platforms: host → path of a platform's class that is the host's own for this device, with our operators.
@@ -105,8 +107,8 @@ class DeviceSpec:
         shares_memory: whether one device maps the memory of another one of this machine, through PyTorch's symmetric
             memory, with atomic operations there; ``None`` where there is no such thing. May create a context.
         is_capturing: whether a graph is being captured in this thread's current stream. By default
-            ``torch.<torch_type>.is_current_stream_capturing`` is asked; a device whose PyTorch module has no such
-            function never captures.
+            ``torch.<torch_type>.is_current_stream_capturing`` is asked; a device without that function in its
+            PyTorch module never captures.
 
     Raises:
         DeviceError: a field has a wrong type; the message names the spec, the field and what is needed.
@@ -176,7 +178,7 @@ class DeviceSpec:
     def check(self) -> None:
         """Raise ``DeviceError`` if PyTorch does not know the device's type, or its YAML file does not exist.
 
-        Asked of the device that was detected: the type of another one may be that of a package that is not installed.
+        Asked of the detected device alone: the type of another one may belong to a package that is not installed.
         """
         try:
             torch.device(self.torch_type)
@@ -220,7 +222,7 @@ class DeviceSpec:
         return bool(ask())
 
     def unverified(self, host: str) -> str:
-        """Why nobody should rely on this device under a host yet, or an empty string."""
+        """Why a user should not rely on this device under a host yet, or an empty string."""
         if host in self.verified:
             return ""
         elsewhere = "; ".join(f"under {other} {what}" for other, what in self.verified.items())

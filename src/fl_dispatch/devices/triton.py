@@ -55,7 +55,7 @@ def why_unserved() -> str:
 
 
 def _torch_type(driver: Any) -> str:
-    """The PyTorch device type whose tensors a driver's kernels take; empty for one that does not say so."""
+    """The PyTorch device type of tensors that a driver's kernels take; empty for a driver without an answer."""
     first = SimpleNamespace(get_current_device=lambda: 0)  # instead of an instance
     try:
         return str(driver.get_active_torch_device(first).type)

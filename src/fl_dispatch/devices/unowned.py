@@ -6,9 +6,9 @@ import torch
 
 
 def over_its_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a storage of PyTorch's own class.
+    """A tensor over the same memory, in a storage of PyTorch's own class.
 
-    Only for devices whose tensors have such storages. An extension may derive a larger class and take every storage of
+    Only for devices that use PyTorch's own storages. An extension may derive a larger class and take every storage of
     its device for one, so that it reads and writes behind the end of this one, in whatever memory is there.
     """
     memory = tensor.untyped_storage()

@@ -22,16 +22,16 @@ SLOW = 5.0
 class Availability:
     """The answers of availability checks. Owned by one manager.
 
-    Nobody waits for another thread's check, because it may import a module that waits for him: threads that need an
-    answer at the same time each ask, and the first answer holds. A check that dispatches itself finds its own
-    implementation unavailable meanwhile.
+    A thread does not wait for another one's check, because it may import a module that waits for the first: threads
+    that need an answer at the same time each ask, and the first answer holds. A check that dispatches itself finds its
+    own implementation unavailable meanwhile.
     """
 
     def __init__(self) -> None:
         self._answers: dict[OpImpl, Answer] = {}
         self._asking: set[tuple[OpImpl, int]] = set()
         self.unanswered: set[OpImpl] = set()
-        """Those that have to be asked again, because their check needs a module that is being imported."""
+        """Implementations to be asked again, because their check needs a module that is being imported."""
         self.slow: dict[str, float] = {}
         """Implementation's id → seconds of its slowest check, where these were many."""
 

@@ -17,7 +17,7 @@ class Traces:
         self._found: dict[OpImpl, str] = {}
 
     def obstacle(self, impl: OpImpl) -> str | None:
-        """Why Dynamo cannot trace an implementation; empty if it can, ``None`` while nobody knows."""
+        """Why Dynamo cannot trace an implementation; empty if it can, ``None`` while it is unknown."""
         if impl.opaque is not None:
             return "it is declared opaque" if impl.opaque else ""
         return self._found.get(impl)

@@ -70,7 +70,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., Any]:
-    """The entry of a call whose first argument is no plain tensor: a layer, or a tensor of another class."""
+    """The entry of a call with a first argument that is no plain tensor: a layer, or a tensor of another class."""
     if op_name not in LAYER_KEYS or not may_be_layer(first):
         return table.entries[op_name]
     if not _is_compiling() and len(_layers) < _KNOWN_LAYERS:

@@ -27,7 +27,7 @@ def check(state: State, policy: SelectionPolicy) -> None:
         op_name = key.partition("@")[0]
         origin = policy.origin(f"per_op_order.{key}")
         if not state.registry.get_implementations(op_name):
-            logger.warning("The order of '%s' (%s) has no effect: nobody registered it", op_name, origin)
+            logger.warning("The order of '%s' (%s) has no effect: no backend registered it", op_name, origin)
             continue
         decision = state.decide(op_name, None, replace(policy, per_op_order=((op_name, order),)))
         if not decision.candidates:
@@ -52,7 +52,7 @@ def unmatched_scopes(state: State, policy: SelectionPolicy) -> dict[str, list[st
 
 
 def warn_of_unmatched_scopes(*processes: Mapping[str, list[str]]) -> None:
-    """Log each layer pattern that fits no layer in any of these processes, whose :func:`unmatched_scopes` are given."""
+    """Log each layer pattern that fits no layer in any process; ``processes`` are their :func:`unmatched_scopes`."""
     first, *others = processes
     for key in first:
         if all(key in other for other in others):

@@ -125,7 +125,7 @@ class OpManager:
             scope: a bound operator's scope.
 
         Raises:
-            NoImplementationError: nobody registered the operator.
+            NoImplementationError: no backend registered the operator.
         """
         self.ensure_initialized()
         decision = self.state.decide(op_name, scope, self.table_keeper.policy_of(self._current()))
@@ -145,7 +145,7 @@ class OpManager:
             op_name: the operator.
             in_layers: those of the layers that rules name, too.
             given: optional parameters that the calls give; an implementation without one of them does not count.
-            tokens: those for calls of so many tokens alone.
+            tokens: only implementations for calls of this many tokens.
         """
         self.ensure_initialized()
         if not self.registry.get_implementations(op_name):

@@ -85,7 +85,7 @@ def freeze_dispatch(compiling: bool = True) -> Manifest:
         compiling: ``torch.compile`` comes next, so that it is tried now which implementations Dynamo can trace.
 
     Returns:
-        The manifest: what runs, why, and a hash that is equal in processes that run the same.
+        The manifest: what runs, why, and a hash. Processes with the same choices have equal hashes.
 
     >>> manifest = freeze_dispatch()
     >>> sorted(manifest.choices)[0], len(manifest.hash)

@@ -26,7 +26,7 @@ class Start:
     """Whether one manager has started, and how it does.
 
     Args:
-        state: the manager's knowledge, whose registry gets the backends.
+        state: the manager's knowledge; its registry gets the backends.
         tables: its tables, which are stale until it has started.
         shadow: its shadow mode, which the settings may switch on.
         backends: whether there are backends to register; else the registry is complete as it is.

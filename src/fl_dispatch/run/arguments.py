@@ -52,7 +52,7 @@ class Call:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments by name; none for an operator that nobody declared."""
+        """The arguments by name; none for an undeclared operator."""
         return {} if self.operator is None else dict(zip(self.operator.parameters, self.args, strict=True))
 
     def run(self, fn: Any, convention: Convention | None) -> Any:
@@ -104,9 +104,9 @@ class Call:
         return None
 
     def updated(self) -> list[Any]:
-        """The tensors whose old values a retry needs; an output that shares memory with an input is one, too.
+        """The tensors to restore before a retry; an output that shares memory with an input is one, too.
 
-        For an operator that nobody declared, everything mutable that its arguments reach.
+        For an undeclared operator, everything mutable that its arguments reach.
         """
         if self.operator is None:
             return self._reached()

@@ -1,6 +1,6 @@
 """Generated functions: what stands in a dispatch table where the bare implementation does not do, and bound operators.
 
-A function with an operator's own parameters is the only form whose cost stays at the floor of the language: a wrapper
+A function with an operator's own parameters is the only form with a cost at the floor of the language: a wrapper
 object or an ``*args`` closure costs several times more. The source is made from the declaration alone, never from user
 input.
 """
@@ -36,10 +36,10 @@ def direct(
     view: Callable[..., Any] | None = None,
     declined: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """The function for a table entry whose first candidate usually runs at once.
+    """The function for a table entry that usually runs its first candidate at once.
 
     Args:
-        operator: the declaration; ``None`` for an operator that nobody declared.
+        operator: the declaration; ``None`` for an undeclared operator.
         impl: the first candidate.
         convention: how it is called.
         form: ``call`` (the caller may leave defaults out), ``bound`` (all arguments are passed) or ``layer`` (a layer

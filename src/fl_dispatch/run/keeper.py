@@ -16,7 +16,7 @@ from .plan import Shared, build
 from .table import DispatchTable, Plan, context_table
 
 KEPT_TABLES = 1024
-"""Policies whose tables are kept for the next context with the same policy; beyond it the least used lately goes."""
+"""Policies with tables kept for the next context of the same policy; beyond it the least recently used table goes."""
 KEPT_UP_TO_DATE = 64
 """Kept tables that are rebuilt when something changes; others are made anew when they are wanted."""
 
@@ -29,7 +29,7 @@ class TableKeeper:
         root: the table for the global policy.
 
     Attributes:
-        _live: the tables of policy contexts, as long as somebody has them.
+        _live: the tables of policy contexts, as long as a context refers to them.
         _by_policy: those of the last policies, for the next context that has one of them.
         _shared: what tables have in common.
         _uses: numbers the uses of tables by contexts.
@@ -72,7 +72,7 @@ class TableKeeper:
         return table
 
     def _keep(self, count: int) -> None:
-        """Forget all tables but those that contexts used last; one that somebody has lives on."""
+        """Forget all tables but the ``count`` that contexts used last; a table that a context refers to lives on."""
         if len(self._by_policy) > count:
             last = sorted(self._by_policy.items(), key=lambda item: item[1].used)[-count:]
             self._by_policy = dict(last)
@@ -115,7 +115,7 @@ class TableKeeper:
                 raise
 
     def _keep_or_forget(self, op_names: list[str] | None) -> None:
-        """Before tables are rebuilt: nothing of what they shared stays, and tables that nobody uses are not rebuilt."""
+        """Drop what tables shared before they are rebuilt, and forget unused tables instead of rebuilding them."""
         self._shared.forget(op_names)
         if op_names is None:
             self._by_policy = {}
@@ -182,7 +182,7 @@ class PrivateTable(DispatchTable):
 
     def __init__(self, start: Callable[[], None]) -> None:
         super().__init__(start)
-        self.contexts_used = True  # contexts are entered at the process's root, and this one is not told
+        self.contexts_used = True  # contexts are entered at the process's root, which does not notify this one
 
     @property
     def current(self) -> DispatchTable:

@@ -57,7 +57,7 @@ def stand_in(operator: Operator, values: Mapping[str, Any]) -> LayerStandIn:
 
 
 def arguments_of(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The operator's arguments by name, for a call whose first argument is a layer.
+    """The operator's arguments by name, for a call with a layer as its first argument.
 
     Raises:
         TypeError: the call does not fit the layer form.

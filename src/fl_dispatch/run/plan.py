@@ -1,8 +1,8 @@
-"""Makes table entries from decisions: the bare implementation wherever nothing has to happen before it.
+"""Table entries from decisions: the bare implementation wherever nothing has to happen before it.
 
-Layers share what does not depend on the layer: a decision that no rule for single layers touches is made once for all
-scopes of an operator, and so is what compiled code traces. Policies share the entries of operators for which they
-decide the same, so that a policy for each tenant costs a table of references and no functions of its own.
+Layers share what does not depend on the layer. A decision without rules for single layers is made once for all scopes
+of an operator, and so is the function that compiled code traces. Policies that decide an operator alike share its
+entries, so a policy for each tenant costs a table of references and no functions of its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build(
     recipes: dict[Any, Any] | None = None,
     shared: Shared | None = None,
 ) -> dict[str, Plan]:
-    """The plans for some keys under one policy; an operator that nobody registered (any more) has none.
+    """The plans for some keys under one policy; an operator without a registered implementation (any more) has none.
 
     ``recipes`` are those of the last call with the same state and policy, and get the new ones. ``shared`` has those of
     other policies with the same state.
@@ -280,7 +280,7 @@ def _kind_checked(
     careful: Function,
     traced: Function,
 ) -> Function:
-    """An entry whose implementation is banned for some kinds of arguments."""
+    """An entry with an implementation that is banned for some kinds of arguments."""
 
     def kind_checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():

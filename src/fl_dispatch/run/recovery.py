@@ -1,7 +1,7 @@
 """Everything after an exception, and the path of calls that need care.
 
 Three rules decide. *Never a wrong answer*: the next implementation runs on the original arguments, or the call raises.
-*The input may be guilty*: if every candidate fails, nobody is banned. *A dead device stays dead*: nothing is retried
+*The input may be guilty*: if every candidate fails, none is banned. *A dead device stays dead*: nothing is retried
 after an error that kills the device context, nor inside a graph capture.
 """
 
@@ -82,7 +82,7 @@ def recover(
             failed, error = error.impl, error.error
         plan = table.plans.get(key)
         if plan is None:
-            raise error  # the operator was taken away during the call: nobody can take over
+            raise error  # the operator was taken away during the call: no candidate is left
         try:
             call = Call.of(plan.op_name, plan.scope, args, kwargs)
         except TypeError as misfit:  # the call does not fit the operator: the caller's mistake
@@ -98,7 +98,7 @@ def recover(
 
 
 def _bare(state: State, fn: Callable[..., Any], plan: Plan) -> OpImpl:
-    """The implementation that stood bare in the table until somebody replaced its entry during the call."""
+    """The implementation that stood bare in the table until its entry was replaced during the call."""
     impls = state.registry.get_implementations(plan.op_name)
     return next((impl for impl in impls if state.counter.is_function_of(fn, impl)), plan.decision.candidates[0])
 

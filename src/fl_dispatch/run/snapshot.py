@@ -1,6 +1,6 @@
 """Copies of everything that an implementation may write, which come back before another implementation runs.
 
-An operator that nobody declared may write whatever its arguments reach: tensors, arrays, containers, attributes of
+An undeclared operator may write whatever its arguments reach: tensors, arrays, containers, attributes of
 objects. A thing without a copy, such as a generator, does not come back, so the failure is raised.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from ..prepared import Forms
 
-MOST_THINGS = 10_000  # an argument that reaches more reaches the whole program, and nobody wants that copied
+MOST_THINGS = 10_000  # an argument that reaches more reaches the whole program, which is not worth a copy
 _CONTAINERS = (list, deque, dict, set, bytearray)
 _SEQUENCES: tuple[Any, ...] = (list, deque, set, bytearray, tuple, frozenset)
 _IMMUTABLE = (
@@ -139,7 +139,7 @@ def _contents_are_back(part: Any, copy: list[Any]) -> bool:
     elif isinstance(part, bytearray):
         try:
             bytearray.__setitem__(part, slice(None), bytes(contents))
-        except BufferError:  # somebody reads it, so it has to stay as long as it is
+        except BufferError:  # it is exported to a reader, so it has to keep its length
             return False
     elif isinstance(part, dict):
         base = _class_of_dictionary(part)
@@ -165,7 +165,7 @@ def _tensor_has_back(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
         try:
             with torch.no_grad():
                 tensor.copy_(copy)
-        except RuntimeError:  # it cannot be written (an expanded view, say): right if nobody did
+        except RuntimeError:  # it cannot be written (an expanded view, say): right if unchanged
             return torch.equal(tensor, copy)
     except RuntimeError:  # nor compared (a sparse one)
         return False
@@ -213,7 +213,7 @@ def _slots(value: Any) -> list[Any]:
 
 
 def _members(kind: type) -> list[types.MemberDescriptorType]:
-    """The slots of a class; a member that C declared may be a pointer to what nobody sees."""
+    """The slots of a class; a member declared in C may be a pointer into memory that Python cannot see."""
     return [
         member
         for base in kind.__mro__
@@ -236,7 +236,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _plain(array: Any) -> Any:
-    """The array without its subclass, whose methods may mean something else (a masked one's do)."""
+    """The array without its subclass, because a subclass may redefine methods (masked arrays do)."""
     return sys.modules["numpy"].ndarray.view(array, sys.modules["numpy"].ndarray)
 
 

@@ -4,8 +4,8 @@
 take no lock.
 
 A *root table* is a manager's table for the global policy. A policy context puts another table into ``context_table``,
-and ``DispatchTable.current`` reads it: a property whose getter is ``ContextVar.get`` itself, called with the table as
-its default. That is one attribute read, and one that Dynamo can trace and guard.
+and ``DispatchTable.current`` reads it: a property with ``ContextVar.get`` itself as its getter, called with the table
+as its default. That is one attribute read, and Dynamo can trace and guard it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ context_table: ContextVar[DispatchTable] = ContextVar("fl_dispatch_context_table
 
 
 MADE_FROM = "fl_decision"
-"""An attribute of generated entries: the decision, for a call whose entry was replaced while it ran."""
+"""An attribute of generated entries: the decision, for a call that runs while its entry is replaced."""
 
 
 class Plan(NamedTuple):

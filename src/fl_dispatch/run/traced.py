@@ -32,7 +32,7 @@ class Site:
         state: of the manager that decided.
         policy: that it was decided under.
         decision: who may run, best first.
-        operator: the declaration; ``None`` for an operator that nobody declared.
+        operator: the declaration; ``None`` for an undeclared operator.
         form: of the call, see :mod:`.keys`.
     """
 
@@ -169,14 +169,14 @@ def undeclared(state: State, impls: Iterable[OpImpl], operator: Operator | None)
 
 
 def untried(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
-    """Those of which nobody knows it yet."""
+    """Implementations for which the trial has not yet run."""
     return [impl for impl in undeclared(state, impls, operator) if state.traces.obstacle(impl) is None]
 
 
 def with_other_trace(fn: Function, traced: Function) -> Function:
-    """The same function for callers, and another one for Dynamo.
+    """Give callers ``fn``, and Dynamo ``traced`` in its place.
 
-    It is a copy wherever Dynamo would look into the function, so that a call costs what it did.
+    The result is a copy of ``fn`` wherever Dynamo would look into it, so that a call costs what it did.
     """
     if isinstance(fn, types.MethodType) and _is_looked_into(fn.__func__):
 

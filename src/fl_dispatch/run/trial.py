@@ -1,7 +1,7 @@
 """The trial: whether Dynamo can trace an implementation, tried once, on the declaration's samples.
 
-It runs when compiled code first meets an implementation that does not say so itself, which may be inside that very
-trace, and before dispatch is frozen. Processes whose code is the same find the same.
+The trial runs when compiled code first meets an implementation that does not declare it, possibly inside that very
+trace, and before dispatch is frozen. Processes with the same code get the same answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _tried(state: State, impl: OpImpl, operator: Operator) -> str:
             traced = True
             if dtype is not DTYPES[0]:
                 break  # a kernel may choose by dtype, but hardly by dtype and form at once
-    return "" if traced else "it declines every sample of the declaration, so nobody knows"
+    return "" if traced else "it declines every sample of the declaration, so it was not tried"
 
 
 def _groups(operator: Operator, dtype: torch.dtype) -> Iterable[Iterator[tuple[Any, ...]]]:

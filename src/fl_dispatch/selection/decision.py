@@ -41,7 +41,7 @@ class Considered:
     rank: int | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """This choice as plain data."""
         impl = self.impl
         return {
             "impl_id": impl.impl_id,
@@ -105,7 +105,7 @@ class Decision:
         scope: the scope that it was decided for, or ``None``.
         branches: the candidates by condition; the last branch has no condition.
         refusals: every registered implementation, and why it may not run; empty when it may.
-        notes: what else is told of an implementation that may run.
+        notes: further remarks on an implementation that may run.
     """
 
     op_name: str
@@ -126,7 +126,7 @@ class Decision:
         return replace(entry, reason=f"{entry.reason}; {note}")
 
     def noting(self, told: Callable[[OpImpl], str]) -> Decision:
-        """The same decision with more told of its candidates; ``told`` returns an empty text for nothing."""
+        """A copy of this decision with a remark on each candidate; ``told`` returns an empty text for none."""
         notes = dict(self.notes)
         for impl in self.candidates:
             if more := told(impl):
@@ -139,7 +139,7 @@ class Decision:
         return self.branches[-1].candidates
 
     def branches_for(self, tokens: int | None) -> Iterator[Branch]:
-        """The branches that calls of so many tokens may take; all for ``None``."""
+        """The branches that calls of ``tokens`` tokens may take; all for ``None``."""
         for branch in self.branches:
             if tokens is None or branch.rule is None or branch.rule.admits(tokens):
                 yield branch
@@ -238,7 +238,7 @@ def select(
         available: whether an implementation can run here, and why not.
         banned: why an implementation must not run after failures; empty when it may.
         facts: what the host stated about the process; compared with what implementations require.
-        notes: what else is told of an implementation that may run; decides nothing.
+        notes: further remarks on an implementation that may run; they decide nothing.
     """
     refusals = {impl: why_excluded(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
     fit = [impl for impl in impls if not refusals[impl]]

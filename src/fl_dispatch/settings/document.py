@@ -80,7 +80,7 @@ def read_yaml(path: str | os.PathLike[str], name: str) -> tuple[dict[str, Any], 
 
 
 def read_json(path: str, place: Place, most: int = MAX_BYTES) -> Any:
-    """A JSON file of at most so many bytes.
+    """A JSON file of at most ``most`` bytes.
 
     Raises:
         ConfigError: it cannot be read, or is not JSON.

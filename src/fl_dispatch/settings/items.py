@@ -99,7 +99,7 @@ ITEMS: tuple[Item, ...] = (
         "config_path", "VLLM_FL_CONFIG", values.text, str, values.path,
         "the user's YAML file: every item with a YAML key comes from it or from the default",
     ),
-    _item("platform", "VLLM_FL_PLATFORM", values.text, str, values.platform, "whose YAML file gives the defaults"),
+    _item("platform", "VLLM_FL_PLATFORM", values.text, str, values.platform, "the platform that gives the defaults"),
     _item(
         "prefer", "VLLM_FL_PREFER", values.text, str, partial(values.choice, "prefer", PREFERENCES),
         "the kind of implementation that is tried first; it orders, it never excludes", yaml="prefer",
@@ -117,11 +117,11 @@ ITEMS: tuple[Item, ...] = (
     ),
     _name_list(
         "allow_vendors", "VLLM_FL_ALLOW_VENDORS", names.check_vendor,
-        "the only vendors whose implementations may run; [] allows nobody", yaml="allow_vendors",
+        "the only vendors that may run; [] allows none", yaml="allow_vendors",
     ),
     _name_list(
         "deny_vendors", "VLLM_FL_DENY_VENDORS", names.check_vendor,
-        "vendors whose implementations never run; beats allow_vendors", yaml="deny_vendors",
+        "vendors that never run; beats allow_vendors", yaml="deny_vendors",
     ),
     _flag("use_flaggems", "USE_FLAGGEMS", "whether FlagGems is used, for operators and for ATen"),
     _name_list(
@@ -139,7 +139,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     _flag(
         "chip_features", "VLLM_FL_CHIP_FEATURES",
-        "whether kernels of ours that are for one kind of chip alone are taken; off, the hardware-neutral ones are",
+        "whether our kernels for one kind of chip alone are taken; off, the hardware-neutral ones are",
         yaml="chip_features",
     ),
     _flag("oot_enabled", "VLLM_FL_OOT_ENABLED", "whether layers are registered with the host"),
@@ -173,7 +173,7 @@ ITEMS: tuple[Item, ...] = (
     _flag("dispatch_debug", "VLLM_FL_DISPATCH_DEBUG", "every decision is logged with its reasons; calls are counted"),
     _item(
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", values.comma_list, list[str], values.modules,
-        "modules whose register_builtins(registry) is called; one that does not load is an error",
+        "modules with a register_builtins(registry) to call; one that does not load is an error",
     ),
     _item(
         "flagcx_path", "FLAGCX_PATH", values.text, str, values.path,
@@ -195,7 +195,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     _name_list(
         "shadow_operators", "VLLM_FL_SHADOW_OPERATORS", names.check_operator,
-        "the only operators whose calls are compared", yaml="shadow_operators",
+        "the only operators with calls that are compared", yaml="shadow_operators",
     ),
     _item(
         "shadow_second", "VLLM_FL_SHADOW_SECOND", values.text, str, values.token,
@@ -204,7 +204,7 @@ ITEMS: tuple[Item, ...] = (
     _item(
         "shadow_action", "VLLM_FL_SHADOW_ACTION", values.text, str,
         partial(values.choice, "shadow action", values.SHADOW_ACTIONS),
-        "whether a wrong implementation is only told of (log), or also taken out of service where that is safe (ban)",
+        "whether a wrong implementation is only logged (log), or also taken out of service where that is safe (ban)",
         yaml="shadow_action",
     ),
     _item(

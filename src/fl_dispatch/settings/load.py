@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 PREFIX = "VLLM_FL_"
 _EXCLUSIVE = (("flagos_whitelist", "flagos_blacklist"), ("oot_whitelist", "oot_blacklist"))
 _BY_FIELD = {item.field: item for item in ITEMS}
-_PARTS = ("per_op_order", "op_tuned")  # fields whose parts have origins of their own
+_PARTS = ("per_op_order", "op_tuned")  # fields with an origin for each part
 
 
 class _Found:
@@ -70,7 +70,7 @@ class _Environment:
         return next((hit[0] for hit in hits if hit), None)
 
     def check_names(self) -> None:
-        """Refuse variables that are near misses of ours; warn about other unknown ones with a prefix."""
+        """Refuse near misses of our variables; warn about other unknown ones with a prefix."""
         bare = [name for name in variable_names() if not name.startswith(PREFIX)]
         for name in sorted(self._environ):
             meant = near_miss(name, bare, cutoff=0.89)  # closer than elsewhere: any program may have named it
@@ -92,7 +92,7 @@ class _Environment:
             logger.warning("%s: there is no such variable, it has no effect; %s", place.name, nearest(rest, known))
 
     def _check_prefix(self, name: str, known: Iterable[str]) -> None:
-        """Refuse one of our variables whose prefix is misspelt."""
+        """Refuse one of our variables with a misspelt prefix."""
         for rest in filter(name.upper().endswith, known):
             meant = near_miss(name[: -len(rest)], self._prefixes, cutoff=0.85)  # one letter of the prefix
             if meant is not None:
@@ -150,7 +150,7 @@ def load_config_file(path: str | os.PathLike[str], *, source_kind: Literal["user
 
     Args:
         path: the file.
-        source_kind: whose file it is, for the origins.
+        source_kind: who wrote the file, for the origins.
 
     Raises:
         ConfigError: it is missing (then also a ``FileNotFoundError``), unreadable or wrong.

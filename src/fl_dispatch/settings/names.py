@@ -1,4 +1,4 @@
-"""Names that a user may have meant: what is known, and what is a near miss of it."""
+"""Names that a user may have meant: known names, and near misses of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VENDOR_ALIASES = {
     "nvidia": "cuda", "huawei": "ascend", "rocm": "amd", "moorethreads": "mthreads", "moore-threads": "mthreads",
     "baidu": "kunlunxin", "alibaba": "thead", "t-head": "thead",
 }  # fmt: skip
-"""Companies and their software → vendors of this package, whose names users write in their place."""
+"""Names that users write for a vendor, of companies and their software → the vendor's name in this package."""
 
 
 def register_layers(host: str, names: Iterable[str]) -> None:
@@ -64,7 +64,7 @@ def suggestion(name: str, others: Iterable[str] = (), cutoff: float = 0.6) -> st
 
     Args:
         name: what was written, such as ``RMSNorm`` or ``swiglu``.
-        others: registered operators that nobody declared.
+        others: registered operators without a declaration.
         cutoff: how similar two names must be, at most 1.
     """
     from fl_dispatch.ops import OPERATORS
@@ -88,7 +88,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def near_miss(name: str, known: Iterable[str], cutoff: float = 0.8) -> str | None:
-    """The known name that somebody who wrote this one probably meant.
+    """The known name that was probably meant by this one.
 
     A known name with further words (``paged_attention_v2``, ``RMSNormGated``) is another name on purpose.
     """

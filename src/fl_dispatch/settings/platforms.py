@@ -62,10 +62,9 @@ def _words(name: str) -> list[str]:
 
 
 def _shipped_files() -> dict[str, Path]:
-    """Platform → its file: this package's, and those that other packages ship with their device's spec.
+    """Platform → its file: this package's files, and those that other packages ship with their device's spec.
 
-    Several files may have one name. That of this machine's device counts before this package's, which counts before
-    that of a device that is not here.
+    Precedence among files of one name: the detected device's file, this package's, then files of absent devices.
     """
     files = {path.stem: path for path in CONFIG_DIR.glob("*.yaml")}
     others = [path for device in devices.device_specs() for path in _shipped(device)]

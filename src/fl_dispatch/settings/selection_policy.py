@@ -48,7 +48,7 @@ class TunedRule:
     phase: str | None = None
 
     def admits(self, tokens: int) -> bool:
-        """Whether some calls of so many tokens fit."""
+        """Whether some calls of ``tokens`` tokens fit."""
         least, most = self.tokens or (0, None)
         return least <= tokens and (most is None or tokens <= most)
 
@@ -68,7 +68,7 @@ class SelectionPolicy:
         per_op_order: ``(operator, tokens)`` pairs; only the implementations that a token names are tried. The operator
             may carry a scope pattern: ``rms_norm@model.layers.3.*``.
         deny_vendors: vendors that never run; beats ``allow_vendors`` and ``impl:`` tokens.
-        allow_vendors: the only vendors that may run; ``None`` allows all, an empty set nobody.
+        allow_vendors: the only vendors that may run; ``None`` allows all, an empty set none.
         op_tuned: ``(operator, rules)`` pairs: orders that depend on dtype, tokens and phase of a call. Below
             ``per_op_order``.
         enabled: whether dispatch is on; off, an operator that has a reference runs it.

@@ -14,15 +14,19 @@ from . import platforms
 from .document import read_json
 from .place import Place, printable
 
-PROVIDERS, DRIVER, MACHINE = "providers", "driver", "machine"
-"""Keys of the evidence: operator → package → version; the driver's version; the chip's name is the machine's device."""
+PROVIDERS = "providers"
+"""Key of the evidence: operator → package → version."""
+DRIVER = "driver"
+"""Key of the evidence: the driver's version."""
+MACHINE = "machine"
+"""Key of the evidence: the machine; its device is the chip's name."""
 OURS = "fl-dispatch"
 
 
 def stale_entries(file: Path) -> dict[str, str]:
     """Operator → what is other than when it was tuned, such as ``torch 2.11.0, now 2.13.0``.
 
-    Empty for a file without evidence beside it, which nobody tuned.
+    Empty for a file without evidence beside it, which ``fl tune`` did not write.
     """
     evidence = platforms.evidence_path(file)
     if not evidence.is_file():

@@ -70,5 +70,5 @@ def _of_tensors(operator: Operator, args: tuple[Any, ...], where: str, one: Any,
 
 
 def _tolerated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype whose tolerance holds; formats of 8 bits are only ever copied, as keys in a cache are."""
+    """The dtype of the tolerance that holds; formats of 8 bits are only ever copied, as keys in a cache are."""
     return dtype if dtype.itemsize > 1 else torch.bfloat16

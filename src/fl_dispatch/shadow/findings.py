@@ -1,4 +1,4 @@
-"""Findings of shadow mode: implementations whose results differed from another's in live calls, kind by kind."""
+"""Findings of shadow mode: implementations that disagreed with another one in live calls, kind by kind."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Finding:
-    """One implementation whose results were wrong for one kind of arguments.
+    """One implementation with wrong results for one kind of arguments.
 
     Args:
-        op_name, impl_id: whose results they were.
+        op_name, impl_id: the operator and the implementation.
         second: the id of the implementation that it was compared with.
         kind: the arguments' dtype, rank, layout, device and layer.
         calls: how many calls differed.
@@ -42,7 +42,7 @@ class Finding:
     last: float
 
     def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """This finding as plain data."""
         return {
             "operator": self.op_name,
             "implementation": self.impl_id,

@@ -162,7 +162,7 @@ class _Watch:
         return None
 
     def _unfit(self, reason: str) -> None:
-        """Tell once of an operator whose calls cannot be compared, or of one such call."""
+        """Log once that an operator's calls cannot be compared, or one of them."""
         op_name, impl_id = self.impl.op_name, self.impl.impl_id
         self.findings.unfit[op_name] = reason
         if self.state.failures.tell_once(self.impl, "shadow"):
@@ -200,7 +200,7 @@ class _Watch:
 
 
 def _beside(operator: Operator, call: Call) -> Call:
-    """The same call with memory of its own for everything that it may write."""
+    """A copy of a call with memory of its own for everything that it may write."""
     values = call.values
     written = operator.written(call.args)
     if any(access is Access.STATE for access, _ in written.values()):

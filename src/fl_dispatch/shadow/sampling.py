@@ -14,11 +14,11 @@ from ..locking import ForkableLock
 from ..settings import Settings
 from ..types import OpImpl, match_token
 
-_account = ForkableLock()  # of the costs alone: a drawn call waits for nobody who changes something
+_account = ForkableLock()  # of the costs alone: a drawn call does not wait for threads that change something
 NEVER = 2.0**62
 """More calls than any process makes: the quotient of a share below 1e-307 is infinite."""
 SAVED_SECONDS = 10.0
-"""A budget that nobody used is saved for so long, so that an idle server does not compare all calls of a burst."""
+"""Seconds for which an unused budget is saved, so that an idle server does not compare all calls of a burst."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Sampling:
     def gaps(self, place: str) -> Iterator[int]:
         """The number of calls up to and including the next one that is drawn; the same on all ranks for one place."""
         draw, share = random.Random(place).random, self.wish.share
-        while True:  # so many calls pass before one that each call is with this probability
+        while True:  # how many calls pass before one that each call is with this probability
             yield 1 if share == 1 else 1 + int(min(math.log1p(-draw()) / math.log1p(-share), NEVER))
 
     def affordable(self) -> bool:
