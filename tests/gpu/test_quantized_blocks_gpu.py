@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,4 +23,11 @@ from test_quantized_blocks import (
 )
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def memory() -> dict[str, Any]:
+    return {"gpu_memory_utilization": 0.1}
+
+
 __all__ = ["TestNumbers", "answers", "compared", "models", "test_its_products_in_blocks_are_all_ours"]

@@ -142,6 +142,7 @@ REFUSALS: Mapping[str, set[str]] = {
     "the setting": set(),
     "another vLLM": set(),
     "another backend": set(),
+    "positions of several axes": set(),
     "batch invariance": set(),
     "a rule for the norm": set(),
     "a rule for quantization": ALL - {"scaled_linear"},
@@ -178,7 +179,9 @@ def test_products_are_joined_unless_something_speaks_against_it(
     monkeypatch.setattr(compile, "_is_our_pass_manager", lambda: True)
     backend = "eager" if refused == "another backend" else "inductor"
     compilation = CompilationConfig(mode="VLLM_COMPILE", backend=backend)
-    assert one_token.to_join(SimpleNamespace(compilation_config=compilation)) == REFUSALS[refused]
+    model = SimpleNamespace(uses_mrope=refused == "positions of several axes")
+    given = SimpleNamespace(compilation_config=compilation, model_config=model)
+    assert one_token.to_join(given) == REFUSALS[refused]
 
 
 @pytest.mark.parametrize("fails", [False, True])

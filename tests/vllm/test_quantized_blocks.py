@@ -28,13 +28,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, models: dict[Run, Path]) -> dict[Run, Any]:
+def memory() -> dict[str, Any]:
+    """Arguments of an engine that say how much of a device's memory it takes."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def answers(
+    tmp_path_factory: pytest.TempPathFactory, models: dict[Run, Path], memory: dict[str, Any]
+) -> dict[Run, Any]:
     folder = tmp_path_factory.mktemp("quantized")
 
     def checkpoint(run: Run) -> Path:
         return checkpoints.write_checkpoint(folder / models[run].name, run.made, model=models[run])
 
-    found = start_features(*((checkpoint(run), [SCORED_STEP], run.engine) for run in RUNS)).result()
+    found = start_features(*((checkpoint(run), [SCORED_STEP], {**run.engine, **memory}) for run in RUNS)).result()
     return dict(zip(RUNS, found["runs"], strict=True))
 
 

@@ -128,6 +128,10 @@ def why_apart(vllm_config: VllmConfig) -> list[str]:
             getattr(vllm_config.compilation_config, "compile_mm_encoder", False),
             "graphs of a compiled encoder may have one size",
         ),
+        (
+            vllm_config.model_config.uses_mrope,
+            "a graph of one size expects other strides of positions that have several axes than vLLM gives it",
+        ),
     ]
     return [why for speaks, why in found if speaks]
 
