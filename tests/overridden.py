@@ -11,7 +11,7 @@ from inspect import Parameter, Signature, signature
 from types import ModuleType
 from typing import Any
 
-from fl_dispatch.hosting.host_facts import HostFact
+from fl_dispatch.hosting.facts.fact import HostFact
 
 EVERY_CLASS = {
     *("__module__", "__doc__", "__init__", "__annotations__", "__parameters__", "__orig_bases__", "__call__", "__eq__"),

@@ -22,7 +22,7 @@ from rich.console import Console
 from unpack_python import unpack
 
 from fl_dispatch.cli.host_contract import PLUGINS, HostContract, compare, host_of
-from fl_dispatch.hosting.host_source import SourceTree
+from fl_dispatch.hosting.facts.source import SourceTree
 
 
 def download(package: str, version: str, folder: Path, python: str) -> Path:

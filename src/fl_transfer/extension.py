@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fl_dispatch.hosting import fact_file
+from fl_dispatch.hosting.facts import yaml_file
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from fl_dispatch.hosting.host_facts import HostFact
+    from fl_dispatch.hosting.facts.fact import HostFact
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR_MODULE = "fl_transfer.p2p.connector"
@@ -33,7 +33,7 @@ ENGINES = {
 
 def facts() -> tuple[HostFact, ...]:
     """Return names of vLLM's that the KV connector and the backends of weight transfer rely on."""
-    return fact_file.facts("fl_transfer", "vllm")
+    return yaml_file.facts("fl_transfer", "vllm")
 
 
 def offer() -> None:

@@ -5,9 +5,9 @@ Importing it imports nothing of SGLang.
 
 from __future__ import annotations
 
-from fl_dispatch.hosting import fact_file
-from fl_dispatch.hosting.host_facts import HostFact
-from fl_dispatch.hosting.layers.classes import Host, HostLayers
+from fl_dispatch.hosting.facts import yaml_file
+from fl_dispatch.hosting.facts.fact import HostFact
+from fl_dispatch.hosting.facts.host import Host, HostLayers
 
 from .bridge import BRIDGES, NATIVE, PENDING
 from .layers.linear import MODULE, NAMES
@@ -19,7 +19,7 @@ HOST = Host(
     name="SGLang",
     package="sglang",
     plugin="sglang_fl",
-    facts=lambda: fact_file.facts("sglang_fl", "sglang", (fact for row in BRIDGES for fact in row.facts)),
+    facts=lambda: yaml_file.facts("sglang_fl", "sglang", (fact for row in BRIDGES for fact in row.facts)),
     layers=HostLayers(
         roots=(FUSED_OP,),
         replaced=frozenset({*(f"{row.module}:{row.name}" for row in BRIDGES), *(f"{MODULE}:{name}" for name in NAMES)}),
@@ -32,4 +32,4 @@ HOST = Host(
 
 def hooked() -> tuple[HostFact, ...]:
     """Return the facts about hooks, of any version of SGLang; ``why`` is the reason in messages about a hook."""
-    return tuple(fact for section in fact_file.written("sglang_fl") for fact in section.facts if fact.verb == "hooks")
+    return tuple(fact for section in yaml_file.written("sglang_fl") for fact in section.facts if fact.verb == "hooks")

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Protocol
 
 from fl_dispatch.errors import PluginLoadError, text_of
-from fl_dispatch.hosting.host_facts import HostFact
+from fl_dispatch.hosting.facts.fact import HostFact
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fl_dispatch.devices.spec import GRAPH_NAMES, STREAM_NAMES
-from fl_dispatch.hosting import fact_file
-from fl_dispatch.hosting.host_facts import HostFact
-from fl_dispatch.hosting.layers.classes import Host, HostLayers
+from fl_dispatch.hosting.facts import yaml_file
+from fl_dispatch.hosting.facts.fact import HostFact
+from fl_dispatch.hosting.facts.host import Host, HostLayers
 
 from . import extensions
 from .layers.classes import LAYER_CLASSES
@@ -135,7 +135,7 @@ HOST = Host(
     name="vLLM",
     package="vllm",
     plugin="vllm_fl",
-    facts=lambda: fact_file.facts("vllm_fl", "vllm", (*_implied(), *extensions.facts())),
+    facts=lambda: yaml_file.facts("vllm_fl", "vllm", (*_implied(), *extensions.facts())),
     layers=HostLayers(
         roots=tuple(
             f"vllm.model_executor.{place}custom_op:{name}"

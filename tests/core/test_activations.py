@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fl_dispatch.hosting.activations import ACTIVATIONS
+from fl_dispatch.hosting.layers.activations import ACTIVATIONS
 from fl_dispatch.ops import OPERATORS
 
 OTHER_NAMES = {"swiglu_limit": "limit"}
@@ -26,7 +26,7 @@ def test_an_attribute_of_a_layer_is_the_parameter_of_its_name(name: str) -> None
 
 def test_every_activation_is_a_layer_of_a_plugin() -> None:
     code = """
-from fl_dispatch.hosting.activations import ACTIVATIONS
+from fl_dispatch.hosting.layers.activations import ACTIVATIONS
 from sglang_fl.bridge import BRIDGES
 from vllm_fl.layers.classes import LAYER_CLASSES
 named = {row.name for row in LAYER_CLASSES if row.module.endswith("activation")}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_dispatch.hosting import checked_host
-from fl_dispatch.hosting.host_facts import Findings, HostFact, check
+from fl_dispatch.hosting.facts import untested
+from fl_dispatch.hosting.facts.fact import Findings, HostFact, check
 
 FACT = HostFact("somehost.engine", ("start(model)",), "reads", "compat", "engines")
 Ask = Callable[..., str]
@@ -24,7 +24,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(version)
         return check(facts, tree, version)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checked_host, "check", counted)
+    monkeypatch.setattr(untested, "check", counted)
     return done
 
 
@@ -45,7 +45,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ask(*facts: HostFact, version: str = "1.0") -> str:
-    return checked_host.findings(lambda: facts or (FACT,), "someplugin", ("somehost",), version)
+    return untested.findings(lambda: facts or (FACT,), "someplugin", ("somehost",), version)
 
 
 def test_the_second_process_reads_the_sentence_of_the_first(engine: Path, checks: list[str]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fl_dispatch.hosting import fact_file
-from fl_dispatch.hosting.host_facts import HostFact, check
-from fl_dispatch.hosting.host_source import SourceTree
+from fl_dispatch.hosting.facts import yaml_file
+from fl_dispatch.hosting.facts.fact import HostFact, check
+from fl_dispatch.hosting.facts.source import SourceTree
 
 HOST = """
 class Base:
@@ -74,10 +74,10 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def facts(old: str = "", new: str = "") -> tuple[HostFact, ...]:
-        for name, text in {"__init__.py": PLUGIN, "mixins.py": MIXINS, fact_file.NAME: FACTS}.items():
+        for name, text in {"__init__.py": PLUGIN, "mixins.py": MIXINS, yaml_file.NAME: FACTS}.items():
             (folder / name).write_text(text.replace(old, new) if old else text)
-        fact_file.written.cache_clear()
-        return fact_file.facts("plugged", "host")
+        yaml_file.written.cache_clear()
+        return yaml_file.facts("plugged", "host")
 
     return facts
 
@@ -149,9 +149,9 @@ def test_a_plugin_whose_class_or_file_names_what_the_host_lacks_is_found_out(
 
 def test_a_fact_is_used_by_the_modules_that_name_it(facts: Callable[..., tuple[HostFact, ...]]) -> None:
     words = {"a": {"run", "Base"}, "b": {"run", "limit"}, "c": {"limit"}}
-    assert fact_file.users(HostFact("host.engine:Base", ("run", "limit"), "reads", "", ""), words) == ["b"]
-    assert fact_file.users(HostFact("host.engine:Base", ("Base", "limit"), "reads", "", ""), words) == ["a", "b", "c"]
-    assert fact_file.users(HostFact("host.engine:Base", ("run", "gone"), "reads", "", ""), words) == []
+    assert yaml_file.users(HostFact("host.engine:Base", ("run", "limit"), "reads", "", ""), words) == ["b"]
+    assert yaml_file.users(HostFact("host.engine:Base", ("Base", "limit"), "reads", "", ""), words) == ["a", "b", "c"]
+    assert yaml_file.users(HostFact("host.engine:Base", ("run", "gone"), "reads", "", ""), words) == []
 
 
 @pytest.mark.parametrize(
@@ -159,21 +159,21 @@ def test_a_fact_is_used_by_the_modules_that_name_it(facts: Callable[..., tuple[H
 )
 def test_an_entry_without_one_verb_or_with_an_unknown_key_is_refused(entry: str) -> None:
     with pytest.raises(ValueError, match=r"^host\.engine: an entry has one of reads, "):
-        fact_file.parse(f"host.engine:\n{entry}\n")
+        yaml_file.parse(f"host.engine:\n{entry}\n")
 
 
 @pytest.mark.parametrize("plugin", ["vllm_fl", "fl_transfer", "sglang_fl"])
 def test_each_class_or_module_of_a_host_has_one_section_in_alphabetical_order(plugin: str) -> None:
-    lines = (fact_file.folder_of(plugin) / fact_file.NAME).read_text().splitlines()
+    lines = (yaml_file.folder_of(plugin) / yaml_file.NAME).read_text().splitlines()
     owners = [line.removesuffix(":") for line in lines if line and line[0] not in "# -"]
     assert owners == sorted(set(owners))
-    assert owners == [section.owner for section in fact_file.written(plugin)]
+    assert owners == [section.owner for section in yaml_file.written(plugin)]
 
 
 @pytest.mark.parametrize("plugin", ["vllm_fl", "fl_transfer", "sglang_fl"])
 def test_a_name_in_a_file_is_an_identifier_with_the_parameters_of_a_function_or_none(plugin: str) -> None:
     import_module(plugin)
-    for section in fact_file.written(plugin):
+    for section in yaml_file.written(plugin):
         for fact in section.facts:
             for name in fact.names:
                 compile(f"def {name if '(' in name else f'{name}()'}: ...", section.owner, "exec")

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import fl_transfer
 from fl_dispatch.cli import app, host_contract
-from fl_dispatch.hosting.host_facts import Broken, HostFact, check, release
-from fl_dispatch.hosting.host_source import SourceTree
-from fl_dispatch.hosting.layers.classes import Host, HostLayers
+from fl_dispatch.hosting.facts.fact import Broken, HostFact, check, release
+from fl_dispatch.hosting.facts.host import Host, HostLayers
+from fl_dispatch.hosting.facts.source import SourceTree
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_dispatch.hosting.host_source import SourceTree
+from fl_dispatch.hosting.facts.source import SourceTree
 from sglang_fl.bridge import BRIDGES, NATIVE, PENDING, find
 from sglang_fl.bridge.mixture import SCALING_BLOCKS
 from sglang_fl.host import HOST

@@ -12,9 +12,9 @@ from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from typing import Any
 
-from ..hosting.host_facts import Findings, HostFact, check
-from ..hosting.host_source import SourceTree
-from ..hosting.layers.classes import Host, Judgement
+from ..hosting.facts.fact import Findings, HostFact, check
+from ..hosting.facts.host import Host, Judgement
+from ..hosting.facts.source import SourceTree
 from .output import print_table
 
 PLUGINS = {"vllm": "vllm_fl", "sglang": "sglang_fl"}

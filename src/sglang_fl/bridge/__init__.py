@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from inspect import Signature, signature
 
-from fl_dispatch.hosting.host_facts import HostFact
+from fl_dispatch.hosting.facts.fact import HostFact
 
 from .activations import ActivationBridge, XIELUBridge, activation_bridge
 from .base import Bridge, Unbridged, fallen_through

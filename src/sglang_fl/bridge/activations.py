@@ -1,4 +1,4 @@
-"""Activations over the operators that :data:`~fl_dispatch.hosting.activations.ACTIVATIONS` names, and ``XIELU``."""
+"""Activations of :data:`~fl_dispatch.hosting.layers.activations.ACTIVATIONS` over their operators, and ``XIELU``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fl_dispatch.hosting.activations import ACTIVATIONS, Activation
+from fl_dispatch.hosting.layers.activations import ACTIVATIONS, Activation
 
 from .base import Bridge
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_dispatch.hosting.host_facts import release
+from fl_dispatch.hosting.facts.fact import release
 
 from ..version import host_version
 from .base import Bridge, Unbridged

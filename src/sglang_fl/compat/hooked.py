@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from fl_dispatch.devices.triton import why_unserved
-from fl_dispatch.hosting import checked_host
+from fl_dispatch.hosting.facts import untested
 
 from ..host import FUSED_OP, HOST, hooked
 from ..platform.config import ATTENTION
@@ -37,7 +37,7 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 @cache
 def warn_of_untested_host() -> None:
     """Log one WARNING on an SGLang that the tests did not run on, with the names we rely on that it lacks."""
-    checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, smoke_tested=SMOKE_TESTED_HOSTS)
+    untested.warn_if_untested(HOST, host_version(), TESTED_HOSTS, smoke_tested=SMOKE_TESTED_HOSTS)
 
 
 def _supports_triton(original: Any, backend: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from fl_dispatch.hosting import checked_host
+from fl_dispatch.hosting.facts import untested
 
 from ..host import HOST
 
@@ -28,4 +28,4 @@ def is_tested() -> bool:
 @cache
 def warn_of_untested_host() -> None:
     """Log one WARNING on a vLLM that not all tests ran on, with the names we rely on that it lacks."""
-    checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, "torch")
+    untested.warn_if_untested(HOST, host_version(), TESTED_HOSTS, "torch")

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting.host_facts import HostFact
+from fl_dispatch.hosting.facts.fact import HostFact
 from fl_dispatch.hosting.layers.bound_layer import Bindable, bind_for
 from fl_dispatch.hosting.layers.layer_kernels import KERNEL, kernels
 from fl_dispatch.hosting.layers.survey import Survey, warn_of_unknown_layers

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch.hosting.activations import ACTIVATIONS, Activation
+from fl_dispatch.hosting.layers.activations import ACTIVATIONS, Activation
 from fl_dispatch.hosting.layers.bound_layer import BoundLayer
 from fl_dispatch.hosting.positions import multimodal_rotary
 
@@ -120,7 +120,7 @@ class ActivationLayer(DispatchedLayer):
 
 @cache
 def activation_layer(name: str) -> type[ActivationLayer]:
-    """Make the mixin for a class of vLLM that :data:`~fl_dispatch.hosting.activations.ACTIVATIONS` has."""
+    """Make the mixin for a class of vLLM that :data:`~fl_dispatch.hosting.layers.activations.ACTIVATIONS` has."""
     found = ACTIVATIONS[name]
     body = {"__module__": __name__, "fl_operator": found.operator, "fl_activation": found}
     parameters = {"fl_attributes": found.attributes, "fl_constants": found.constants}  # plain, for Dynamo's guards

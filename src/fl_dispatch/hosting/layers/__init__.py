@@ -1,1 +1,1 @@
-"""Layers of a host that run our operators: their classes, their binding, and a survey of a loaded model."""
+"""Layers of a host that run our operators: activations, binding, and a survey of a loaded model."""

@@ -21,7 +21,7 @@ from ...errors import DispatchError
 from ...logger_manager import begin_logging, get_logger
 from ...settings import Settings, get_settings, register_layers
 from ...settings import __name__ as settings_package
-from ..layers.classes import Host
+from ..facts.host import Host
 
 WARNED = "FL_DISPATCH_WARNED"
 """The variable that a host's first process sets for its children when it has warned of settings."""

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import platformdirs
 
-from ..errors import DispatchError
-from ..logger_manager import get_logger
-from ..version import __version__
-from . import fact_file
-from .host_facts import HostFact, check
-from .host_source import SourceTree
-from .layers.classes import Host
-from .records.private_file import write_private
+from ...errors import DispatchError
+from ...logger_manager import get_logger
+from ...version import __version__
+from ..records.private_file import write_private
+from . import yaml_file
+from .fact import HostFact, check
+from .host import Host
+from .source import SourceTree
 
 logger = get_logger(__name__)
 
@@ -52,7 +52,7 @@ def findings(facts: Callable[[], tuple[HostFact, ...]], plugin: str, packages: S
         version: the host's version.
     """
     tree = SourceTree.installed(*packages)
-    folders = (fact_file.folder_of(plugin), *tree.packages.values())
+    folders = (yaml_file.folder_of(plugin), *tree.packages.values())
     text = "\n".join([__version__, version, *map(_state, folders)])
     name = f"{packages[0]}-{version}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.txt"
     kept = platformdirs.user_cache_path("fl-dispatch") / "checked-hosts" / name
@@ -69,6 +69,6 @@ def findings(facts: Callable[[], tuple[HostFact, ...]], plugin: str, packages: S
 
 def _state(folder: Path) -> str:
     """A folder's Python files and facts as one line that changes when one of them does."""
-    stats = [file.stat() for pattern in ("*.py", fact_file.NAME) for file in folder.rglob(pattern)]
+    stats = [file.stat() for pattern in ("*.py", yaml_file.NAME) for file in folder.rglob(pattern)]
     size, newest = sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
     return f"{folder} {len(stats)} {size} {newest}"

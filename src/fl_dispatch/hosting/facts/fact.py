@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from .host_source import SourceTree
+from .source import SourceTree
 
 Verb = Literal["reads", "expects", "overrides", "hooks", "replaces", "adds"]
 

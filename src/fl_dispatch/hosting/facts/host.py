@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..host_facts import HostFact
-from ..host_source import Class, SourceTree
+from .fact import HostFact
+from .source import Class, SourceTree
 
 State = Literal["replaced", "left", "pending", "unjudged"]
 

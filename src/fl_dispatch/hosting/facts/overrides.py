@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from .host_facts import parameters
-from .host_source import Class, Import, Module, SourceTree
+from .fact import parameters
+from .source import Class, Import, Module, SourceTree
 
 OLDER = re.compile(r"v\d+(_\d+)+")
 """The name of a folder or module that is for one older version of a host."""

@@ -28,7 +28,7 @@ from typing import get_args
 
 import yaml
 
-from .host_facts import HostFact, Verb
+from .fact import HostFact, Verb
 from .overrides import Overrides, overrides
 
 NAME = "host_facts.yaml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .host_facts import HostFact
+from ..facts.fact import HostFact
 
 
 @dataclass(frozen=True)
