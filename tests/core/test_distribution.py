@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTION = {"yaml": "pyyaml", "zmq": "pyzmq"}
+DISTRIBUTION = {"typing_extensions": "typing-extensions", "yaml": "pyyaml", "zmq": "pyzmq"}
 """Module → distribution, where the names differ."""
 BY_HOSTS = {"sglang", "transformers", "vllm"}
 """Hosts, and packages that they bring along and that only modules for them import."""
