@@ -10,8 +10,12 @@ import pytest
 from fl_dispatch import devices
 
 SOURCES = Path(devices.__file__).parents[2]
-MAY_NAME_CHIPS = ("fl_dispatch/devices", "fl_dispatch/backends/vendor", "fl_dispatch/native.py")
-"""Places that are about one chip, or about main memory, where native code finds its tensors."""
+MAY_NAME_CHIPS = (
+    *("fl_dispatch/devices", "fl_dispatch/backends/vendor", "fl_dispatch/native.py"),
+    "fl_dispatch/ops/attention.py",
+)
+"""Places about one chip, or about main memory: native code finds its tensors there, and attention's reference takes
+PyTorch's fused product there alone."""
 NAMES = {text for spec in devices.BUILTIN_DEVICES for text in (spec.name, spec.torch_type)}
 PROPERTIES = {f"is_{spec.torch_type}" for spec in devices.BUILTIN_DEVICES}
 
