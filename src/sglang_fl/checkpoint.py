@@ -109,7 +109,7 @@ def loads(runner: ModelRunner) -> Iterator[None]:
 def load_weights_only(
     original: Callable[..., None], model: nn.Module, weights: Iterable[tuple[str, Tensor]], target_device: Any
 ) -> None:
-    """Have SGLang load a model, then refuse what the checkpoint did not fill.
+    """Have SGLang load a model, then refuse parameters that the checkpoint did not fill.
 
     Raises:
         CheckpointError: a parameter is not filled, or a tensor has another kind of numbers.

@@ -17,7 +17,7 @@ PREFIXES = ("SGLANG_FL_", "VLLM_FL_")
 
 
 def check(device: DeviceSpec) -> None:
-    """Refuse what would end every engine's start.
+    """Refuse variables that would end every engine's start.
 
     Raises:
         ConfigError: the first variable that is wrong.

@@ -1,4 +1,4 @@
-"""The version of SGLang beside us, and those that are tested."""
+"""The installed version of SGLang, and the tested ones."""
 
 from __future__ import annotations
 

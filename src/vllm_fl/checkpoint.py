@@ -43,7 +43,7 @@ def open_account(model: nn.Module, model_config: Any) -> Account | None:
 
 
 def close_account(account: Account, model: nn.Module, model_config: Any) -> None:
-    """Refuse what the checkpoint did not fill, and keep the account until all ranks have loaded.
+    """Refuse parameters that the checkpoint did not fill, and keep the account until all ranks have loaded.
 
     Raises:
         CheckpointError: a parameter is not filled, or a tensor has another kind of numbers.

@@ -20,7 +20,7 @@ PREFIXES = ("VLLM_FL_",)
 
 
 def check(device: DeviceSpec) -> None:
-    """Refuse what would end every engine's start.
+    """Refuse variables that would end every engine's start.
 
     Raises:
         ConfigError: the first variable that is wrong.

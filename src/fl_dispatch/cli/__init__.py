@@ -1,4 +1,4 @@
-"""The command ``fl``: what runs, why, and whether it is healthy."""
+"""The command ``fl``: the implementations that run, why, and whether they are healthy."""
 
 from __future__ import annotations
 

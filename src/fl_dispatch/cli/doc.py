@@ -1,4 +1,4 @@
-"""``fl doc``: what an operator is."""
+"""``fl doc``: an operator's declaration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fl explain``: why an operator runs what it runs."""
+"""``fl explain``: why an operator runs its implementation."""
 
 from __future__ import annotations
 

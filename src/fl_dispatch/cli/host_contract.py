@@ -61,7 +61,7 @@ class HostContract:
             yield ("ok", *_whose(fact), ", ".join(fact.plain_names), fact.why)
 
     def open_layers(self) -> Iterator[tuple[str, ...]]:
-        """Rows: state, class, module, what is missing."""
+        """Rows: state, class, module, missing part."""
         for state, words in OPEN.items():
             for found in self.layers:
                 if found.state == state:
@@ -108,7 +108,7 @@ class HostContract:
 
 
 def compare(host: Host, tree: SourceTree, version: str) -> HostContract:
-    """Compare what a plugin relies on with the source of its host."""
+    """Compare a plugin's facts with the source of its host."""
     return HostContract(host, version, check(host.facts(), tree, version), host.layers.judge(tree, host.package))
 
 

@@ -201,7 +201,7 @@ class ResultFile:
                 self.partial = file.with_name(f"{file.name}.partial")
 
     def keep(self, data: Any) -> None:
-        """Write what there is so far."""
+        """Write the results so far."""
         if self.partial is not None:
             new = self.partial.with_name(f"{self.partial.name}.{os.getpid()}")
             new.write_text(_text(data), encoding="utf-8")
@@ -218,7 +218,7 @@ class ResultFile:
             self.file.write_text(_text(data), encoding="utf-8")
 
     def stop(self, data: Any) -> str:
-        """Keep what an interrupted run has; returns where it is, or empty."""
+        """Keep an interrupted run's results; return their file, or empty."""
         if self.printed:
             print_json(data)
         self.keep(data)

@@ -109,7 +109,7 @@ def _read(file: Path) -> str:
 
 
 def _rows(checkpoint: Path, text: str, window: int) -> list[list[int]]:
-    """The requests, within what the model has positions for; an engine also generates one token."""
+    """The requests, within the model's positions; an engine also generates one token."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:

@@ -96,7 +96,7 @@ def _layer_choices(run: Run, operator: str) -> list[dict[str, Any]]:
 
 
 def _alike(decided: Iterable[tuple[Run, T]]) -> list[tuple[list[Run], T]]:
-    """Workers, grouped by what they say."""
+    """Workers, grouped by their answers."""
     groups: list[tuple[list[Run], T]] = []
     for run, decision in decided:
         group = next((group for group, known in groups if known == decision), None)

@@ -1,4 +1,4 @@
-"""``fl tune``: which implementation is fastest here, among those that are right, as a platform's file."""
+"""``fl tune``: the fastest right implementations here, as a platform's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fl tune --engine``: whether engines say what the kernels said."""
+"""``fl tune --engine``: an end-to-end check of a tuning."""
 
 from __future__ import annotations
 

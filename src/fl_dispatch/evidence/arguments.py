@@ -1,4 +1,4 @@
-"""Arguments of a call as they lie in memory: copies that keep strides and sharing, and what a call changed."""
+"""Arguments of a call as they lie in memory: copies that keep strides and sharing, and the changes of a call."""
 
 from __future__ import annotations
 

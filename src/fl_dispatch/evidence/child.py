@@ -45,7 +45,7 @@ class Child:
         """Its next answer.
 
         Raises:
-            DispatchError: it ended, or said what is no JSON.
+            DispatchError: it ended, or its answer is no JSON.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

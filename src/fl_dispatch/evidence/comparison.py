@@ -98,7 +98,7 @@ class Comparison:
     """One call's outputs against the expected ones.
 
     Args:
-        problem: what is wrong, or empty.
+        problem: the problem, or empty.
         worst: the largest error.
         missing: the outputs that have NaN where a number is expected, and those elements.
         rounding: errors of half-type results.
@@ -149,7 +149,7 @@ def compare(label: str, outputs: Named, expected: list[Tensor | None], tolerance
 
 
 def _rounding(actual: Tensor, wanted: Tensor, dtype: torch.dtype, rows: int) -> Rounding:
-    """Errors in units of the last place of what is expected, of normal numbers."""
+    """Errors in units of the last place of the expected value, for normal numbers."""
     kind = torch.finfo(dtype)
     normal = (wanted.abs() >= kind.tiny) & actual.isfinite() & (wanted.abs() <= kind.max)
     wanted, actual = wanted[normal], actual[normal]

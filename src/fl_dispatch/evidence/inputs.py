@@ -146,7 +146,7 @@ class Inputs:
         return Input(sample.label, sample.serving, args, tolerance, operator, self._oracle)
 
     def compute(self) -> None:
-        """Compute what the reference gives for each, now rather than when it is needed."""
+        """Compute the reference's results for each input, now rather than when they are needed."""
         for given in self._inputs:
             assert given.expected is not None
 

@@ -1,4 +1,4 @@
-"""Intervals of a median, whatever the distribution is."""
+"""Confidence intervals of a median, for any distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Perplexity of a text: one number for how well an engine computes a model, whatever runs in it.
+"""Perplexity of a text: one number for how well an engine computes a model, with any implementations.
 
 A text is cut into rows that do not overlap. Each row begins with the model's beginning-of-text token, so it is a
 request of its own, and each of its other tokens counts once.

@@ -39,7 +39,7 @@ class Rates:
 
 
 class Yardstick:
-    """Measures what the device reaches, with the clock that also measures implementations.
+    """The rates that the device reaches, measured with the implementations' clock.
 
     Args:
         clock: of the device.

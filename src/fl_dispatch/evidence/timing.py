@@ -77,7 +77,7 @@ class Clock:
         """A round that makes each of ``calls`` once and returns the seconds of a call, and how it is timed.
 
         Args:
-            calls: what is timed.
+            calls: the calls to time.
             eager: by the wall clock, as a step that no graph holds: the host's time counts where it is longer.
         """
         for call in calls[:WARMUPS]:

@@ -44,7 +44,7 @@ class Weights:
         return self._with(copied(others), self._own)
 
     def write(self, given: Input, compiled: bool) -> None:
-        """Write those of another input into the declared weights, as a loader does.
+        """Write another input's values into the declared weights, as a loader does.
 
         Args:
             given: of the same shapes.

@@ -1,4 +1,4 @@
-"""Counts of what travels, added up by threads and shown in vLLM's log (``KV Transfer metrics``) and in ``/metrics``."""
+"""Counts of transfers, added up by threads and shown in vLLM's log (``KV Transfer metrics``) and in ``/metrics``."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     send_type: SendType = SendType.PUT_ASYNC
-    """Asked of the engine that reads prompts; the other one takes what comes."""
+    """A setting of the engine that reads prompts; the other engine takes either."""
     transport: Transport = Transport.HOST
     """Links between devices have to be asked for: NCCL's have run on no GPU yet."""
     proxy_ip: str = Field("", pattern=r"^[\w.:-]*$")

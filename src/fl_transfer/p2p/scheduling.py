@@ -140,7 +140,7 @@ class Scheduling:
         return orders
 
     def heard(self, outcomes: Outcomes) -> None:
-        """The workers say what has become of awaited transfers."""
+        """Take the workers' outcomes of awaited transfers."""
         for transfer, workers in outcomes.ready.items():
             arrival = self._arrival(transfer)
             if arrival is not None and arrival.state is _State.AWAITED:
@@ -158,7 +158,7 @@ class Scheduling:
                 self._drop(arrival)
 
     def finished(self, request_id: str) -> None:
-        """A request has ended, in whatever way."""
+        """Note the end of a request, in any way."""
         self._followers.pop(request_id, None)
         departure = self._departures.pop(request_id, None)
         if departure is not None:

@@ -92,7 +92,7 @@ class Working:
             self._incoming.ready = True
 
     def begin(self, orders: Orders) -> None:
-        """Before a step's model: end, await, drop and load what the scheduler says.
+        """Before a step's model runs: end, await, drop and load transfers by the scheduler's orders.
 
         vLLM calls it that early in steps with loads, because its scheduler sets ``has_sync_kv_loads``.
         """

@@ -40,7 +40,7 @@ class Row:
 
     Args:
         module, name: where the class is.
-        bridge: what runs instead.
+        bridge: the bridge that runs instead.
         own_forward: the class replaces ``forward`` itself, so SGLang never asks it for a function.
     """
 

@@ -22,7 +22,7 @@ class Bridge(BoundLayer):
 
     Args:
         layer: SGLang's layer. Its weights are read at each call, because SGLang may replace them.
-        native: what SGLang would run.
+        native: SGLang's forward.
         scope: the layer's prefix in the model, or ``None`` while it is not known.
 
     Raises:

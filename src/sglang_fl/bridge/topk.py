@@ -20,7 +20,7 @@ PLACEMENTS = ("static", "dynamic")
 
 
 def refusal(layer: Any) -> str | None:
-    """Why a layer's routing is none of our operators, or ``None``."""
+    """Why none of our operators computes a layer's routing, or ``None``."""
     from sglang.srt.environ import envs
 
     config = layer.topk_config

@@ -139,7 +139,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
 
 
 def extend_host() -> None:
-    """Add what SGLang has a place for: our attention, methods for ``Engine.collective_rpc``, names of quantization."""
+    """Add to SGLang's own tables: our attention, methods for ``Engine.collective_rpc``, names of quantization."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.managers.scheduler import Scheduler

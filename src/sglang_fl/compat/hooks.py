@@ -25,7 +25,7 @@ class Hook:
         call: ``around``: called with the original function before the arguments; ``after``: with the result before the
             arguments, and a result of ``None`` keeps it; ``replace``: with the arguments.
         kind: see ``call``.
-        reason: what goes wrong, or is missed, without it.
+        reason: the damage without it.
     """
 
     target: str

@@ -1,1 +1,1 @@
-"""Graphs of decoding and of prompts, and what must be warm before they are captured."""
+"""Graphs of decoding and of prompts, and the warm-up before they are captured."""

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 
 def of_layers(runner: ModelRunner) -> set[str]:
-    """The operators of a model's layers, without those of attention."""
+    """The operators of a model's layers, without attention's."""
     return {operator for operator, _ in LOADED.of(runner).survey.ours.values()}
 
 

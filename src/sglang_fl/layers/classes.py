@@ -201,7 +201,7 @@ def warn_of_unknown_names(settings: Settings) -> None:
 
 @dataclass
 class FirstPass:
-    """Whether what we claim is what runs, seen in one forward pass.
+    """A check of one forward pass: whether the claimed operators run.
 
     Args:
         claims: layer's prefix → the operator that it is to run.
@@ -266,7 +266,7 @@ class UndispatchedError(RuntimeError):
 
 
 def judge(missed: dict[str, list[str]], strict: bool) -> None:
-    """Tell what the first pass missed.
+    """Report the operators that the first pass missed.
 
     Raises:
         UndispatchedError: something was missed, and mode is strict.

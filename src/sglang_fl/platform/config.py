@@ -179,7 +179,7 @@ def largest_step() -> int:
 
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
-    """Set what runs on this device, as far as the user chose nothing."""
+    """Set defaults for this device, where the user chose nothing."""
     multiple = kv_layout.wish().multiple
     defaults = {
         "device": device.torch_type,

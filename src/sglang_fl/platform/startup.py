@@ -70,7 +70,7 @@ def register_hooks() -> None:
 
 
 def activate() -> None:
-    """Start the core in this process, or raise what is wrong with settings, plugins and hooks. Idempotent."""
+    """Start the core in this process, or raise the error in settings, plugins or hooks. Idempotent."""
     START.raise_kept()
     environment.check(detect_device())
     from ..compat import hooks

@@ -35,7 +35,7 @@ FP8_CACHE = "fp8_e4m3"
 
 
 def refused(what: str, remedy: str = "") -> ValueError:
-    """The error for what a checkpoint has and is not served; ``remedy``: what works."""
+    """The error for an unserved feature of a checkpoint; ``remedy``: a feature that works."""
     return ValueError(f"sglang_fl does not support {what} yet{remedy and f'; {remedy}'}")
 
 

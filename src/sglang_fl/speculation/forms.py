@@ -277,7 +277,7 @@ def sample_by_rejection(
     """Accept a draft with probability ``min(1, target / draft)`` (Leviathan et al., arXiv 2211.17192).
 
     Args:
-        draft_probs: ``[requests, width - 1, vocabulary]``; what the drafts were drawn from.
+        draft_probs: ``[requests, width - 1, vocabulary]``; the distribution that the drafts were drawn from.
     """
     if block_verification:
         raise NotImplementedError("sglang_fl does not support --speculative-use-block-verification yet")

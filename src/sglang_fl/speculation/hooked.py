@@ -80,7 +80,7 @@ HOOKED: tuple[tuple[str, Callable[..., Any]], ...] = (
     (f"{FACTORY}._create_backend", attention.create_backend),
     (f"{WORKER}.init_lm_head", share_weights),
 )
-"""Targets of hooks around functions, and what is called there."""
+"""Targets of hooks around functions → our functions."""
 
 SUPPLIED: dict[str, Callable[..., Any]] = {
     "tree_speculative_sampling_target_only": forms.sample_target_only,

@@ -53,7 +53,7 @@ def connect_group(result: None, group: GroupCoordinator, *args: Any, **kwargs: A
 
 
 def close_group(original: Callable[..., None], group: GroupCoordinator) -> None:
-    """Before a group is destroyed: give back what the library holds for it."""
+    """Free the library's resources of a group before it is destroyed."""
     if (communicator := COMMUNICATOR.find(group)) is not None:
         communicator.close()
     original(group)

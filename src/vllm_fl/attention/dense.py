@@ -133,7 +133,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             self.fl_rotate_and_write = bind_op(ROTATE_AND_WRITE, scope)
 
     def fl_join(self) -> bool:
-        """Prepare for :meth:`rotate_and_cache`; returns whether the layer writes what its own tokens have."""
+        """Prepare for :meth:`rotate_and_cache`; return whether the layer writes its own tokens' keys and values."""
         if self.kv_sharing_target_layer_name is not None or self.encoder_only or self.crosses:
             return False
         self.fl_rotates = True

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
-    """The decode part of a batch, with what ``mla_decode`` needs besides.
+    """The decode part of a batch, with further arguments of ``mla_decode``.
 
     Args:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.

@@ -64,7 +64,7 @@ def warm_up_kernels(worker: Any, *, process_local_only: bool = False) -> None:
 
 
 def do_without_library() -> None:
-    """Replace what vLLM's GPU worker and its V2 model runner take from vLLM's compiled library. Idempotent."""
+    """Replace the functions of vLLM's compiled library in its GPU worker and its V2 model runner. Idempotent."""
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.utils import torch_utils
     from vllm.v1.worker import gpu_worker

@@ -26,7 +26,7 @@ class CountedLoader:
     fl_account: Account | None = None
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Load, then refuse what the checkpoint did not fill.
+        """Load, then refuse parameters that the checkpoint did not fill.
 
         Raises:
             CheckpointError: a parameter is not filled, or a tensor has another kind of numbers.

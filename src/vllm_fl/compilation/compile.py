@@ -1,4 +1,4 @@
-"""Compiled models: what changes in vLLM's configuration, and the order of events at the worker's start.
+"""Compiled models: changes to vLLM's configuration, and the order of events at the worker's start.
 
 Implementations prove themselves in an eager pass. Only then every choice is fixed and becomes part of vLLM's
 compile-cache key, and only then something is compiled: vLLM drops the guards of its graphs, so a later choice would
@@ -215,7 +215,7 @@ def _why_apart(vllm_config: VllmConfig, own_attention: bool) -> list[str]:
 
 
 def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
-    """Change what a compiled model cannot run with on this platform; one INFO line a change."""
+    """Change settings that a compiled model cannot run with on this platform; one INFO line a change."""
     ours = set(JOINED_BY_US.values() if has_passes(compilation) else ())
     fusions = [
         field.name

@@ -40,7 +40,7 @@ FUSED = compile.FUSED
 PRODUCTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"linear": (), "weight_only_linear": (), "scaled_linear": (QUANTIZE,)}
 )
-"""Product → what its rows go through before it."""
+"""Product → the operators on its rows before it."""
 NORM, GATE = "rms_norm", "silu_and_mul"
 KEY = "fl_dispatch_one_token"
 """The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the products."""

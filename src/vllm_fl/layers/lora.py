@@ -135,7 +135,7 @@ class PunicaWrapperFL(PunicaWrapperCPU):
             lora_index_to_id: the number of the adapter in each slot.
             max_loras: slots.
             vocab_size: rows of an adapter of the embedding.
-            kwargs: what versions of vLLM add.
+            kwargs: arguments that versions of vLLM add.
         """
         slots = {number: slot for slot, number in enumerate(lora_index_to_id) if number is not None}
         had = self.tokens.active.item()

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 def settle(vllm_config: VllmConfig) -> None:
-    """Settle what cannot be served as the configuration says, before a model loads.
+    """Change or refuse settings of rotations that cannot be served, before a model loads.
 
     Raises:
         ValueError: texts are asked for that are longer than a rotation allows.

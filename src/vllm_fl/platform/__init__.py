@@ -1,1 +1,1 @@
-"""vLLM's platform: its classes, its start, the configuration that it changes, and what it refuses."""
+"""vLLM's platform: its classes, its start, its changes to the configuration, and its refusals."""

@@ -106,7 +106,7 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
 
 
 def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) -> None:
-    """Set what the worker needs; with ``native`` vLLM treats the platform as its own."""
+    """Set the worker's settings; with ``native`` vLLM treats the platform as its own."""
     rotations.settle(vllm_config)
     parallel = vllm_config.parallel_config
     if parallel.worker_cls == "auto":
@@ -154,7 +154,7 @@ def _fork_waits(device: DeviceSpec) -> bool:
 
 
 def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
-    """Keep what no graph can hold out of them: piecewise graphs end before attention, and begin again behind it.
+    """Keep unfit implementations out of graphs: piecewise graphs end before attention, and begin again behind it.
 
     vLLM finds out that graphs hold our attention for some batches only when it has compiled the pieces, without graphs.
     """

@@ -1,4 +1,4 @@
-"""Batch invariance in an engine: what ``VLLM_BATCH_INVARIANT=1`` cannot serve, and why.
+"""Batch invariance in an engine: features that ``VLLM_BATCH_INVARIANT=1`` cannot serve, and why.
 
 The core admits only implementations that declare ``batch_invariant``. So each operator of a model needs one, and what
 else computes with several rows of a batch has to leave each row as it is.

@@ -98,7 +98,7 @@ def _prepare_host() -> None:
 
 
 def activate() -> None:
-    """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
+    """Start the core in this process, or raise the error in its settings or plugins. Idempotent."""
     START.raise_kept()
     _prepare_host()
     from ..attention.dense import register_backend

@@ -21,7 +21,7 @@ SERVED: Mapping[str, str] = MappingProxyType(
 
 
 def refused(what: str, remedy: str = "") -> ValueError:
-    """The error for what a checkpoint has and is not served; ``remedy``: what works."""
+    """The error for an unserved feature of a checkpoint; ``remedy``: a feature that works."""
     return ValueError(f"vllm_fl does not support {what} yet{remedy and f'; {remedy}'}")
 
 

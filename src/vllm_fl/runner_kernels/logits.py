@@ -200,5 +200,5 @@ def apply_grammar_bitmask(
 
 
 def num_nans(logits: Tensor, stride: int, found: Tensor, size: int, **_: Any) -> None:
-    """Count what is not a number in each row."""
+    """Count the NaNs of each row."""
     found[: len(logits)] = logits[:, :size].isnan().sum(-1).to(found.dtype)

@@ -1,8 +1,8 @@
 """The kernels of each decoding step in C++, for tensors in main memory.
 
-There a form's ten or twenty small operations cost more than what they do. Without a C++ compiler the forms run (see
-:mod:`fl_dispatch.cpp`). So they do for whatever the functions do not take: integers of another type, tensors with gaps,
-drafts, requests with a temperature.
+There the launches of a form's ten or twenty small operations cost more than their work. The forms run without a C++
+compiler (see :mod:`fl_dispatch.cpp`), and for arguments that the functions do not take: integers of another type,
+tensors with gaps, drafts, requests with a temperature.
 """
 
 from __future__ import annotations

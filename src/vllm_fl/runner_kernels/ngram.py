@@ -56,7 +56,7 @@ def finalize(
     *_: Any,
     **__: Any,
 ) -> None:
-    """Copy what follows each request's match to its drafts; the last token where nothing follows."""
+    """Copy the tokens after each request's match to its drafts; beyond the text, its last sampled token."""
     state = idx_mapping.to(torch.int64)
     score = scratch[: len(state)].amax(-1)
     size, place = (score - 1) // (longest + 1), (score - 1) % (longest + 1)

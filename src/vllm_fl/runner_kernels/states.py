@@ -26,7 +26,7 @@ def scatter_num_accepted(idx_mapping: Tensor, num_sampled: Tensor, num_accepted:
 
 
 def fill_num_accepted(idx_mapping: Tensor, num_accepted: Tensor, num_sampled: int) -> None:
-    """Keep the same number for each request."""
+    """Set the number of accepted tokens of each request to ``num_sampled``."""
     num_accepted[idx_mapping[idx_mapping >= 0].long()] = num_sampled
 
 

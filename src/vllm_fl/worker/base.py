@@ -210,7 +210,7 @@ class WorkerFL(Worker):
             classes.bind_scopes(self.fl_models(), untraced_only=True)
 
     def fl_report(self) -> dict[str, Any]:
-        """Report of what runs in this process, as plain data that vLLM can send between processes.
+        """Report of this process's implementations, as plain data that vLLM can send between processes.
 
         The core's report, ``model_runner`` (``V1``, ``V2``), the languages of V2's ``runner_kernels``, and ``layers``
         and ``native_layers``: class name → how many run our forward, and vLLM's own.

@@ -117,7 +117,7 @@ class CommunicatorFL(DeviceCommunicatorBase):
         return self.all2all_manager
 
     def destroy(self) -> None:
-        """Give back what the library holds for this group."""
+        """Free the library's resources of this group."""
         self.communicator.close()
 
 

@@ -57,7 +57,7 @@ def cores_for(
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Refuse a list of cores that is none, however many workers there are.
+    """Refuse a malformed list of cores, for any number of workers.
 
     Raises:
         ConfigError: see :func:`cores_for`.

@@ -114,7 +114,7 @@ class GPUWorkerFL(WorkerFL):
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Capture the graphs, and run what vLLM runs before it serves."""
+        """Capture the graphs, and run vLLM's warm-up before it serves."""
         with self.fl_weights.settled():
             calls = warm_up.attention(self.fl_models(), self.vllm_config)
             logger.info("attention is warm: %d calls", calls)

@@ -1,4 +1,4 @@
-"""Whether all ranks of an engine run the same: vLLM's groups for :mod:`fl_dispatch.hosting.ranks.agreement`."""
+"""The check of equal choices on all ranks: vLLM's groups for :mod:`fl_dispatch.hosting.ranks.agreement`."""
 
 from __future__ import annotations
 

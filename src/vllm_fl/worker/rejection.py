@@ -90,7 +90,7 @@ def rejection_random_sample_kernel(
             greedy requests stay.
         draft_probs: ``[drafts, vocab_size]``, or ``None``: the drafter was certain.
         target_probs: ``[drafts, vocab_size]`` float32.
-        recovered: ``[drafts]``; what :func:`sample_recovered_tokens_kernel` drew.
+        recovered: ``[drafts]``; the tokens that :func:`sample_recovered_tokens_kernel` drew.
         uniform: ``[drafts]`` float64 in [0, 1).
     """
     if synthetic:

@@ -44,7 +44,7 @@ class Memory:
         logger.info("sleep: %.1f MiB of %s given back", sum(size for _, size in given) / MIB, tag)
 
     def take(self, tags: Iterable[str] | None) -> None:
-        """Have zeros in what was released under these tags, or under all."""
+        """Fill the memory that was released under these tags with zeros, or all of it."""
         for tag in list(self.given) if tags is None else tags:
             for storage, size in self.given.pop(tag, ()):
                 storage.resize_(size)

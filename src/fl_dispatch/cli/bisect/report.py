@@ -29,7 +29,7 @@ SHOWN = 4
 
 
 class Report:
-    """Prints what is asked and answered, and in the end what was found.
+    """The printer of questions and answers, and in the end of the findings.
 
     Args:
         quiet: print nothing, because standard output belongs to the JSON.
@@ -67,7 +67,7 @@ class Report:
         self.say(f"Hugging Face agrees with the policy that is taken for good: {share:.2f} yardsticks")
 
     def begins(self, what: str) -> None:
-        """An engine is asked; a terminal shows what, until it answers."""
+        """Show a question to an engine in a terminal until it answers."""
         self.ended()
         if not self.quiet and console.is_terminal:
             self._status = console.status(what)
@@ -92,7 +92,7 @@ class Report:
             self._table.say(f"      {outcome.note}", "dim")
 
     def show(self, result: Result, out: Path | None) -> None:
-        """Print what was found."""
+        """Print the findings."""
         for note in result.notes:
             self.say(f"note: {note}")
         if not result.differs:
@@ -147,7 +147,7 @@ class Report:
 
 
 def sentence(one: Blamed) -> str:
-    """One line that says what is blamed."""
+    """The cause in one line."""
     ranks = f", at rank {', '.join(map(str, one.ranks))} alone" if one.ranks else ""
     beside = f", only beside the other choice of {', '.join(one.partners)}" if one.partners else ""
     if not one.sites:

@@ -26,10 +26,10 @@ PLUGIN = planted.__name__
 
 @dataclass(frozen=True)
 class Planted:
-    """One fault, and what has to be found.
+    """One fault, and the expected finding.
 
     Args:
-        what: in words.
+        what: the fault in words.
         op: the operator; empty where nothing may be blamed.
         sites: whether the layers that were found are right.
         family, dtype, ranks, compiled: of the engine.
@@ -143,7 +143,7 @@ def _plant(
 
 
 def _right(name: str, test: Planted, result: Result) -> bool:
-    """Whether what was found is what was planted."""
+    """Whether the search found the planted fault."""
     if not test.op:
         return not result.differs
     if len(result.blamed) != 1 or not result.agrees:

@@ -17,7 +17,7 @@ TIE = 1e-3
 
 
 def compare(family: str, request: Request, generated: Generated) -> tuple[bool, str]:
-    """Whether an engine's result is right, and what was compared."""
+    """Whether an engine's result is right, and the compared values."""
     return _by_scores(family, request, generated) if request.scored else _by_tokens(request, generated)
 
 

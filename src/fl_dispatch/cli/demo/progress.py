@@ -25,7 +25,7 @@ def steps(log: Path, silent: bool, verbose: bool) -> Iterator[Callable[[str], Ab
     """Yield a function that begins a step.
 
     Args:
-        log: the file for what libraries and child processes print.
+        log: the file for the output of libraries and child processes.
         silent: print no step.
         verbose: leave their output where it goes, and write no log.
 

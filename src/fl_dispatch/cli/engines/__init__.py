@@ -85,7 +85,7 @@ class Engine(Protocol):
         """Run requests at once; return their results in the same order."""
 
     def close(self) -> list[dict[str, Any]]:
-        """End the engine; return the report of each rank: what ran, and how often if calls are counted."""
+        """End the engine; return each rank's report: the implementations that ran, and their calls if counted."""
 
 
 def start(settings: Start) -> Engine:

@@ -20,7 +20,7 @@ VOCABULARY = 1000
 
 
 def serve(model: str, **arguments: object) -> None:
-    """Start the engine, then run what each line of the input names."""
+    """Start the engine, then run the workload of each line of the input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the engine prints goes to the log
     begun = time.perf_counter()

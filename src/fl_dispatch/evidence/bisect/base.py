@@ -23,7 +23,7 @@ class Base:
     Args:
         scores: of all requests.
         yardstick: how far harmless changes move them.
-        chosen: what ran.
+        chosen: the implementations that ran.
         called: the operators that were called.
         ranks: of an engine.
     """
@@ -40,7 +40,7 @@ def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], N
 
     Args:
         graphs: engines compile or capture, so that results are moved in an eager one.
-        say: hears what each harmless change did.
+        say: gets the effect of each harmless change.
 
     Raises:
         DispatchError: the good policy's engine does not run, or harmless changes break every number.

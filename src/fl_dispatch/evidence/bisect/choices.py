@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
 def differing(good: Choices, bad: Choices, called: Collection[str]) -> list[Site]:
     """The sites where two policies differ, in order, without those of operators that are never called.
 
-    An operator that ran by one and the same implementation alone in both is none. Calls by name belong to no site of
+    An operator that ran by one implementation in both is left out. Calls by name belong to no site of
     their own where an operator has layers.
 
     Args:

@@ -17,7 +17,7 @@ OTHER_SETTINGS = ("aten_replacement", "chip_features", "oot_blacklist", "flagos_
 
 
 def of_settings(settings: Settings) -> Document:
-    """The document that gives these settings, as far as a document can; what is not in it has its variable."""
+    """The document that gives these settings, as far as a document can; the others have variables."""
     policy = settings.policy
     document: Document = {"prefer": policy.prefer}
     if policy.strict:

@@ -65,5 +65,5 @@ class Result:
 
 
 def log2_runs(candidates: int) -> float:
-    """Twice the binary logarithm of the candidates: what the search aims at."""
+    """The search's target: twice the binary logarithm of the number of candidates."""
     return 2 * math.log2(max(candidates, 2))

@@ -35,7 +35,7 @@ def moved_id(impl_id: str) -> str:
 
 
 def sites(model: nn.Module | None) -> list[dict[str, Any]]:
-    """Every operator and bound layer of this process, with what may run there.
+    """Every operator and bound layer of this process, with the implementations that may run there.
 
     Each is ``op``, ``scope`` (``None`` for calls by name), ``also`` (other prefixes of the same module), and
     ``branches``: pairs of a condition (or ``None``) and the ids of the candidates, best first.
@@ -90,7 +90,7 @@ def switch(policy: str, seed: int | None = None) -> str:
 
 
 def answer(model: nn.Module | None) -> dict[str, Any]:
-    """The choices that hold in this process, and what ran since the last change, as plain data."""
+    """The choices in force in this process, and the implementations that ran since the last change, as plain data."""
     manager = get_default_manager()
     return {
         "sites": sites(model),

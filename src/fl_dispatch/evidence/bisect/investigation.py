@@ -38,7 +38,7 @@ class Investigation:
     # -- the search
 
     def run(self) -> Result:
-        """Find what makes the bad policy differ, and the policy that avoids it."""
+        """Find the cause of the bad policy's difference, and the policy that avoids it."""
         base = measure(self.probes, self.good, self.graphs, self.say)
         self.of_good, self.world, yardstick = base.chosen, base.ranks, base.yardstick
         outcome, chosen = self.probes.ask_started("the other policy, everywhere", self.bad)

@@ -19,7 +19,7 @@ class Journal:
 
     Args:
         folder: it is made if it does not exist.
-        header: what the answers depend on. A folder of another investigation is refused.
+        header: everything that the answers depend on. A folder of another investigation is refused.
 
     Raises:
         DispatchError: the folder belongs to another investigation, or cannot be written.
@@ -45,7 +45,7 @@ class Journal:
             self.put(HEADER, plain)
 
     def get(self, question: str) -> Any:
-        """The answer, or ``None``; an answer that was cut off when it was written is none."""
+        """The answer, or ``None``, also for an answer that was cut off when it was written."""
         if question not in self._kept and self.folder is not None and (file := self._file(question)).exists():
             try:
                 self._kept[question] = json.loads(file.read_text(encoding="utf-8"))["answer"]

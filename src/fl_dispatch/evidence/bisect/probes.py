@@ -56,7 +56,7 @@ class Engines(Protocol):
     """The starter of engines."""
 
     def start(self, document: Document, eager: bool = False) -> Engine:
-        """An engine under a policy; ``eager``: neither compiled nor captured, whatever was asked for.
+        """Start an engine under a policy; ``eager``: neither compiled nor captured, whatever the settings say.
 
         Raises:
             EngineDiedError: it did not start.
@@ -116,7 +116,7 @@ class _Live:
 
 
 Tell = Callable[[str, Outcome, bool], None]
-"""Called after each question: what was asked, the answer, and whether it is from the journal."""
+"""Called after each question with the question, the answer, and whether it is from the journal."""
 
 
 class Probes:
@@ -124,10 +124,10 @@ class Probes:
 
     Args:
         engines: starts them.
-        journal: what was answered.
+        journal: the earlier answers.
         tell: hears each answer.
         switching: whether a live engine may be switched.
-        begin: hears what is asked next, if an engine has to answer.
+        begin: gets the next question, if an engine has to answer it.
 
     Attributes:
         runs, starts: engines' runs of all requests, and starts, those in the journal included.
@@ -173,7 +173,7 @@ class Probes:
     # -- questions
 
     def ask_started(self, what: str, document: Document) -> tuple[Outcome, Choices | None]:
-        """How an engine that is started with a document differs from the base, and what it chose."""
+        """Compare an engine that is started with a document with the base; return its choices too."""
         question = f"started: {json.dumps(document, sort_keys=True)}"
         kept = self.journal.get(question)
         if kept is None:

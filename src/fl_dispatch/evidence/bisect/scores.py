@@ -75,7 +75,7 @@ class Difference:
 
 
 def difference(first: Scores, second: Scores) -> Difference:
-    """How far two runs of the same requests are apart; a request that one lacks is as far as can be."""
+    """The distance of two runs of the same requests; a request that one lacks counts as the largest distance."""
     largest, where, every = 0.0, "", list[float]()
     by_request: dict[str, float] = {}
     for label in sorted(first.rows.keys() | second.rows.keys()):

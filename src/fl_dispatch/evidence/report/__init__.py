@@ -1,4 +1,4 @@
-"""One page of HTML about everything that was measured and chosen: what ``fl report`` writes.
+"""The page of HTML that ``fl report`` writes, about all measurements and choices.
 
 A part of the page is made from one file, or from this machine's or its workers' state. A module of this package knows
 one kind of file: how to recognise it, and how to show it. ``build`` puts the parts together; ``render`` makes the page,

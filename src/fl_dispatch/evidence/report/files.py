@@ -39,7 +39,7 @@ class Source:
     Args:
         path: as the user named it, or below a folder that the user named.
         named: by the user, and not found in a folder.
-        data: what it holds.
+        data: its content.
     """
 
     path: Path

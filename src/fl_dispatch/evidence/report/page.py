@@ -13,7 +13,7 @@ class Cell:
     """One cell of a table.
 
     Args:
-        text: what it says.
+        text: its text.
         tone: ``good``, ``bad``, ``warn``, ``quiet`` or nothing.
         note: a second, smaller line.
         code: whether the text is a name in code.
@@ -118,7 +118,7 @@ class Report:
     Args:
         made: when, where and by which version.
         sections: in their order.
-        files: every file that was read, and what it contributed.
+        files: every file that was read, and its part of the page.
     """
 
     made: str

@@ -17,7 +17,7 @@ EMPTY = Section(
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a worker's record has what shadow mode did."""
+    """Whether a worker's record has results of shadow mode."""
     return _shadow(data) is not None
 
 

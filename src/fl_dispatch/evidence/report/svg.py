@@ -16,7 +16,7 @@ COLOURS = 8
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG element as text, and what it shows in words."""
+    """An SVG element as text, and its content in words."""
 
     markup: str
     words: str
@@ -24,7 +24,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Interval:
-    """A row of :func:`intervals`: a value with what it may as well be."""
+    """A row of :func:`intervals`: a value with its interval."""
 
     name: str
     value: float
@@ -44,7 +44,7 @@ class Line:
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """Name → class of its colour; what the others are compared with is grey."""
+    """Name → class of its colour; the baseline is grey."""
     found: dict[str, str] = {}
     next_one = 0
     for name in dict.fromkeys(names):

@@ -28,7 +28,7 @@ class Call:
     """One call of a step, for any number of tokens.
 
     Args:
-        op_name, label: the operator, and what distinguishes the call from its others.
+        op_name, label: the operator, and the call's difference from its others.
         times: how often a step of the whole model makes it.
         make: makes its arguments.
         width: what it is wide by.
@@ -59,7 +59,7 @@ class TunedCase:
     """One shape of a key, and how often a step calls the operator with it.
 
     Args:
-        key: what a rule sees of the call.
+        key: the facts of the call that a rule can test.
         case: the shape.
         times: calls in a step.
         step: tokens of the step that makes the call; the key's may be others, because heads count as tokens.

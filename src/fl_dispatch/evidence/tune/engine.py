@@ -63,7 +63,7 @@ def workloads(most_batch: int, accelerator: bool) -> tuple[Workload, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine: what stands in its environment, and further arguments of ``LLM``."""
+    """One engine: its environment variables, and further arguments of ``LLM``."""
 
     variables: Mapping[str, str]
     arguments: Mapping[str, Any] = field(default_factory=dict)

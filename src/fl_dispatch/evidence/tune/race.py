@@ -27,7 +27,7 @@ from ..verify import verify
 from ..weights import refusals_counted
 
 PROVEN = "with prepared weights and with plain ones"
-"""How candidates that prepare weights are proven. A tuning that was proven otherwise is not gone on with."""
+"""How candidates that prepare weights are proven. A tuning that was proven otherwise is not resumed."""
 REPEATS = 20
 FIRST = 3
 """Repeats after which a candidate may be left behind."""

@@ -24,7 +24,7 @@ class Record:
     Args:
         facts: what they hold for: machine, versions, driver, model, and how it was measured. Others are not reused.
         cases: a shape's name → its key, how often a step calls it, and candidate → outcome.
-        late: operator → candidate → what it compiles after the start.
+        late: operator → candidate → the kernel that it compiles after the start.
         file: where an earlier run left them.
     """
 
@@ -102,7 +102,7 @@ def read_record(file: Path) -> dict[str, Any]:
     """A file that a tuning wrote.
 
     Raises:
-        DispatchError: there is none, or it is none.
+        DispatchError: there is no such file, or it is no evidence of a tuning.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def resumed(files: Iterable[Path], facts: Mapping[str, Any]) -> Record:
 
 
 UNIMPORTANT = frozenset({"date", "command", "threads", TOGETHER})
-"""Facts that may differ between a run and the one that goes on with its figures."""
+"""Facts that may differ between a run and the run that resumes it."""
 
 
 def winners_of(data: Mapping[str, Any]) -> dict[Key, str]:

@@ -1,4 +1,4 @@
-"""Winners as rules of a policy, as few as say the same."""
+"""Winners as the fewest equivalent rules of a policy."""
 
 from __future__ import annotations
 

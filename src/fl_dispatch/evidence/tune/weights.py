@@ -65,10 +65,10 @@ def read_weights(config: Mapping[str, Any], source: str) -> Weights | None:
 
     Args:
         config: the content of ``config.json``.
-        source: what an error names.
+        source: the name for it in errors.
 
     Raises:
-        DispatchError: the method or its parameters are none of those that are served.
+        DispatchError: the method or its parameters are not served.
     """
     given = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if given is None:

@@ -99,7 +99,7 @@ class Host:
     Args:
         name: as messages say it.
         package: its Python package, and its distribution.
-        facts: returns what the plugin relies on; it reads the plugin's source.
+        facts: returns the names that the plugin relies on, from the plugin's source.
         layers: its layer classes.
         plugin: the plugin's package.
     """

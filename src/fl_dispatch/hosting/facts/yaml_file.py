@@ -3,7 +3,7 @@
 The file has a section for each class (``module:Class``) or module of the host, in alphabetical order::
 
     vllm.v1.worker.gpu_worker:Worker:
-    - since: 0.32                              # optional, first: of the section, with what is derived
+    - since: 0.32                              # optional, first: of the section, derived facts too
     - reads: get_draft_model(), model_runner   # a verb and names, with parameters if ours replaces a function
       why: The model that drafts; its layers are ours too.
       until: 0.34                              # the first version without them

@@ -22,7 +22,7 @@ class Activation:
     constants: tuple[str, ...] = ()
 
     def facts(self, owner: str, user: str, since: str = "") -> tuple[HostFact, ...]:
-        """State that a host's class (``module:Class``) has the attributes; none where there are none."""
+        """The fact that a host's class (``module:Class``) has these attributes; no fact without attributes."""
         if not self.attributes:
             return ()
         return (HostFact(owner, self.attributes, "reads", user, "The operator's arguments.", since=since),)

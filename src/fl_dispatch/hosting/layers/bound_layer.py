@@ -15,7 +15,7 @@ from .scopes import refuse_partial_rules
 
 @runtime_checkable
 class Bindable(Protocol):
-    """Whatever binds its operators again when it learns its prefix: layers, and attention of several operators."""
+    """An object that rebinds its operators when it learns its prefix: a layer, or attention of several operators."""
 
     def fl_bind(self, scope: str | None) -> None:
         """Bind the operators for the layer with this prefix; ``None`` while it is not known."""

@@ -92,7 +92,7 @@ _pools = threading.Lock()
 
 @contextmanager
 def _pools_are_watched() -> Iterator[None]:
-    """Have pools look at what a watched thread gives them: a dispatch mode is a thread's own.
+    """Have thread pools watch the work of a watched thread, because a dispatch mode belongs to one thread.
 
     SGLang's DeepSeek has threads of such a pool write its weights. Loads may overlap.
     """

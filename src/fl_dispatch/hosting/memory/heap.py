@@ -22,7 +22,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
 def give_back() -> None:
-    """Return what the heap keeps to the system, wherever it lies."""
+    """Return the heap's free memory to the system, wherever it lies."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

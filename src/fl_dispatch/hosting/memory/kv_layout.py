@@ -202,7 +202,7 @@ def _needed_by(impl: OpImpl) -> Wish:
 
 
 def _unstated(impl: OpImpl) -> str:
-    """Why nothing can meet what an implementation requires, or an empty string."""
+    """Why an implementation's requirements cannot be met, or an empty string."""
     try:
         _needed_by(impl)
     except ValueError as error:

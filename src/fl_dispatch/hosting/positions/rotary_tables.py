@@ -141,11 +141,11 @@ def too_long(asked: int, longest: int, remedy: str) -> str:
 
 
 def difference(table: Tensor, stated: Rotation) -> float:
-    """The largest difference of a host's table, in parts of what its dtype and the scale allow.
+    """The largest difference of a host's table, as a multiple of the error that its dtype and the scale allow.
 
     Args:
         table: ``[rows, cos | sin]``, the first for position 0.
-        stated: what it should be.
+        stated: the table as the configuration states it.
     """
     if table.shape[1] != 2 * stated.inverse.shape[0]:
         return float("inf")

@@ -25,7 +25,7 @@ ASKED = (1, 8192)
 def indivisible(sizes: Iterable[int], bits: int, group: int) -> str:
     """Why a rank's parts of packed weights do not stand alone, or an empty string.
 
-    Hosts round what is no whole number down, and would load parts that do not belong together.
+    Hosts round such numbers down, and would load parts that do not belong together.
 
     Args:
         sizes: elements of the rows of both weights on this rank.
@@ -174,7 +174,7 @@ class Packing:
         scale: of its scales.
         zero: of its zero points.
         weight_dim: the dimension of a weight along which words are packed.
-        zero_dim: the same of zero points.
+        zero_dim: the packed dimension of zero points.
         transposed: whether rows of the operator's weight are columns of the parameter.
         places: those of numbers in words, where they are not in order.
     """

@@ -1,4 +1,4 @@
-"""The quantized product of a linear layer, one class a kind of weights; :mod:`.experts` has those of experts.
+"""The quantized product of a linear layer, one class a kind of weights; :mod:`.experts` has the classes of experts.
 
 A host loads a layer's parameters, calls ``process_weights_after_loading`` once, which puts them into the operator's
 form for good, and ``apply_weights`` for each product. Both hosts know these two names.

@@ -1,4 +1,4 @@
-"""Remedies for quantized checkpoints that are refused: what works instead."""
+"""Remedies for quantized checkpoints that are refused."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ OUT_OF_ORDER = (
     "puts columns out of order, which is not served though 'desc_act' is false: quantize without an order of "
     "activations, or by GPTQModel with 'act_group_aware', which keeps columns in place"
 )
-"""The fault of a ``g_idx``, and what works."""
+"""The fault of a ``g_idx``, and the remedy."""
 COLUMNS = "export with 'desc_act': false, or by GPTQModel with 'act_group_aware', which keeps columns in place"
 ORDER = "export with actorder 'static', which keeps columns in place"
 VERSION = "export with version 'gemm'"
 UNUSUAL_VERSIONS = ("gemv", "gemv_fast", "marlin")
-"""Orders of ``awq`` weights in files that are not those of ``gemm``."""
+"""Orders of ``awq`` weights in files other than ``gemm``'s."""
 HEADS = "export with strategy 'tensor', or give --kv-cache-dtype bfloat16"
 SCALE_A_HEAD = "a KV cache in fp8 with a scale for each head ('kv_cache_scheme' with strategy 'attn_head')"
 

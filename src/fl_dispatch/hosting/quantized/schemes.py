@@ -34,7 +34,7 @@ LEFT = "not quantized"
 
 
 class Refused(Protocol):
-    """A host's error for what a checkpoint has and is not served; ``remedy``: what works."""
+    """A host's error for an unserved feature of a checkpoint; ``remedy``: a feature that works."""
 
     def __call__(self, what: str, remedy: str = "") -> Exception: ...
 
@@ -167,7 +167,7 @@ def awq(bits: int, group: int, zero_point: bool) -> Scheme:
 
 
 def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
-    """Refuse what a checkpoint's configuration says of all its layers, before a host reads it.
+    """Refuse unserved settings of all layers in a checkpoint's configuration, before a host reads it.
 
     Args:
         method: the name of the format.
@@ -239,7 +239,7 @@ def served(scheme: Scheme, prefix: str, refused: Refused, experts: bool = False)
 
 
 def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
-    """The kind of layer for a scheme, or ``None`` where there is none."""
+    """The kind of layer for a scheme, or ``None``."""
     weights, inputs, form = scheme.weights, scheme.inputs, scheme.form
     if scheme.method in ("gptq", "awq"):
         return Kind(f"packed by {scheme.method}")

@@ -1,1 +1,1 @@
-"""Ranks of one engine: their collectives, FlagCX, small sums in one kernel, and whether all run the same."""
+"""Ranks of one engine: their collectives, FlagCX, small sums in one kernel, and a check of equal choices."""

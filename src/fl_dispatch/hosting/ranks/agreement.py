@@ -1,4 +1,4 @@
-"""Whether all ranks of an engine run the same. Groups are those that exchange Python objects."""
+"""The check that all ranks of an engine run the same implementations. Groups are those that exchange Python objects."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refuse_other_manifest(manifest: Manifest, same_layers: ProcessGroup) -> None
     """Compare this rank's manifest with those of a group that computes the same layers. Every rank must call it.
 
     Raises:
-        RankDivergenceError: on every rank that sees another one, with what differs.
+        RankDivergenceError: the manifests differ; raised on every rank that sees it, with the differences.
     """
     ranks = dist.get_process_group_ranks(same_layers)
     for rank, other in zip(ranks, _gather(same_layers, manifest.as_data()), strict=True):

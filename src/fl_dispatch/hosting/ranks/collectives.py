@@ -46,10 +46,10 @@ class Collectives(Protocol):
         """Send to one rank; returns when ``tensor`` may be overwritten."""
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Overwrite ``tensor`` with what rank ``source`` sends."""
+        """Overwrite ``tensor`` with the tensor that rank ``source`` sends."""
 
     def close(self) -> None:
-        """Give back what the library holds for the group."""
+        """Free the library's resources of the group."""
 
 
 class TorchCollectives:
@@ -126,7 +126,7 @@ class Communicator:
         collectives: the library.
         rank: this one's number in the group.
         ranks: how many there are.
-        sums: what adds small tensors, or ``None``: the library adds all.
+        sums: adds small tensors; ``None``: the library adds all.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Communicator:
 
         Args:
             tensor: the same shape on every rank, ``sum(sizes)`` along ``dim``.
-            dim: what is divided.
+            dim: the dimension to divide.
             sizes: of the ranks' parts; equal ones where it is ``None``.
             output: overwritten with the result and returned; a new tensor where it is ``None``.
         """
@@ -184,7 +184,7 @@ class Communicator:
 
         Args:
             tensor: ``sizes[rank]`` long along ``dim``.
-            dim: what is joined.
+            dim: the dimension to join along.
             sizes: of all ranks' tensors along ``dim``; equal ones where it is ``None``.
             output: overwritten with the result and returned; a new tensor where it is ``None``.
         """
@@ -226,7 +226,7 @@ class Communicator:
         return tensor
 
     def close(self) -> None:
-        """Give back what is held for this group."""
+        """Free the resources of this group."""
         self.sums = None
         self.collectives.close()
 

@@ -56,7 +56,7 @@ class OneShotSums:
     most: int
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a contiguous tensor is summed here; by what is equal on every rank alone, or ranks would part."""
+        """Whether a contiguous tensor is summed here; every rank gets the same answer, or they would part."""
         elements = tensor.numel()
         return 0 < tensor.nbytes <= self.most and elements % VECTOR == 0 and tensor.dtype in DTYPES
 
@@ -227,7 +227,7 @@ class SharedMemory:
 def measure(
     calls: Sequence[Callable[[Tensor], None]], device: torch.device, cpu_group: ProcessGroup
 ) -> list[list[float]]:
-    """Microseconds of each call for each of :data:`SIZES`, those of the slowest rank."""
+    """Microseconds of a call for each of :data:`SIZES`, on the slowest rank."""
     tensors = [torch.zeros(size // 2, dtype=torch.bfloat16, device=device) for size in SIZES]
     times = torch.tensor([[_time(call, tensor) for tensor in tensors] for call in calls], dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=cpu_group)

@@ -1,1 +1,1 @@
-"""Records of what workers run, on disk, in reports and as metrics."""
+"""Records of workers' implementations, on disk, in reports and as metrics."""

@@ -11,7 +11,7 @@ MOST_ANCESTORS = 32
 
 
 def began(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks since the machine did; ``None`` if there is none of that number."""
+    """Start time of a process, in the kernel's ticks since boot; ``None`` if no process has that number."""
     fields = _stat(pid)
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 

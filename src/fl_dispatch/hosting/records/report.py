@@ -1,4 +1,4 @@
-"""Report of what runs in a serving process, as plain data that a host can send between processes."""
+"""Report of a serving process's implementations, as plain data that a host can send between processes."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Run:
         return (pid, processes.began(pid)) in family
 
     def names(self, pid: int) -> bool:
-        """Whether a number is its own or that of a process that it descends from, also after their end."""
+        """Whether a number is the worker's own or an ancestor's, also after their end."""
         return pid == self.pid or any(pid == ancestor for ancestor, _ in self.ancestors)
 
 
@@ -303,7 +303,7 @@ def in_order(found: Iterable[Run]) -> list[Run]:
 
 
 def differences(found: list[Run]) -> dict[str, dict[str, list[int]]]:
-    """Operators that ranks chose differently for: operator → what runs → the ranks."""
+    """Operators that ranks chose differently for: operator → implementations → the ranks."""
     different = {}
     for op_name in sorted({op_name for run in found for op_name in run.choices.get("decisions", {})}):
         ranks: dict[str, list[int]] = {}

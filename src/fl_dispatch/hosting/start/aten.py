@@ -12,7 +12,7 @@ from ...settings import Settings
 
 
 def replace(settings: Settings, device: DeviceSpec) -> None:
-    """Let every backend replace what the settings ask for, and begin to learn. Idempotent.
+    """Let every backend replace the operators that the settings ask for, and begin to learn. Idempotent.
 
     It belongs after the weights, which are PyTorch's own work. Every rank must call it with the same settings.
 

@@ -1,4 +1,4 @@
-"""The implementations that come first in the policy's order, and what a host has to know of them before it starts."""
+"""The implementations that come first in the policy's order, and a host's questions about them before it starts."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _held() -> Settings:
 
 
 def take_over(packed: dict[str, str]) -> None:
-    """Install what :func:`pack` gave in another process; equal settings and policies change nothing."""
+    """Install the result of :func:`pack` of another process; equal settings and policies change nothing."""
     mine = _held()
     if "settings" not in packed or packed["settings"] == mine.to_json():
         return

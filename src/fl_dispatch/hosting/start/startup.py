@@ -109,14 +109,14 @@ class Startup:
             self.logger.warning("%s", sentence)
 
     def keep(self, error: Exception) -> None:
-        """Keep what an entry point found wrong, unless something has been found before; ends the host's own command."""
+        """Keep the first error of an entry point; end the host's own command with it."""
         if isinstance(error, DispatchError):
             self._end_command(error)
         if self.error is None:
             self.error = error
 
     def raise_kept(self) -> None:
-        """Raise what an entry point found wrong."""
+        """Raise the error that an entry point kept."""
         if self.error is not None:
             raise self.error.with_traceback(None)
 

@@ -99,7 +99,7 @@ class Inbox:
             return piece, why
 
     def keep(self, message: Put, piece: Piece, by_link: bool = False) -> str:
-        """A part has come into this memory; the answer is that of :meth:`put`."""
+        """Keep a part that has come into this memory; the answer is :meth:`put`'s."""
         transfer, size = message.transfer, piece.bytes.numel()
         with self._lock:
             arriving = self._arriving.get(transfer)

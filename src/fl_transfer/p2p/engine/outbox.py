@@ -162,7 +162,7 @@ class Outbox:
             self._give_up(part.transfer, why)
 
     def lend(self, part: Part) -> None:
-        """A device reads a part's bytes until :meth:`back`, whatever becomes of the part: its memory stays."""
+        """Note that a device reads a part until :meth:`back`: its memory stays, even if the part is given up."""
         with self._changed:
             self._lent[part] = False
 

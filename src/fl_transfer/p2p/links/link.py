@@ -154,7 +154,7 @@ class Link:
 
 
 def close(links: Iterable[Link]) -> None:
-    """End links, all at once, and if possible after what they are at."""
+    """End links, all at once, and if possible after their current work."""
     links = list(links)
     for stop in (Link.finish, lambda link: link.cut(CUT)):
         for link in links:
@@ -186,7 +186,7 @@ class Outgoing:
         self._ending: list[Link] = []
 
     def pool(self, to: Address) -> BuddyPool | None:
-        """Memory of the device for what goes to an engine, if a link does."""
+        """Device memory for parts to an engine, if a link to it exists."""
         link = self.link(to)
         return self._pool if link is not None else None
 
@@ -288,7 +288,7 @@ class Incoming:
         self.ready = False
         """Whether the engine's device is free for links; it is not while vLLM tries and captures the model."""
         self.pool: BuddyPool | None = None
-        """Memory of the device for what comes by links, once there is one."""
+        """Device memory for parts that come by links, once there is one."""
 
     def welcome(self, meet: Meet) -> str:
         """Agree to a link that an engine asks for; the answer is empty, or says why there is none."""
@@ -306,7 +306,7 @@ class Incoming:
         return ""
 
     def open(self, told: Ticket) -> str:
-        """Make the other end of a link; the answer is that of :meth:`welcome`."""
+        """Make the other end of a link; the answer is :meth:`welcome`'s."""
         wiring, sender = self._wiring, self._expected.pop(told.name, None)
         if sender is None:
             return "this engine does not expect that link any more"

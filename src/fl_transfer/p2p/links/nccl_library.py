@@ -26,7 +26,7 @@ class _Id(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """The beginning of ``ncclConfig_t``; for whatever lies behind ``size`` NCCL takes its defaults."""
+    """The beginning of ``ncclConfig_t``; NCCL takes defaults for fields beyond ``size``."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -137,7 +137,7 @@ class Communicator:
         self._check(state)
 
     def abort(self) -> None:
-        """End it, and what it has in streams; NCCL frees its resources, and may wait for its own threads."""
+        """End the communicator and its work in streams; NCCL frees its resources, and may wait for its own threads."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             self._library.call("ncclCommAbort", handle)

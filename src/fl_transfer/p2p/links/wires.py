@@ -34,7 +34,7 @@ class Wire(Protocol):
         """Overwrite bytes that are unused after a moment; return when all have come."""
 
     def end(self) -> None:
-        """Free whatever the wire has; it may have ended already."""
+        """Free the wire's resources; it may have ended already."""
 
 
 class Kind(Protocol):
@@ -53,7 +53,7 @@ class Kind(Protocol):
 
 
 KINDS: dict[str, Callable[[], Kind]] = {"nccl": Nccl}
-"""Backend of a device's collectives → what makes its wires, if its library is there."""
+"""Backend of a device's collectives → the maker of its wires, if its library is there."""
 
 
 @dataclass(frozen=True)

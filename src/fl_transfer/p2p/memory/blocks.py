@@ -22,7 +22,7 @@ class Blocks:
     Args:
         caches: layer → its cache; the first axis has one or more rows for each block. Layers may share one.
         number: of blocks.
-        facts: of what else must be equal where blocks are exchanged.
+        facts: further values that must be equal on both sides of an exchange.
 
     Raises:
         ValueError: a layer's blocks do not follow each other on its first axis.
@@ -43,7 +43,7 @@ class Blocks:
         layers = [(name, list(cache.shape[1:]), str(cache.dtype)) for name, cache in distinct.values()]
         described = json.dumps([layers, sorted(facts.items())])
         self.layout = hashlib.blake2b(described.encode(), digest_size=16).digest()
-        """A digest that is equal where blocks have the same form."""
+        """A digest that is equal for blocks of the same form."""
 
     @property
     def at_once(self) -> int:

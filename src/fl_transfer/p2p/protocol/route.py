@@ -85,7 +85,7 @@ def transfer_of(name: str, request: Request) -> str:
 
 
 def digest(tokens: Sequence[int], beside: str = "") -> str:
-    """32 hexadecimal digits for tokens and what else counts."""
+    """32 hexadecimal digits for tokens, and for everything else that their keys and values depend on."""
     hashed = hashlib.blake2b(struct.pack(f"<{len(tokens)}q", *tokens), digest_size=16)
     hashed.update(beside.encode())
     return hashed.hexdigest()

@@ -73,7 +73,7 @@ class Secret:
 
 
 def _own_machines(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Whether only this machine reaches a socket at this address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
