@@ -48,7 +48,7 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_250, tokens=12_000),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=4_620, tokens=58_500),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=12_550, tokens=117_000),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_760, tokens=38_700),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_810, tokens=38_950),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=4_620, tokens=47_700),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_440, tokens=30_700),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=7_710, tokens=69_750),

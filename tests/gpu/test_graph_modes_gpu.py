@@ -34,7 +34,8 @@ MODES: dict[str, tuple[str | None, str | None]] = {
 }
 """Mode that is asked for → the graphs that a prompt replays, and those that a step of decoding does.
 
-Graphs hold our attention only for batches with one number of new tokens for every request, so ``FULL`` becomes the last one.
+Graphs hold our attention only for batches with one number of new tokens for every request, so ``FULL`` becomes the
+last one.
 """
 each = pytest.mark.parametrize("mode", MODES)
 
