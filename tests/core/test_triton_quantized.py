@@ -254,7 +254,7 @@ def experts_of(kind: torch.dtype, tokens: int = 2, hidden: int = 64, inner: int 
         ({"w2": torch.zeros(2, 32, 64, dtype=torch.int8).mT}, "elements of a row of the weights or of a bias that"),
         ({"out": torch.zeros(64, 2).mT}, "elements of a row of 'out' that do not lie side by side"),
         ({"x13_scale": torch.ones(2, dtype=HALF)}, "scales of float32"),
-        ({"block_size": 64}, "blocks of fp8, whose side is a power of two from 32 on"),
+        ({"block_size": 64}, "blocks of fp8 with a side that is a power of two from 32 on"),
     ],
 )
 def test_what_no_kernel_of_quantized_experts_takes_is_declined_in_words(other: dict[str, Any], said: Any) -> None:

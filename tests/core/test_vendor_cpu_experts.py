@@ -250,4 +250,4 @@ def test_a_form_of_another_size_or_type_is_not_written_over() -> None:
 def test_the_wheels_declines_weights_that_nobody_declared() -> None:
     args = arguments(2)
     args[1] = args[1].clone()
-    assert "nobody declared" in str(experts.supports_fused_moe(*args))
+    assert "did not declare" in str(experts.supports_fused_moe(*args))

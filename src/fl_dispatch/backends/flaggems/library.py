@@ -1,4 +1,4 @@
-"""Finds FlagGems, and imports it at the first call: the import looks at devices, and parents fork."""
+"""Find FlagGems, and import it at the first call: the import looks at devices, and parents fork."""
 
 from __future__ import annotations
 

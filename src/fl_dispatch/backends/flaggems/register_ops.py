@@ -1,4 +1,4 @@
-"""Registers FlagGems: its operators, the attention class, and its kernels for PyTorch's own operators.
+"""Register FlagGems: its operators, the attention class, and its kernels for PyTorch's own operators.
 
 It leaves out what FlagGems 5.0.2 gets wrong or does not have: its cache write ignores the strides of a cache with
 heads before its slots, and it has no latent attention with our arguments.

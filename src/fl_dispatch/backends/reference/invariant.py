@@ -1,4 +1,4 @@
-"""The batch-invariant form of the operators whose reference is not so on a CPU."""
+"""Batch-invariant forms of operators with a reference that is not batch-invariant on a CPU."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ Kernel = partial(
 )
 """A kernel that Dynamo does not trace; Inductor compiles around those that are not ``opaque``."""
 SAME_ROWS = Traits(batch_invariant=True)
-"""Traits of kernels whose tiles are the same in every batch."""
+"""Traits of kernels with the same tiles in every batch."""
 Invariant = partial(Kernel, impl_id=INVARIANT_ID, traits=Traits(batch_invariant=True, only_batch_invariant=True))
-"""Forms with such tiles of kernels whose tiles depend on the batch."""
+"""Batch-invariant forms of kernels that otherwise choose tiles by the batch."""
 
 ROWS = (
     Kernel("linear", "products.linear", traits="TRAITS"),

@@ -1,6 +1,6 @@
 """ATen replacement: FlagGems' kernels in the place of PyTorch's own operators, in one process.
 
-:mod:`.decision` says whether, :mod:`.names` which operators, :mod:`.check` whether a kernel is right, :mod:`.slot` what
-is registered in PyTorch's dispatcher, :mod:`.guard` whose kernel runs in a call, and :mod:`.replacement` puts all in
-place. Only the last imports FlagGems.
+:mod:`.decision` decides whether, and :mod:`.names` for which operators. :mod:`.check` compares a kernel's results,
+:mod:`.slot` registers in PyTorch's dispatcher, :mod:`.guard` chooses the kernel of a call, and :mod:`.replacement` puts
+all in place. Only the last imports FlagGems.
 """

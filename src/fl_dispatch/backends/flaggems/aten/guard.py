@@ -1,4 +1,4 @@
-"""The guard in a slot of PyTorch's dispatcher (:mod:`.slot`): it decides, call by call, whose kernel runs.
+"""The guard in a slot of PyTorch's dispatcher (:mod:`.slot`): it decides, call by call, which kernel runs.
 
 FlagGems compiles and tunes a kernel in the call that first needs it, which takes seconds, waits for the device and
 cannot be part of a graph. So there is a time to learn and a time to serve. While a host warms up, a new kind of
@@ -27,9 +27,12 @@ from .slot import Slot
 
 logger = get_logger(__name__)
 
-LARGEST_FIRST, LARGEST_LATER = 1 << 30, 64 << 20
-"""Bytes of arguments, and of results, that exist twice for a check: as long as the operator is unproven, and
-afterwards. A larger call runs FlagGems only where a smaller one of the same dtypes was right."""
+LARGEST_FIRST = 1 << 30
+"""Bytes of arguments, and of results, that exist twice for a check, as long as the operator is unproven. A larger call
+runs FlagGems only where a smaller one of the same dtypes was right.
+"""
+LARGEST_LATER = 64 << 20
+"""``LARGEST_FIRST`` of an operator that is proven."""
 MOST_DECLINED = 16
 """Kinds of arguments for which FlagGems may raise before the operator is left to PyTorch altogether."""
 SEED = 20_260_101
@@ -40,7 +43,7 @@ class State:
     """The state that all operators of a process share.
 
     Args:
-        device: whose operators are replaced; it says whether a graph is being captured.
+        device: the device with the replaced operators; it says whether a graph is being captured.
         strict: whether a wrong or failing kernel is an error.
     """
 
@@ -126,7 +129,7 @@ class Guard:
         For this kind of arguments if it was never right, for every kind if it was: then the arguments are not why.
 
         Raises:
-            Exception: of FlagGems, where nobody knows what it has written, inside a capture, with ``strict``, or where
+            Exception: of FlagGems, where its writes are unknown, inside a capture, with ``strict``, or where
                 memory ran out or the device is dead. Or of PyTorch, which does not take the arguments either.
         """
         try:
@@ -156,7 +159,7 @@ class Guard:
             return None
         proven = dtypes in self._proven
         largest = LARGEST_LATER if proven else LARGEST_FIRST
-        # A kernel that is tuned runs many times, which what it only writes bears, and what it adds to does not.
+        # Autotuning reruns a kernel: safe for outputs that it overwrites, not for accumulators.
         unchecked = not self.waits if proven and not self._in_place else None
         if check.size_of((args, kwargs)) > largest:
             return unchecked
@@ -255,7 +258,7 @@ def _share_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _kind(values: Any) -> Any:
-    """The key that decides which kernel is compiled and which of its configurations is taken."""
+    """The key that FlagGems compiles a kernel for, and chooses its configuration by."""
     return tuple(map(_kind_of, values))
 
 

@@ -53,7 +53,7 @@ def expand(name: str, table: Table) -> set[str]:
 
 
 def aten_names(names: Iterable[str]) -> list[str]:
-    """The names that are no operators of ours, sorted: a list for FlagGems holds both."""
+    """Names that are not our operators, sorted: a list for FlagGems holds both."""
     ours = set(known_operators()) | set(FLAGGEMS_OPERATORS) - {"to_copy"}
     return sorted(set(names) - ours)
 

@@ -1,4 +1,4 @@
-"""Operators whose rows come out the same in every batch, bit for bit, in plain PyTorch on a CPU.
+"""Operators that compute a row alike in every batch, bit for bit, in plain PyTorch on a CPU.
 
 PyTorch's products choose a kernel by the number of rows, so here each one has :data:`ROWS` rows, the last ones zeros or
 left over. Some of its functions compute the end of a thread's share by another formula (``sigmoid``, ``silu``), so here

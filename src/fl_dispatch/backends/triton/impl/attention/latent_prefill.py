@@ -13,8 +13,10 @@ from .. import hopper
 from ..launch import Launcher, power_of_two
 from .online_softmax import LOG2E, update
 
-PREFILL_TILE, PREFILL_TILE_WIDE = (128, 64, 8, 3), (32, 32, 4, 2)
-"""Queries, keys, warps, stages; for half types, and for float32."""
+PREFILL_TILE = (128, 64, 8, 3)
+"""Queries, keys, warps, stages, for half types."""
+PREFILL_TILE_WIDE = (32, 32, 4, 2)
+"""``PREFILL_TILE`` for float32."""
 
 
 @triton.jit
@@ -177,7 +179,7 @@ def mla_prefill(
     out: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.mla.mla_prefill`. Declines float64, and heads whose elements are strided."""
+    """See :data:`fl_dispatch.ops.mla.mla_prefill`. Declines float64, and heads with strided elements."""
     check_arguments((query, key, value), out, scale)
     tokens, heads, dim = query.shape
     dim_v = value.shape[2]

@@ -15,7 +15,7 @@ def update(qk, m_i, l_i, qk_scale, seen, MASKED: tl.constexpr, EMPTY_ROWS: tl.co
 
     With ``MASKED`` only the scores count that are ``seen``. A row that has seen nothing yet adds to its sums all the
     same, because ``alpha`` is 0 as soon as it sees a key. With ``EMPTY_ROWS`` it adds 0, so that a row which never sees
-    one can be told by ``l_i``.
+    one can be recognized by ``l_i``.
     """
     if MASKED:
         # Finite, so that a row which sees nothing yet has no NaN. It must not meet the scale, because a fused

@@ -2,8 +2,8 @@
 
 One kernel serves two routes. *Long* requests, such as prompts: a program takes ``BLOCK_M`` queries of one head, runs
 over the keys that all of them see without a mask, and over the edges with one. *Short* requests, such as decode: a
-program takes the few queries of all heads that share a key-value head, and a request's keys are split among programs,
-whose partial results a second kernel adds up. A batch of both kinds takes both routes, each on its own requests.
+program takes the few queries of all heads that share a key-value head, and a request's keys are split among programs;
+a second kernel adds up their partial results. A batch of both kinds takes both routes, each on its own requests.
 
 On Hopper the long route has a kernel of its own, in :mod:`..hopper`, for what that covers.
 """
@@ -24,14 +24,18 @@ from ..launch import INTERPRETED, Launcher, power_of_two
 from .cache import scale_strides
 from .paged_kernels import _attention, _combine
 
-LONG_TILE, LONG_TILE_LARGE = (128, 64, 8, 3), (64, 32, 4, 2)
-"""Queries, keys, warps, stages of the long route; the large ones for float32 and for heads over 128."""
-SHORT_TILE, SHORT_TILE_LARGE = (64, 2, 3), (32, 4, 2)
+LONG_TILE = (128, 64, 8, 3)
+"""Queries, keys, warps, stages of the long route."""
+LONG_TILE_LARGE = (64, 32, 4, 2)
+"""``LONG_TILE`` for float32 and for heads over 128."""
+SHORT_TILE = (64, 2, 3)
 """Keys, warps, stages of the short route."""
+SHORT_TILE_LARGE = (32, 4, 2)
+"""``SHORT_TILE`` for float32 and for heads over 128."""
 SHORT_ROWS = 16
 """Rows (queries times heads of a group) that a program of the short route takes in a batch with long requests."""
 MOST_SHORT_ROWS = 64
-"""Up to so many rows a whole batch takes the short route."""
+"""Rows up to which a whole batch takes the short route."""
 SHORT_PER_PROCESSOR = 2
 """Programs of the short route that share a processor."""
 INTERPRETED_PROCESSORS = 4
@@ -40,7 +44,7 @@ FULL = 0.9
 LEAST_KEYS = 128
 """Keys that are worth a program of their own."""
 LEAST_KEYS_MIXED = 2048
-"""The same beside long requests; without so many keys all requests take the long route."""
+"""``LEAST_KEYS`` beside long requests; with fewer keys all requests take the long route."""
 MOST_SPLITS = 64
 LONGEST = 1 << 30
 LIMIT = 1 << 31

@@ -20,8 +20,10 @@ from ..launch import Launcher, power_of_two
 from .alignment import moe_align_block_size
 from .fused_moe_kernels import _down, _sum, _up
 
-SUM_BLOCK, SUM_BLOCK_WIDE = 1024, 512
-"""Columns that a program adds up; the smaller number for float32."""
+SUM_BLOCK = 1024
+"""Columns that a program adds up."""
+SUM_BLOCK_WIDE = 512
+"""``SUM_BLOCK`` for float32."""
 FEW = 4
 """Pairs are not sorted if there are at least ``FEW`` times as many experts."""
 
@@ -45,13 +47,13 @@ class Plan(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """Plans by pairs for each expert, each up to so many; and the one for more."""
+    """Plans by pairs for each expert, each up to a number of pairs, and the plan for more."""
 
     few: tuple[tuple[int, Plan], ...]
     many: Plan
 
     def choose(self, tokens: int, topk: int, experts: int) -> Plan:
-        """The plan for so many tokens, or as many as the next power of two."""
+        """The plan for ``tokens`` tokens, rounded up to the next power of two."""
         pairs = power_of_two(tokens) * topk
         return next((plan for most, plan in self.few if pairs <= most * experts), self.many)
 
@@ -65,7 +67,7 @@ PLANS = Plans(
     Plan(128, Tile(256, 64, 8, 3, 8), Tile(256, 64, 8, 4, 8)),
 )
 WIDE_PLANS = Plans((), Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))
-"""For float32, whose products are exact and slow."""
+"""Plans for float32, because its products are exact and slow."""
 
 
 class Order(NamedTuple):
@@ -87,7 +89,7 @@ class Order(NamedTuple):
 
 
 def arrange(topk_ids: Tensor, expert_map: Tensor | None, experts: int, rows: int) -> Order:
-    """Sort pairs by expert into blocks of so many rows, where they are not few.
+    """Sort pairs by expert into blocks of ``rows`` rows, where they are not few.
 
     Args:
         topk_ids: contiguous.
@@ -161,7 +163,7 @@ def multiply(
     stages: int,
     order: Order,
 ) -> None:
-    """Launch a product of so many columns."""
+    """Launch a product with ``columns`` columns."""
     launch(
         (order.blocks * -(-columns // tile.columns), 1, 1),
         tensors,
@@ -185,7 +187,7 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights whose rows are strided."""
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights with strided rows."""
     given = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, w13_bias, w2_bias, out)
     return mixture(hidden_states, w13, w2, *given, WIDE_PLANS if hidden_states.dtype is torch.float32 else PLANS)
 

@@ -42,7 +42,7 @@ def _block_expert(
 ):
     """Return a block's expert (0 if pairs are sorted, see :func:`_block_pairs`), and whether it has nothing to do.
 
-    That is a sorted block behind the last pair, or an unsorted one whose pair's expert is elsewhere.
+    That is a sorted block behind the last pair, or an unsorted one for a pair with its expert elsewhere.
     """
     if SORTED:
         return 0, block * BLOCK_M >= tl.load(padded)

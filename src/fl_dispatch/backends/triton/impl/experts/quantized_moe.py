@@ -42,7 +42,7 @@ BLOCK_FEW = (
 BLOCK_PLANS = Plans(BLOCK_FEW, Plan(64, Tile(128, 128, 4, 4, 8), Tile(128, 128, 4, 4, 8)))
 """With blocks."""
 EXACT_BLOCK_PLANS = Plans(BLOCK_FEW, Plan(64, Tile(64, 128, 2, 4), Tile(128, 128, 4, 4, 8)))
-"""The same for many pairs whose first product is one of float16."""
+"""Plans for many pairs with a first product in float16."""
 PACKED_PLANS = Plans(
     (
         (8, Plan(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
@@ -53,7 +53,7 @@ PACKED_PLANS = Plans(
 )
 """For half types; depths count elements."""
 WIDE_PACKED_PLANS = Plans((), Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))
-"""For float32, whose products are exact and slow."""
+"""Plans for float32, because its products are exact and slow."""
 LEAST_DEPTH = 16
 """Elements of the least product that matrix units take; groups that it does not divide are multiplied in float32."""
 

@@ -12,7 +12,7 @@ from fl_dispatch.errors import NotSupported
 from ..launch import Launcher, power_of_two
 
 MANY_TOKENS = 1024
-"""From so many tokens on a program takes several."""
+"""Tokens from which on a program takes several."""
 MANY = (4, 1)
 """Tokens and warps of such a program."""
 
@@ -58,9 +58,9 @@ def _route(
     """Integers choose, which a warp of some chips compares by one instruction.
 
     Experts lie in a tile as ``[groups, members of a group]``; without groups there is one, of all experts. Without a
-    bias scores rise with logits, so logits choose. A logit of a half type and its expert are one key, whose greatest
-    names the best expert; else a second search finds it. Scores of experts that are not chosen are computed only where
-    the sum of all is asked for.
+    bias scores rise with logits, so logits choose. A logit of a half type and its expert are one key; the greatest
+    key names the best expert. Else a second search finds it. Scores of experts that are not chosen are computed only
+    where the sum of all is asked for.
     """
     MEMBERS: tl.constexpr = EXPERTS // GROUPS
     BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_MEMBERS

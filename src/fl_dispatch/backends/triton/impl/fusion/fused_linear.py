@@ -102,7 +102,7 @@ def _row(
     COLUMNS: tl.constexpr,
     ASKS: tl.constexpr,
 ):
-    """``columns``: of the result; with ``GATED`` each is made of two of the weight, whose numbers lie side by side.
+    """``columns``: of the result; with ``GATED`` each is made of two of the weight, with their numbers side by side.
 
     ``SCALE``: 0 none, 1 one for all columns, 2 one for each. ``SIZE`` to ``FIRST``, ``ASKS``:
     see :mod:`..products.prefetch`.

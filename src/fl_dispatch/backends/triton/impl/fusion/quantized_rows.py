@@ -26,8 +26,8 @@ GATED_TILE = 1024
 def _target(y, row, columns, WIDTH: tl.constexpr):
     """Places in the result. A thread writes as many numbers as it reads at once.
 
-    More bytes of fewer threads would spread the rows otherwise than the norm's own kernel has them, whose sums are
-    taken in that order.
+    More bytes of fewer threads would spread the rows otherwise than the norm's own kernel does; its sums are taken in
+    that order.
     """
     at_once: tl.constexpr = 128 // y.dtype.primitive_bitwidth
     return tl.max_contiguous(row * WIDTH + columns, [1, at_once])

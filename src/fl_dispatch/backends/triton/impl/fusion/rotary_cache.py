@@ -1,7 +1,7 @@
 """Rotation of queries and keys, and the write of keys and values into the paged cache, in one launch.
 
 A program takes some query heads of a token, or some of its key-value heads. The arithmetic is that of the two kernels,
-whose results are the same bit by bit.
+so results are the same bit by bit.
 """
 
 from __future__ import annotations

@@ -28,21 +28,27 @@ logger = get_logger(__name__)
 TESTED = ((3, 6), (3, 8))
 """Versions of Triton with which the kernels are tested and measured on a GPU."""
 TESTED_IN_BULK = ((3, 8),)
-"""The same for keys in a row, whose tiles the tensor memory accelerator copies."""
+"""Tested versions for keys in a row; the tensor memory accelerator copies their tiles."""
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
 """Sizes of a head's key, as a power of two and the rest."""
 VALUE_DIMENSIONS = (64, 128)
-LATENT_RANK, LATENT_ROPE = 512, 64
-"""Rank and rotary part of the latent rows: those of DeepSeek-V2 and V3."""
-LATENT_ROWS, LATENT_KEYS = 64, 64
-"""Tile of the kernel for latent attention."""
+LATENT_RANK = 512
+"""Rank of the latent rows of DeepSeek-V2 and V3."""
+LATENT_ROPE = 64
+"""Rotary elements of the latent rows of DeepSeek-V2 and V3."""
+LATENT_ROWS = 64
+"""Rows of a tile of the kernel for latent attention."""
+LATENT_KEYS = 64
+"""Keys of a tile of the kernel for latent attention."""
 ALIGNMENT = 16
 """Divisor of strides and of pointers, which the compiler has to know, because copies move 16 bytes."""
 WARPS = 4
 """Warps of each consumer."""
-ENDLESS, ENDS = 1 << 30, 0x7FFF0000
-"""Bounds of a descriptor's dimension that ends at a request's last row, and of those that make up for it."""
+ENDLESS = 1 << 30
+"""Bound of a descriptor's dimension that ends at a request's last row."""
+ENDS = 0x7FFF0000
+"""Bound of the dimensions that make up for ``ENDLESS``."""
 FAR = 1 << 34
 """Bound of a tensor's stride from row to row; a descriptor's outermost stride is the rest of it."""
 LIMIT = 1 << 31
@@ -92,7 +98,7 @@ def _copies_in_bulk() -> bool:
 
 @functools.cache
 def _launcher() -> Launcher:
-    """Imports Gluon, which not every Triton has."""
+    """Import the kernel, and Gluon with it, because not every Triton has Gluon."""
     from .prefill.kernel import attention
 
     return Launcher(attention)
@@ -100,7 +106,7 @@ def _launcher() -> Launcher:
 
 @functools.cache
 def _bulk_launcher() -> Launcher:
-    """Imports Gluon, which not every Triton has."""
+    """Import the kernel, and Gluon with it, because not every Triton has Gluon."""
     from .prefill.bulk import attention_bulk
 
     return Launcher(attention_bulk)
@@ -136,14 +142,14 @@ def _extent(tensor: Tensor) -> int:
 
 @functools.cache
 def _latent_launcher() -> Launcher:
-    """Imports Gluon, which not every Triton has."""
+    """Import the kernel, and Gluon with it, because not every Triton has Gluon."""
     from .latent_decode.kernel import latent_attention
 
     return Launcher(latent_attention)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether a prefill kernel takes these tensors, whose last dimension is a head's."""
+    """Return whether a prefill kernel takes these tensors; their last dimension is a head's."""
     if why_unavailable(query.device):
         return False
     if query.shape[-1] not in DIMENSIONS or value.shape[-1] not in VALUE_DIMENSIONS:

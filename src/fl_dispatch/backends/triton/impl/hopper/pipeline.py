@@ -1,4 +1,4 @@
-"""The pipeline that both kernels share: rings of buffers between warps that load and warps that multiply.
+"""The pipeline of both kernels: rings of buffers between warps that load and warps that multiply.
 
 A producer acquires a buffer, starts its copies, and publishes it once they have landed; a consumer waits for it, reads
 it, and releases it. ``docs/measured/hopper.md`` draws who waits for whom.
@@ -44,8 +44,8 @@ class Ring:
     """Buffers that are filled in turns: tile ``i`` takes stage ``i % stages``, for the ``i // stages``-th time.
 
     Two barriers of each stage pass it on: ``full`` to the consumers, ``free`` back to the producer. Rings may share an
-    array of ``full`` barriers, in which this one's begin at ``offset``, so that one number names what a producer is to
-    publish next.
+    array of ``full`` barriers; this one's begin at ``offset``, so one number names the stage that a producer publishes
+    next.
     """
 
     main: gl.shared_memory_descriptor
@@ -88,7 +88,7 @@ class Ring:
 
     @gluon.jit
     def wait_released(self, i, pred):
-        """Producer: wait until the consumers have released tile ``i``, whose stage no other tile has taken since."""
+        """Producer: wait until the consumers have released tile ``i``; no other tile has taken its stage since."""
         mbarrier.wait(self.free.index(i % self.stages), (i // self.stages) & 1, pred=pred)
 
 

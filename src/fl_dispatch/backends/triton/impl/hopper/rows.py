@@ -12,7 +12,7 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 @aggregate
 class Rows:
-    """A tensor ``[tokens, heads, …]`` whose last dimension is contiguous."""
+    """A tensor ``[tokens, heads, …]`` with a contiguous last dimension."""
 
     pointer: gl.tensor
     token_stride: gl.tensor

@@ -27,8 +27,10 @@ MOST_ROWS = 32
 TRAITS = Traits(reference_from=MOST_ROWS + 1)
 SMALL_WEIGHTS = 1 << 25
 """Elements of weights up to which a few rows are multiplied here."""
-SHORT, MANY_COLUMNS = 3072, 4096
-"""Columns longer than the first need as many as the second."""
+SHORT = 3072
+"""Elements of a column beyond which a product needs ``MANY_COLUMNS`` columns."""
+MANY_COLUMNS = 4096
+"""Columns that a product of columns longer than ``SHORT`` needs."""
 TILE = (64, 128, 5)
 """Columns, elements of them, and stages of a program with several rows."""
 SHARED_MEMORY = 120 << 10

@@ -22,8 +22,10 @@ from fl_dispatch.ops.lora import FEW, PARTS, given
 
 from ..launch import Launcher, power_of_two
 
-PIECE, MOST_PIECES = 1024, 8
-"""Elements of a row that are worth a program of their own, and the most pieces of a row."""
+PIECE = 1024
+"""Elements of a row that are worth a program of their own."""
+MOST_PIECES = 8
+"""The most pieces of a row."""
 LEAST = 16
 """The least side of a product on matrix units."""
 
@@ -42,7 +44,7 @@ SHRINK = {True: Tile(16, 16, 128, 4, 4), False: Tile(64, 64, 64, 4, 3)}
 EXPAND = {True: Tile(16, 64, 64, 4, 2), False: Tile(64, 128, 64, 4, 2)}
 """Tiles of small batches, and of others."""
 WIDE = Tile(16, 32, 32, 4, 2)
-"""For float32, whose products are exact and slow."""
+"""The tile for float32, because its products are exact and slow."""
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """A quantized product of one row asks for the beginning of the next one's weight, when it is done itself.
 
 Between two such products small kernels run, and the device's memory is idle. A program's last act is to have a slice of
-the next weight brought into the L2 cache; nobody waits for that, and no result depends on it.
+the next weight brought into the L2 cache; no program waits for that, and no result depends on it.
 :mod:`fl_dispatch.following` knows the next weight. The instruction is one of NVIDIA GPUs from compute capability 9 on.
 """
 
@@ -24,7 +24,7 @@ CAPABILITY = (9, 0)
 BYTES = 3 << 20
 """Asked for at most."""
 ASKING = 2
-"""Programs a processor that ask: the last ones, because what comes late fills the time in which memory is idle."""
+"""Programs of each processor that ask: the last ones, because late requests fill the time of idle memory."""
 LINE = 128
 """Bytes of a line, a multiple of which each program asks for."""
 MOST = 1 << 19
@@ -62,7 +62,7 @@ def ask(weight, SIZE, SLICE, FIRST):
 
 @functools.cache
 def _programs(device: torch.device, each: int) -> int:
-    """Programs that ask, so many on each processor; 0 where the device has no such instruction."""
+    """Programs that ask, ``each`` on every processor; 0 where the device has no such instruction."""
     found = None if INTERPRETED else capability(device)
     return each * processors(device) if found is not None and found >= CAPABILITY else 0
 
@@ -74,7 +74,7 @@ def after(weight: Tensor, programs: int) -> tuple[Tensor, tuple[int, int, int], 
         weight: of a product that is launched.
         programs: that make it.
     """
-    if not weight.is_floating_point():  # int8, whose kernel would need more registers, was not timed
+    if not weight.is_floating_point():  # int8 was not timed: its kernel would need more registers
         return weight, *NOTHING
     found = following.after(weight)
     if found is None or found.device != weight.device or not get_settings().chip_features:

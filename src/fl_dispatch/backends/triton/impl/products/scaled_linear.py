@@ -2,8 +2,8 @@
 
 One row: a program multiplies few columns element by element, so that each of its threads has loads of 16 bytes under
 way and nothing waits for matrix units. Some rows: matrix units with the columns as the long side of a tile, deeply
-pipelined, because the time is that of reading the weights. Many rows: tiles of many of both, in an order in which
-programs that run together share what they read.
+pipelined, because the time is that of reading the weights. Many rows: tiles of many of both, ordered so that
+programs running together read the same data.
 
 fp8 is summed 128 elements at a time, and those sums in float32: a Hopper GPU's own accumulator for fp8 has 14 bits. A
 result in float32 is made of products in float16, to which fp8 is exact. Scales of rows and columns stay out of the sum;
@@ -28,8 +28,10 @@ FEW_ROWS = 16
 """Rows of the least product that matrix units take."""
 SOME_ROWS = 64
 """Rows up to which the columns are the long side."""
-ROW_COLUMNS, ENOUGH = 2, 2048
-"""Columns of a program with one row, where that makes so many programs; else one."""
+ROW_COLUMNS = 2
+"""Columns of a program with one row, where that makes ``ENOUGH`` programs; else one column."""
+ENOUGH = 2048
+"""Programs from which on one with one row takes ``ROW_COLUMNS`` columns."""
 ROW_INNER = 4096
 """Elements of a column, at most, that such a program multiplies at a time."""
 UNIT = 16
@@ -56,19 +58,28 @@ class Tile(NamedTuple):
     stages: int
 
 
-NARROW, MIDDLE, WIDE = (32, 512, 4, 4), (64, 128, 4, 8), (128, 256, 8, 2)
-"""Columns, elements, warps and stages for some rows: wide where each processor gets a tile and has room for a second;
-middle where at most a third of the processors is idle."""
-BLOCKS_NARROW, BLOCKS_MIDDLE = (64, 512, 4, 3), (64, 256, 4, 4)
-"""The same for weights with blocks: elements of several are multiplied block by block."""
-BLOCKS_SLIM, SLIM_ROWS = (16, 256, 4, 6), 32
-"""The same for 17 to 32 rows where narrow tiles would leave three quarters of the processors idle."""
+NARROW = (32, 512, 4, 4)
+"""Columns, elements, warps and stages for some rows."""
+MIDDLE = (64, 128, 4, 8)
+"""``NARROW`` where at most a third of the processors is idle."""
+WIDE = (128, 256, 8, 2)
+"""``NARROW`` where each processor gets a tile and has room for a second."""
+BLOCKS_NARROW = (64, 512, 4, 3)
+"""``NARROW`` for weights with blocks: elements of several are multiplied block by block."""
+BLOCKS_MIDDLE = (64, 256, 4, 4)
+"""``MIDDLE`` for weights with blocks."""
+BLOCKS_SLIM = (16, 256, 4, 6)
+"""``BLOCKS_NARROW`` for 17 to 32 rows where narrow tiles would leave three quarters of the processors idle."""
+SLIM_ROWS = 32
+"""The most rows for ``BLOCKS_SLIM``."""
 ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 """Bytes of shared memory of two wide tiles."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
 """For many rows: the first that gives each processor a tile, else the last."""
 BLOCKS_TILES = (Tile(128, 64, 128, 4, 4), TILES[-1])
-"""For weights with blocks, whose sums need twice the registers: the last where each program has a processor."""
+"""Tiles for weights with blocks, because their sums need twice the registers: the last where each program has a
+processor.
+"""
 
 
 @triton.jit
@@ -357,7 +368,7 @@ _launch_tiles = Launcher(_tiles)
 def refused_blocks(side: int, dtype: torch.dtype) -> str:
     """Why no tile is made of a weight's blocks, or an empty string."""
     if side and (side < LEAST_BLOCK or side & (side - 1) or dtype is torch.int8):
-        return f"blocks of fp8, whose side is a power of two from {LEAST_BLOCK} on"
+        return f"blocks of fp8 with a side that is a power of two from {LEAST_BLOCK} on"
     return ""
 
 

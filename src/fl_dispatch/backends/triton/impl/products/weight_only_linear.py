@@ -6,7 +6,7 @@ numbers of a byte belong to an even and an odd element, which are multiplied apa
 once in every call, and PyTorch multiplies; reading and writing it is then a small part of the time.
 
 Numbers of 4 bits are read in words, eight at a time, where a column's words are aligned; else in bytes. No number of a
-word is converted: its bits become the last ones of a large number whose unit they count, and that number is subtracted.
+word is converted: its bits become the last ones of a large number and count its unit; that number is subtracted.
 The large number is an argument, because ptxas would load a constant anew for each use.
 """
 
@@ -26,38 +26,48 @@ FEW_ROWS = 16
 """Rows, and stored elements, of the least product that matrix units take."""
 SOME_ROWS = 16
 """Rows up to which matrix units take the numbers from registers; four times as many where a weight has many columns."""
-ROW_COLUMNS, ENOUGH = 4, 1024
-"""Columns of a program with one row, where that makes so many programs; else one."""
+ROW_COLUMNS = 4
+"""Columns of a program with one row, where that makes ``ENOUGH`` programs; else one column."""
+ENOUGH = 1024
+"""Programs from which on one with one row takes ``ROW_COLUMNS`` columns."""
 ROW_STORED = 1024
 """Bytes of a column that such a program multiplies at a time: 8 for each of its threads."""
 UNIT = 32
 """Elements that are multiplied before a scale is: those of a thread's load, unless groups are shorter."""
 STORED = 128
 """Bytes of a column that are multiplied at a time with some rows, unless groups are shorter."""
-NARROW, WIDE = (32, 2, 8), (64, 4, 4)
-"""Columns, warps and stages for some rows: where wide tiles leave processors idle, and elsewhere."""
+NARROW = (32, 2, 8)
+"""Columns, warps and stages for some rows, where wide tiles leave processors idle."""
+WIDE = (64, 4, 4)
+"""Columns, warps and stages for some rows elsewhere."""
 DEQUANTIZED = (16, 256, 4)
 """Columns, bytes and warps of a program that dequantizes."""
-WORD_ROW, WORD_ENOUGH = (8, 256, 4), 512
-"""Columns, words of a column at a time, and warps with one row, where that makes so many programs; else fewer columns.
+WORD_ENOUGH = 512
+"""Programs from which on one with one row takes all columns of ``WORD_ROW``."""
+WORD_ROW = (8, 256, 4)
+"""Columns, words of a column at a time, and warps with one row; fewer columns for fewer than ``WORD_ENOUGH`` programs.
 
 A row is spread over the threads once for all columns.
 """
 WORD_UNIT = 4
 """Words that are multiplied before a scale is: those of a thread's load, unless groups are shorter."""
-WORD_FROM, WORD_UP_TO = 2, 64
-"""The fewest and the most rows that matrix units take with words."""
-WORD_FEW, WORD_SOME = (64, 4, 4, 3), (128, 4, 3, 2)
-"""Columns, warps, stages, and programs a processor that are wanted, for up to ``FEW_ROWS`` rows, and for more."""
+WORD_FROM = 2
+"""The fewest rows that matrix units take with words."""
+WORD_UP_TO = 64
+"""The most rows that matrix units take with words."""
+WORD_FEW = (64, 4, 4, 3)
+"""Columns, warps, stages, and programs wanted for each processor, for up to ``FEW_ROWS`` rows."""
+WORD_SOME = (128, 4, 3, 2)
+"""``WORD_FEW`` for more rows."""
 WORD_STEPS = 4
 """Loads of a piece, at least, where columns are cut into pieces for enough programs."""
 MOST_PIECES = 8
 SUMMED = 1024
 """Elements of a program that adds pieces."""
 SINGLE_BASE = 0x4B000000
-"""Bits of 2^23, whose unit is 1 in float32."""
+"""Bits of 2^23, the float32 number with a unit of 1."""
 HALF_BASES = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
-"""Bits of two numbers, 128 or 1024, whose unit is 1 in a half type."""
+"""Bits of two numbers, 128 or 1024, with a unit of 1 in a half type."""
 
 
 @triton.jit
@@ -312,7 +322,7 @@ def _word_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add(pieces, bias, out, rows, columns, PIECES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds ``[PIECES, rows, columns]`` in order."""
+    """Add ``[PIECES, rows, columns]`` in order."""
     column, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     known, place = column < columns, row.to(tl.int64) * columns + column
     acc = tl.zeros([BLOCK], dtype=tl.float32)

@@ -105,7 +105,7 @@ def rms_norm_gated(
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """A tensor of two or three dimensions whose rows are whole, and the elements between them along the first ones."""
+    """A tensor of two or three dimensions with whole rows, and the elements between rows along the first dimensions."""
     if x.dim() not in (2, 3):
         x = x.reshape(-1, x.shape[-1])
     if x.stride(-1) != 1:

@@ -171,5 +171,5 @@ def rms_norm(
 def gemma_rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.normalization.gemma_rms_norm`. Contiguous arguments are overwritten likewise."""
+    """See :data:`fl_dispatch.ops.normalization.gemma_rms_norm`. Contiguous arguments are overwritten."""
     return _normalized(x, residual, weight, epsilon, True)

@@ -25,8 +25,12 @@ BY_BITS = tl.constexpr(INTERPRETED)
 """Whether numbers are rounded to fp8 bit by bit: the interpreter's cast loses a carry, so that 127 becomes 64."""
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 """The bits of a float32 but for its sign. As integers they have the numbers' order, with NaN as the largest."""
-NORMAL, SHIFT, NONE = tl.constexpr(121 << 23), tl.constexpr(141 << 23), tl.constexpr(0x43F00000)
-"""In bits of a float32: fp8's least normal number, a number whose unit is fp8's least, and the first beyond fp8."""
+NORMAL = tl.constexpr(121 << 23)
+"""Fp8's least normal number, in bits of a float32."""
+SHIFT = tl.constexpr(141 << 23)
+"""A number with fp8's least number as its unit, in bits of a float32."""
+NONE = tl.constexpr(0x43F00000)
+"""The first number beyond fp8, in bits of a float32."""
 
 
 @triton.jit
@@ -79,7 +83,7 @@ def store_groups(
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Quantize groups ``part``, ``[TOGETHER, 1]``, whose numbers are ``[TOGETHER, BLOCK]``, and write them.
+    """Quantize groups ``part``, ``[TOGETHER, 1]``, of numbers ``[TOGETHER, BLOCK]``, and write them.
 
     ``target`` are the numbers' places in the result, ``given`` those of scales that are given.
     """
@@ -114,7 +118,7 @@ def _quantize(
 ):
     """``rows`` counts groups, ``TOGETHER`` of which a program takes; ``BLOCK`` elements hold one.
 
-    A row of ``x`` makes ``REPEAT`` rows of the result, whose given scales lie ``SCALE_ROW`` apart.
+    A row of ``x`` makes ``REPEAT`` rows of the result, with given scales ``SCALE_ROW`` apart.
     """
     part = (tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)).to(tl.int64)[:, None]
     row, group = part // GROUPS, part % GROUPS

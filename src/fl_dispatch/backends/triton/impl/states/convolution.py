@@ -16,8 +16,10 @@ from fl_dispatch.errors import NotSupported
 from ..launch import Launcher, power_of_two
 from .sequence_search import sequence_of, steps_of_search
 
-ROWS, CHANNELS = 16, 256
-"""Tokens and channels of a program for prompts."""
+ROWS = 16
+"""Tokens of a program for prompts."""
+CHANNELS = 256
+"""Channels of a program for prompts."""
 CHANNELS_OF_A_TOKEN = 256
 INDICES = ["slots", "starts", "has_state"]
 """Tensors that begin anywhere: those of a batch's prompts are the end of a longer tensor."""

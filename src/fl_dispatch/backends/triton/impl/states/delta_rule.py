@@ -17,8 +17,10 @@ from .sequence_search import steps_of_search
 
 ROOM = 160 << 10
 """Bytes of shared memory from which on two stages of the largest chunks fit."""
-TOKEN, TOKEN_FEW = (32, 4), (8, 1)
-"""Columns of a state and warps for one token; the latter where there are few programs otherwise."""
+TOKEN = (32, 4)
+"""Columns of a state and warps for one token."""
+TOKEN_FEW = (8, 1)
+"""``TOKEN`` where there would be few programs otherwise."""
 
 
 class Form(NamedTuple):

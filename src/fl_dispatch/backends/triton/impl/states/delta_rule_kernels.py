@@ -3,10 +3,10 @@
 Prompts go in chunks of rows of the *batch*, wherever sequences begin: rows of different sequences have nothing to do
 with each other, so a chunk's matrices have blocks on the diagonal, and the grid depends on no length.
 
-``_prepare`` does what chunks need not wait for each other for. With the decays ``d`` since a sequence's first row in
+``_prepare`` does the work of a chunk that needs no other chunk. With the decays ``d`` since a sequence's first row in
 the chunk, unit keys ``k`` and queries ``q``, and ``L[i, j] = beta[i] (k[i] k[j]) exp(d[i] - d[j])`` below the
-diagonal, it makes ``(1 + L)^-1 diag(beta)``, which turns the differences between values and what a state gives into
-corrections, and ``(q[i] k[j]) exp(d[i] - d[j])``, which turns corrections into outputs.
+diagonal, it makes two matrices. ``(1 + L)^-1 diag(beta)`` turns the differences between values and a state's answers
+into corrections, and ``(q[i] k[j]) exp(d[i] - d[j])`` turns corrections into outputs.
 
 ``_advance`` takes the chunks of one sequence in order and keeps some columns of one head's state in registers.
 """

@@ -12,16 +12,23 @@ from .state_space_kernels import _chunks, _token, _walk
 
 TOKEN_TILE = 2048
 """Numbers of the states that a program takes for one token."""
-CHUNK, CHUNK_LONG, CHUNK_WIDE = (64, 32, 4), (32, 16, 4), (16, 16, 8)
-"""Tokens and elements of a head that a program takes, and warps: up to ``LONG`` columns, beyond, and in float32. Larger
-ones do not fit into a program's registers."""
+CHUNK = (64, 32, 4)
+"""Tokens and elements of a head that a program takes, and warps, up to ``LONG`` columns. Larger chunks do not fit into
+a program's registers.
+"""
+CHUNK_LONG = (32, 16, 4)
+"""``CHUNK`` for more columns."""
+CHUNK_WIDE = (16, 16, 8)
+"""``CHUNK`` for float32."""
 LONG = 128
 LARGEST_STATE = 256
 """Columns of a state up to which a program has room for a chunk."""
 LEAST = 16
 """The shortest side of a matrix product."""
-WALK_TOKENS, WALK_TILE = 32, 256
-"""Tokens that a scan takes together, and numbers of the states that a program takes with them."""
+WALK_TOKENS = 32
+"""Tokens that a scan takes together."""
+WALK_TILE = 256
+"""Numbers of the states that a program takes with ``WALK_TOKENS``."""
 
 _update = Launcher(_token)
 _by_products = Launcher(_chunks)
@@ -118,7 +125,7 @@ def selective_state_update(
 
 
 def _strides(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Those of all of them, 0 for a vector that is missing."""
+    """Strides of all tensors in order, 0 for a vector that is missing."""
     return tuple(stride for tensor in tensors for stride in ((0,) if tensor is None else tensor.stride()))
 
 

@@ -47,7 +47,7 @@ def _plus_product(total, exact, x, FIRST: tl.constexpr, PRECISION: tl.constexpr)
     return total
 
 
-# A tensor whose place in memory differs from batch to batch may not have a kernel for each alignment.
+# A tensor that lies elsewhere in memory in each batch may not have a kernel for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["dt", "slots"])
 def _token(
     x,

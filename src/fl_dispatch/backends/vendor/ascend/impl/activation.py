@@ -23,14 +23,14 @@ def supports(x: Tensor, *_: Any, **__: Any) -> bool | str:
 
 
 def supports_clipped(x: Tensor) -> bool | str:
-    """As for the others, with at least two dimensions."""
+    """Check what all activations need, and that there are at least two dimensions."""
     if x.dim() < 2:
         return "x has one dimension; npu_clipped_swiglu takes two or more"
     return supports(x)
 
 
 def supports_gelu(x: Tensor, approximate: str = "none") -> bool | str:
-    """As for the others; both forms of GELU have a kernel."""
+    """Check what all activations need; both forms of GELU have a kernel."""
     if approximate not in GELU:
         return f"approximate is {approximate!r}, not 'none' or 'tanh'"
     return supports(x)

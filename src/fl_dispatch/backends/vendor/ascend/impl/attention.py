@@ -35,8 +35,14 @@ MOST_HEADS_A_GROUP = 64
 LARGEST_ROW = 65535
 """Elements of a slot, all heads together."""
 MOST_REQUESTS = 4096
-ALL_KEYS, CAUSAL, BAND = 0, 3, 4
-"""The kernel's ``sparse_mode``: which keys a query sees. Positions count from a request's last query and last key."""
+ALL_KEYS = 0
+"""The kernel's ``sparse_mode`` for queries that see all keys."""
+CAUSAL = 3
+"""The kernel's ``sparse_mode`` for queries that see the keys up to their own position. Positions count from a request's
+last query and last key.
+"""
+BAND = 4
+"""The kernel's ``sparse_mode`` for queries that see a window of keys; positions count as for ``CAUSAL``."""
 
 
 def attention_backend(use_mla: bool = False) -> str:
@@ -95,7 +101,7 @@ def kv_cache_write(
 
 
 def _latent_rows(key_cache: Tensor, value_cache: Tensor) -> Tensor | None:
-    """The rows ``[slots, width]`` of a latent cache whose two parts these views are, or ``None``."""
+    """The rows ``[slots, width]`` of a latent cache with these views as its two parts, or ``None``."""
     blocks, block_size, heads, size = key_cache.shape
     width = size + value_cache.shape[3]
     strides = (block_size * width, width, width, 1)

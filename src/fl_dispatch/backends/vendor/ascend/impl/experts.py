@@ -104,11 +104,11 @@ def mixture(
     Args:
         hidden_states: ``[tokens, hidden]``.
         experts: how many are here.
-        topk_weights: as for ``fused_moe``, and so are the following.
-        topk_ids: likewise.
+        topk_weights: as for ``fused_moe``.
+        topk_ids: as for ``fused_moe``.
         on_input: whether weights are applied to the input.
-        expert_map: likewise.
-        out: likewise.
+        expert_map: as for ``fused_moe``.
+        out: as for ``fused_moe``.
         products: the experts, of rows in their order, ``[choices, hidden]``, of the scale of each where they are
             quantized, and of the number of each expert's rows.
         quantized: whether rows are int8.

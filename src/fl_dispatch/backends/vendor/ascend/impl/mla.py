@@ -20,8 +20,10 @@ from .attention_mask import triangle
 from .limits import HALVES, problem
 
 KERNEL = "npu_fused_infer_attention_score_v2"
-RANK, ROPE = 512, 64
-"""Elements of a row's parts."""
+RANK = 512
+"""Elements of a row without its rotary part."""
+ROPE = 64
+"""Elements of a row's rotary part."""
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_QUERIES = 16
 """Queries of a request over a latent cache; more go as several requests over the same blocks."""
@@ -146,7 +148,7 @@ def _rows_of(table: Tensor, requests: Sequence[int]) -> Tensor:
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of requests whose rows of equal length hold at most so many tokens as are copied at once."""
+    """Ranges of requests; padded to equal lengths, a range holds at most the tokens that are copied at once."""
     first = longest = 0
     for request, length in enumerate(lengths):
         longest = max(longest, length)

@@ -35,7 +35,7 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
     """See :data:`fl_dispatch.ops.quantization.quantize`.
 
     ``npu_quantize`` gets float32, because its sources agree on no other ``x`` for a scale of float32. The least scale
-    is put in after ``npu_dynamic_quant``, so rows whose largest element is below ``127 * 1e-10`` come out as large.
+    is put in after ``npu_dynamic_quant``, so rows with a largest element below ``127 * 1e-10`` come out as large.
     """
     import torch_npu
 

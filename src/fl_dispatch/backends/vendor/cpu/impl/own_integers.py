@@ -23,7 +23,7 @@ from .expert_shapes import mismatch
 
 SOURCE = Path(__file__).with_name("integers.cpp")
 LONGEST = (1 << 31) // (128 * 128) - 1
-"""Elements of a row whose products 32 bits hold, all of them the largest."""
+"""Elements of a row with a sum of products that fits 32 bits, all of them the largest."""
 
 
 class _Call(ctypes.Structure):
@@ -60,7 +60,7 @@ def supports_scaled_linear(
         return "a tensor is not on the CPU"
     if not weight.is_contiguous():
         return "the elements of a weight lie apart"
-    return inner <= LONGEST or f"rows of {inner} elements, whose sums may exceed 32 bits"
+    return inner <= LONGEST or f"rows of {inner} elements, with sums that may exceed 32 bits"
 
 
 def scaled_linear(
@@ -121,14 +121,14 @@ def supports_scaled_moe(
         if not weight.is_contiguous():
             return "the elements of a weight lie apart"
         if weight.shape[2] > LONGEST:
-            return f"rows of {weight.shape[2]} elements, whose sums may exceed 32 bits"
+            return f"rows of {weight.shape[2]} elements, with sums that may exceed 32 bits"
     return (
         all(tensor.is_cpu for tensor in (hidden_states, w13, w13_scale, w2, w2_scale)) or "a tensor is not on the CPU"
     )
 
 
 scaled_moe = scaled_experts(scaled_linear)
-"""See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. The reference's steps, around products whose sums are exact."""
+"""See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. The reference's steps, around products with exact sums."""
 
 
 @cache

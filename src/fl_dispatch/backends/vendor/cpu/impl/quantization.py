@@ -21,7 +21,7 @@ from .limits import problem
 GROUPS = (32, 64, 128, 256)
 """Sizes of groups that the kernel for 4 bits has."""
 COLUMNS = 32
-"""It takes columns so many at a time."""
+"""Columns that the kernel takes at a time."""
 INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 """Instructions of x86 for products of int8, without which PyTorch's is far slower than that of float32."""
 

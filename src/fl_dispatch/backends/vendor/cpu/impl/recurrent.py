@@ -14,8 +14,10 @@ from fl_dispatch.ops.recurrent import LEAST_LENGTH
 from .. import library
 from .limits import problem
 
-WIDTH, CHANNELS = 4, 32
-"""Taps of a convolution, and what the number of its channels is a multiple of."""
+WIDTH = 4
+"""Taps of a convolution."""
+CHANNELS = 32
+"""Divisor of the number of a convolution's channels."""
 HEADS = (64, 128)
 """Sizes of keys and values that prompts may have."""
 KERNELS = (
@@ -103,7 +105,7 @@ def supports_gated_delta_rule(
     states: Tensor,
     scale: float = 1.0,
 ) -> bool | str:
-    """As for one token, and keys and values of one size."""
+    """Check what one token needs, and that keys and values have one size."""
     if (size := key.shape[-1]) not in HEADS or value.shape[-1] != size:
         return f"keys of {size} and values of {value.shape[-1]} elements are not both {' or '.join(map(str, HEADS))}"
     return supports_gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, states, scale)

@@ -11,7 +11,7 @@ from .limits import VECTOR, narrowed, problem, rounds, widened
 def supports_rotary_embedding(
     query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, inplace: bool = True
 ) -> bool | str:
-    """Tensors of one dtype whose heads lie side by side."""
+    """Tensors of one dtype with heads side by side."""
     # The kernel does not check this one itself: it runs over the end.
     if cos.shape[-1] % VECTOR:
         return f"half the rotary dimension, {cos.shape[-1]}, is not a multiple of {VECTOR}"

@@ -18,7 +18,7 @@ def supports(x: Tensor, *_: Any, **__: Any) -> bool | str:
 
 
 def supports_gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
-    """As for the others; both forms of GELU have a kernel."""
+    """Check what all activations need; both forms of GELU have a kernel."""
     if approximate not in ("none", "tanh"):
         return f"approximate is {approximate!r}, not 'none' or 'tanh'"
     return supports(x)

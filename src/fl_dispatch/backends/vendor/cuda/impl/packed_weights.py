@@ -97,8 +97,8 @@ def marlin_numbers(weight: Tensor, before: Tensor | None) -> Tensor:
 def scales_of_tiles(scale: Tensor) -> Tensor:
     """Scales ``[columns, groups]`` as ``[groups, columns]`` in the order of a tile's columns.
 
-    With several groups a thread reads the scales of 8 columns that lie 8 apart; with one it applies them to the result,
-    of which it has pairs of columns that lie 8 apart.
+    With several groups a thread reads the scales of 8 columns, 8 apart. With one group it applies the scales to the
+    result, in pairs of columns that lie 8 apart.
     """
     columns, groups = scale.shape
     by_group = scale.detach().t()

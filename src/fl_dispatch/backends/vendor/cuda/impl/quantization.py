@@ -19,8 +19,10 @@ FOUR = 4
 """Rows of ``x`` come in multiples of it where a weight has blocks."""
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LEAST_SCALE_OF_ROWS = 1 / (448 * 512)
-FIRST_INT8, LAST_INT8 = 75, 99
-"""Capabilities that have kernels for int8."""
+FIRST_INT8 = 75
+"""The first capability that has kernels for int8."""
+LAST_INT8 = 99
+"""The last capability that has kernels for int8."""
 
 
 def supports_quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> bool | str:

@@ -9,7 +9,7 @@ from .limits import problem
 
 
 def supports_rotary_embedding(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, inplace: bool) -> bool | str:
-    """Tensors of one dtype whose heads lie side by side."""
+    """Tensors of one dtype with heads side by side."""
     for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin)):
         if tensor is not None and (why := problem(name, tensor, like=query, contiguous=False)):
             return why

@@ -1,7 +1,7 @@
 """Products of rows in a half type with weights of 4 or 8 bits, by Marlin and by Machete.
 
 Both read a weight in an order of their own (:mod:`.packed_weights`), which is kept beside the weight
-(:mod:`fl_dispatch.prepared`), so a weight that nobody declared is declined.
+(:mod:`fl_dispatch.prepared`), so an undeclared weight is declined.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _why_not(
     if not weight.is_contiguous():
         return "weight is not contiguous"
     if any(part is not None and not hasattr(part, prepared.ATTRIBUTE) for part in (weight, scale, zero)):
-        return "nobody declared the weight, its scales or its zero points as tensors that stay"
+        return "the host did not declare the weight, its scales or its zero points as tensors that stay"
     return ""
 
 
@@ -91,7 +91,7 @@ def marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None,
     scales = prepared.of(scale, MARLIN, make_scales)
     zeros = None if zero is None else prepared.of(zero, MARLIN, packed_weights.marlin_zeros)
     if numbers is None or scales is None or (zero is not None and zeros is None):
-        raise NotSupported("a weight whose form cannot be kept")
+        raise NotSupported("a weight with a form that cannot be kept")
     rows = x.reshape(-1, inner).contiguous()
     if not rows.numel():
         return x.new_empty((*x.shape[:-1], columns))
@@ -138,7 +138,7 @@ def machete(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None
     numbers = prepared.of(weight, MACHETE, _FOR_ROWS[x.dtype])
     scales = prepared.of(scale, MACHETE, packed_weights.by_groups)
     if numbers is None or scales is None:
-        raise NotSupported("a weight whose form cannot be kept")
+        raise NotSupported("a weight with a form that cannot be kept")
     rows = x.reshape(-1, inner).contiguous()
     if not rows.numel():
         return x.new_empty((*x.shape[:-1], columns))

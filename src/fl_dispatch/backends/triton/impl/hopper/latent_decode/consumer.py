@@ -32,7 +32,7 @@ class Partial:
 class Sums:
     """State that a consumer carries from tile to tile.
 
-    ``p`` are the packed weights of the last tile, whose product with its values is still to be added to ``acc`` after
+    ``p`` are the packed weights of the last tile; their product with its values is still to be added to ``acc`` after
     ``alpha`` has scaled it.
     """
 
@@ -62,7 +62,7 @@ def _scores(pipeline, i):
 
 @gluon.jit
 def _add_values(values, sums, stage):
-    """The sums with the values of the tile in a stage, whose weights they have."""
+    """The sums with the values of the tile in a stage; ``sums`` has the weights of that tile."""
     p = unpack(sums.p, sums.acc, values.main.dtype)
     acc = scale_rows(sums.acc, sums.alpha)
     adding = warpgroup_mma(p, values.tile(stage).main, acc, is_async=True)

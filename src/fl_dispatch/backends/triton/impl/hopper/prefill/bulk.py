@@ -73,7 +73,7 @@ def _load_chunks(buffer, SIZE: gl.constexpr, stage, barrier, source, where, FIRS
 
 @gluon.jit
 def load_tile(ring, i, source, where, MAIN: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr):
-    """Start to copy tile ``i``, whose stage is free. The stage is full when its bytes are there."""
+    """Start to copy tile ``i`` into its free stage. The stage is full when its bytes are there."""
     stage = i % ring.stages
     barrier = ring.full.index(ring.offset + stage)
     mbarrier.expect(barrier, ROWS * (MAIN + REST) * 2)
@@ -84,7 +84,7 @@ def load_tile(ring, i, source, where, MAIN: gl.constexpr, REST: gl.constexpr, RO
 
 @gluon.jit
 def _send_item(config, pipeline, done, work, query, QUERY_HEAD):
-    """Send a work item, and start to copy its queries, whose stage is free."""
+    """Send a work item, and start to copy its queries into their free stage."""
     ring = pipeline.queries
     queries = work.queries()
     stage = done % config.query_stages

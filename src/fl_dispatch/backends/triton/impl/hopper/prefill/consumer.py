@@ -17,7 +17,7 @@ from .scheduler import receive
 class Sums:
     """State that a consumer carries from tile to tile.
 
-    ``p`` are the packed weights of the last tile, whose product with its values is still to be added to ``acc``.
+    ``p`` are the packed weights of the last tile; their product with its values is still to be added to ``acc``.
     """
 
     acc: gl.tensor

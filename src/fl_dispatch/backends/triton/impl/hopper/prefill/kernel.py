@@ -20,7 +20,7 @@ class Pipeline:
     Queries have no barrier of their own that gives them back: they are free when the last keys of their work item are.
     """
 
-    messages: gl.shared_memory_descriptor  # the work item whose queries a stage holds
+    messages: gl.shared_memory_descriptor  # the work item of the queries in a stage
     queries: Ring
     keys: Ring
     values: Ring
@@ -29,7 +29,7 @@ class Pipeline:
 
 @gluon.jit
 def alloc(config, dtype: gl.constexpr, QUERY_ARRIVALS: gl.constexpr):
-    """Allocate the pipeline. Queries are there after so many arrivals, keys and values after one."""
+    """Allocate the pipeline. Queries are there after ``QUERY_ARRIVALS`` arrivals, keys and values after one."""
     q = buffers(dtype, config.query_stages, BLOCK_M, config.dim)
     k = buffers(dtype, STAGES, BLOCK_N, config.dim)
     v = buffers(dtype, STAGES, BLOCK_N, config.dim_v)

@@ -73,7 +73,7 @@ def _load_values(config, pipeline, pending, i, value, rows, L: gl.constexpr):
 
 @gluon.jit
 def _load_queries(config, pipeline, pending, stage, query, queries, L: gl.constexpr):
-    """Send a work item, and start to copy its queries, whose stage is free."""
+    """Send a work item, and start to copy its queries into their free stage."""
     ring = pipeline.queries
     send(pipeline.messages.index(stage), queries)
     token = queries.first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
@@ -84,7 +84,7 @@ def _load_queries(config, pipeline, pending, stage, query, queries, L: gl.conste
 
 @gluon.jit
 def wait_released(keys, tile, i):
-    """Wait until keys are released. Those of tiles whose stage another has taken, before tile ``i``, have been."""
+    """Wait until keys are released. Keys of a tile with a stage that another took, before tile ``i``, have been."""
     tile = gl.maximum(tile, -1)
     there = (tile >= 0) & (tile + STAGES >= i)
     keys.wait_released(gl.maximum(tile, 0), there)

@@ -67,7 +67,7 @@ class WorkItem:
 class Cursor:
     """Place at which the search of a turn ended.
 
-    Number of that turn, first request of the span, level, and rows that come before that level.
+    Number of the turn, first request of the span, level, and rows before the level.
     """
 
     turn: gl.tensor
