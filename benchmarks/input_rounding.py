@@ -4,7 +4,7 @@
 
 Three tables, each of the small model's prompts and in float32 by PyTorch; no engine and no kernel takes part.
 
-- *library*: the network of ``tests/quantized_network`` beside the forward pass of ``compressed-tensors`` in
+- *library*: the network of ``quantized_network`` beside the forward pass of ``compressed-tensors`` in
   Transformers, for the same checkpoint.
 - *rounding*: the distance of log-probabilities if each product has an error as large as a sum's in float32.
 - *powers of two*: the network whose scales of inputs are rounded up to powers of two (``"scale_fmt": "ue8m0"``) beside
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / room) for room in ("support", "scenarios", "scenarios/quantized")]
 
 import quantized_checkpoints as checkpoints  # noqa: E402 - lies with the tests
 from fl_dispatch.evidence.bench import machine  # noqa: E402

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / room) for room in ("support", "scenarios", "scenarios/quantized")]
 
 import quantized_checkpoints as checkpoints  # noqa: E402 - lies with the tests
 import scoring  # noqa: E402

@@ -16,7 +16,7 @@ quiet.
 
 With ``--tiny`` the model is so small that a step costs what the host does in it, and with ``--experts`` it is a small
 mixture of experts.
-With ``--scheme NAME`` its weights are quantized, as the tests write checkpoints (``tests/quantized_checkpoints.py``).
+With ``--scheme NAME`` its weights are quantized, as the tests write checkpoints (``quantized_checkpoints.py``).
 With ``--runners`` they are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml`` they are
 our platform under two files of ``VLLM_FL_CONFIG``.
 """
@@ -75,7 +75,7 @@ EXPERTS = {
 }
 """A Qwen3 with mixtures of experts, of 37 million parameters; a token takes 18 million of them."""
 SHIPPED = "cpu.yaml"
-TESTS = str(Path(__file__).resolve().parents[1] / "tests")
+SCHEMES_OF_TESTS = str(Path(__file__).resolve().parents[1] / "tests/scenarios/quantized")
 """They write quantized checkpoints."""
 PREFERENCES = ("reference", "vendor", "flagos")
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
@@ -226,7 +226,7 @@ def in_turns(arguments: argparse.Namespace) -> None:
     import in_turns
     import torch
 
-    sys.path.append(TESTS)
+    sys.path.append(SCHEMES_OF_TESTS)
     from fl_dispatch.cli.checkpoints import build_checkpoint
     from fl_dispatch.evidence.bench import machine
     from quantized_checkpoints import SCHEMES, write_checkpoint

@@ -35,7 +35,7 @@ from typing import Any
 from serve_vllm import NAMED, VANILLA, WORKLOADS, Cell, compare, measure, table
 from shapes import SHAPES, Shape
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/scenarios/quantized"))
 
 from quantized_checkpoints import FP8_CONFIG, TOKEN8, TOKEN_FP8, W4, compressed, whole
 

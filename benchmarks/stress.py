@@ -1,6 +1,6 @@
 """The core under fire: threads, tasks, forks and managers, all at once in one process, every result checked.
 
-``tests/storm.py`` runs: threads call by name, by keyword and bound, in policy contexts and outside, while
+``tests/support/storm.py`` runs: threads call by name, by keyword and bound, in policy contexts and outside, while
 others register, change the global policy, lift bans, ask availability again, make managers and drop them, and run
 tasks; one implementation fails now and then. Meanwhile two threads fork at random moments, half of the time inside a
 context; each child calls, registers, enters a context, changes the policy and starts a thread. Fresh processes start by
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from fl_dispatch import OpManager
 from fl_dispatch.cli.output import print_table

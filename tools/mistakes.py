@@ -115,21 +115,21 @@ MISTAKES = (
         "fl_dispatch/knowledge/failures.py",
         "        with writers:\n            kinds = dict(",
         "        if True:\n            kinds = dict(",
-        "tests/core/test_concurrency.py::test_a_change_of_the_bans_waits_for_the_one_at_work",
+        "tests/core/run/test_concurrency.py::test_a_change_of_the_bans_waits_for_the_one_at_work",
     ),
     Mistake(
         "a second form of a weight stays old",
         "fl_dispatch/prepared.py",
         "(_unwritten(weight) and len(forms.fresh) == len(forms.made))",
         "_unwritten(weight)",
-        "tests/core/test_prepared.py::test_a_second_form_follows_a_write_after_another_one_was_made_anew",
+        "tests/core/knowledge/test_prepared.py::test_a_second_form_follows_a_write_after_another_one_was_made_anew",
     ),
     Mistake(
         "a weight is prepared while an array has its memory",
         "fl_dispatch/prepared.py",
         "    if _is_shared(weight):",
         "    if False:",
-        "tests/core/test_prepared.py::test_products_are_of_the_weight_as_it_is_also_where_an_older_alias_writes",
+        "tests/core/knowledge/test_prepared.py::test_products_are_of_the_weight_as_it_is_also_where_an_older_alias_writes",
     ),
     Mistake(
         "attributes of tensors are not restored",
@@ -141,28 +141,28 @@ MISTAKES = (
             parts.append(value)
             continue
         elif""",
-        "tests/core/test_attacks_snapshots.py::test_what_an_undeclared_operator_wrote_inside_an_argument_is_restored",
+        "tests/core/run/test_attacks_snapshots.py::test_what_an_undeclared_operator_wrote_inside_an_argument_is_restored",
     ),
     Mistake(
         "a residual is declared an output",
         "fl_dispatch/ops/joined.py",
         'writes={"residual": Write(Access.UPDATE, given="residual")},',
         'writes={"residual": Write(Access.OUTPUT, given="residual")},',
-        "tests/core/test_recovery.py::test_an_argument_that_is_declared_an_output_is_never_read",
+        "tests/core/run/test_recovery.py::test_an_argument_that_is_declared_an_output_is_never_read",
     ),
     Mistake(
         "thawing leaves the tables of frozen dispatch",
         "fl_dispatch/compiled/freezing.py",
         "            self._state.fixed.fix(None)\n            self._state.changed(None)",
         "            self._state.fixed.fix(None)",
-        "tests/core/test_freezing.py::test_a_thawed_call_has_all_the_care_that_a_frozen_one_has_not",
+        "tests/core/run/test_freezing.py::test_a_thawed_call_has_all_the_care_that_a_frozen_one_has_not",
     ),
     Mistake(
         "a second run writes the caller's output",
         "fl_dispatch/shadow/mode.py",
         "for name, (_, tensor) in written.items()}",
         "for name, (access, tensor) in written.items() if access is Access.UPDATE}",
-        "tests/core/test_shadow.py::test_the_second_run_leaves_whatever_the_caller_passed_as_the_first_one_left_it",
+        "tests/core/shadow/test_shadow.py::test_the_second_run_leaves_whatever_the_caller_passed_as_the_first_one_left_it",
     ),
     Mistake(
         "the policy stays in the parent",
@@ -218,7 +218,7 @@ MISTAKES = (
         "fl_dispatch/hosting/records/runs.py",
         "if mine := [run for run in alive if run.descends_from(root)]",
         "if mine := recorded()",
-        "tests/core/test_runs.py::test_metrics_have_what_the_workers_of_this_front_end_recorded",
+        "tests/core/hosting/test_runs.py::test_metrics_have_what_the_workers_of_this_front_end_recorded",
     ),
     Mistake(
         "a window one token short",

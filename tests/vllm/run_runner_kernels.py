@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 from interpreting import quicken
 
-sys.path.pop()  # a host's folder there would pass for a host
+sys.path.pop()
 quicken()
 
 import torch

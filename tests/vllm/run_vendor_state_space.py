@@ -18,10 +18,10 @@ from typing import Any
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0" if "keys" in json.loads(Path(sys.argv[1]).read_text()) else "1"
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 from interpreting import quicken
 
-sys.path.pop()  # a host's folder there would pass for a host
+sys.path.pop()
 
 import torch
 import triton

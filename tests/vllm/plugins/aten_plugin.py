@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "core"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import flaggems_standin
-
 from fl_dispatch.backends.flaggems.aten import replacement
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import aten_plugin
-import flaggems_standin
 import torch
 import torch.distributed
 from torch import Tensor
+
+import flaggems_standin
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 PyTorch's products choose a kernel by the number of rows, so here each one has :data:`ROWS` rows, the last ones zeros or
 left over. Some of its functions compute the end of a thread's share by another formula (``sigmoid``, ``silu``), so here
 they are made of ``exp``, ``tanh`` and ``erf``, which do not, and of exact operations. Both are facts about PyTorch that
-``tests/core/test_invariant.py`` holds.
+``tests/core/evidence/test_invariant.py`` holds.
 """
 
 from __future__ import annotations

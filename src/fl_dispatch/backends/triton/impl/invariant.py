@@ -1,7 +1,7 @@
 """Kernels that compute a row alike in every batch, bit for bit: tiles are the same for any number of rows.
 
 A row of a product on matrix units does not depend on the tile's other rows, nor on its place among them, and each is
-summed along the whole of its length by one program. ``tests/core/test_invariant.py`` and ``tests/gpu`` hold it.
+summed along the whole of its length by one program. ``test_invariant.py`` and ``tests/gpu`` hold it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,292 @@
+"""Small models with each kind of window, rotation and attention field, and texts around each limit.
+
+``python tests/scenarios/positions.py vllm`` (or ``sglang``) prints a table of the largest difference from Hugging Face.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from architectures import ARCHITECTURES
+from fl_dispatch.cli.checkpoints import VOCABULARY, write_checkpoint
+
+WINDOW = 8
+LENGTHS = (5, WINDOW, WINDOW + 1, 30, 100)
+"""Texts around the window; the last one is longer than a step of 64 tokens."""
+ORIGINAL, LONGEST = 80, 160
+"""Tokens that a scaled rotation was trained for, and that it reaches."""
+ROOM = 10
+"""Tokens of an engine's length that SGLang leaves free behind a text, at least."""
+ROTATED = (10, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, ORIGINAL + 2, LONGEST - ROOM)
+"""Texts around the trained length, of which the longer ones are read in steps of 64 tokens."""
+FACTORS: Mapping[str, Any] = {
+    "short_factor": [1.0 + 0.1 * number for number in range(8)],
+    "long_factor": [2.0 + 0.3 * number for number in range(8)],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Args:
+        kind: a key of ``ARCHITECTURES``, or a class of Transformers' configurations.
+        fields: of its configuration.
+        lengths: of the texts.
+    """
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    lengths: Sequence[int] = LENGTHS
+
+
+def _rope(kind: str, **fields: Any) -> Case:
+    parameters = {"rope_theta": 10000.0, "rope_type": kind, **fields}
+    return Case("LlamaConfig", {"max_position_embeddings": LONGEST, "rope_parameters": parameters}, ROTATED)
+
+
+def _windowed(kind: str, **fields: Any) -> Case:
+    return Case(kind, {"sliding_window": WINDOW, **fields})
+
+
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_TRAINED = {"original_max_position_embeddings": ORIGINAL}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **_TRAINED}
+CASES: Mapping[str, Case] = {
+    "mistral": _windowed("MistralConfig"),
+    "mistral, no window": _windowed("MistralConfig", sliding_window=None),
+    "mixtral": _windowed("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
+    "phi3": _windowed("Phi3Config"),
+    "starcoder2": _windowed("Starcoder2Config"),
+    "llama, field unread": _windowed("LlamaConfig"),
+    "qwen2, use_sliding_window": _windowed("Qwen2Config", use_sliding_window=True, max_window_layers=1),
+    "qwen2, use_sliding_window false": _windowed("Qwen2Config", use_sliding_window=False, max_window_layers=1),
+    "qwen2, layer_types": _windowed("Qwen2Config", use_sliding_window=True, layer_types=_MIXED),
+    "qwen3, use_sliding_window": _windowed("Qwen3Config", use_sliding_window=True, max_window_layers=0),
+    "qwen3, layer_types": _windowed("Qwen3Config", use_sliding_window=True, layer_types=_MIXED),
+    "qwen3_moe, use_sliding_window": _windowed(
+        "Qwen3MoeConfig",
+        use_sliding_window=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+    ),
+    "qwen2_moe, layer_types": _windowed(
+        "Qwen2MoeConfig",
+        use_sliding_window=True,
+        layer_types=_MIXED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=64,
+    ),
+    "gemma2": _windowed("Gemma2Config", tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"),
+    "gemma2, soft caps": _windowed(
+        "Gemma2Config",
+        tie_word_embeddings=True,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        query_pre_attn_scalar=64,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+    "gemma3": _windowed("Gemma3TextConfig", tie_word_embeddings=True, layer_types=_MIXED, query_pre_attn_scalar=64),
+    "gemma3, a rotation for each kind of layer": _windowed(
+        "Gemma3TextConfig",
+        tie_word_embeddings=True,
+        layer_types=_MIXED,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+    ),
+    "gemma3n": Case("gemma3n", {"sliding_window": WINDOW}),
+    "cohere2": _windowed("Cohere2Config", tie_word_embeddings=True, layer_types=_MIXED, logit_scale=4.0),
+    "olmo3": _windowed("Olmo3Config", layer_types=_MIXED),
+    "exaone4": _windowed("Exaone4Config", layer_types=_MIXED),
+    "gpt_oss, sinks": _windowed("GptOssConfig", layer_types=_MIXED, num_local_experts=4, num_experts_per_tok=2),
+    "smollm3, no_rope_layers": _windowed("SmolLM3Config", sliding_window=None, no_rope_layers=[1, 0, 1]),
+    "granite, attention_multiplier": Case("GraniteConfig", {"attention_multiplier": 0.4}),
+    "olmo, clip_qkv": Case("OlmoConfig", {"clip_qkv": 0.5}),
+    "llama4, attention_chunk_size": Case(
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": 32,
+            "no_rope_layers": [1, 1, 0],
+            "attn_temperature_tuning": True,
+            "floor_scale": 16,
+            "intermediate_size_mlp": 160,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "llama, attention_bias": Case("LlamaConfig", {"attention_bias": True}),
+    "qwen3, attention_bias": Case("Qwen3Config", {"attention_bias": True}),
+    "default": _rope("default"),
+    "default, partial": Case("stablelm", {"max_position_embeddings": LONGEST}, ROTATED),
+    "linear": _rope("linear", factor=2.0),
+    "dynamic": Case(
+        "LlamaConfig",
+        {
+            "max_position_embeddings": ORIGINAL,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0},
+        },
+        (10, 40, ORIGINAL - ROOM),
+    ),
+    "yarn": _rope("yarn", factor=2.0, **_TRAINED),
+    "yarn, attention_factor": _rope("yarn", factor=2.0, attention_factor=1.5, **_TRAINED),
+    "yarn, mscale": _rope("yarn", factor=2.0, mscale=1.0, mscale_all_dim=0.5, **_TRAINED),
+    "yarn, mscale_all_dim 0": _rope("yarn", factor=2.0, mscale=0.7, mscale_all_dim=0, **_TRAINED),
+    "yarn, truncate": _rope("yarn", factor=2.0, truncate=False, **_TRAINED),
+    "yarn, factor below the length": _rope("yarn", factor=1.5, **_TRAINED),
+    "yarn, mistral's window": Case(
+        "MistralConfig",
+        {
+            "sliding_window": WINDOW,
+            "max_position_embeddings": LONGEST,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0, **_TRAINED},
+        },
+        ROTATED,
+    ),
+    "yarn, mixtral": Case(
+        "MixtralConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": LONGEST,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0, **_TRAINED},
+        },
+        ROTATED,
+    ),
+    "llama3": _rope("llama3", factor=8.0, **_LLAMA3),
+    "longrope": _rope("longrope", **FACTORS, **_TRAINED),
+    "longrope, attention_factor": _rope("longrope", attention_factor=1.5, **FACTORS, **_TRAINED),
+    "longrope, factor": _rope("longrope", factor=8.0, **FACTORS, **_TRAINED),
+    "longrope, phi3": Case(
+        "Phi3Config",
+        {
+            "max_position_embeddings": LONGEST,
+            "original_max_position_embeddings": ORIGINAL,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "longrope", **FACTORS},
+        },
+        ROTATED,
+    ),
+}
+"""Name → what is tried. "field unread" is a field that Transformers' class has not, so its model has no window."""
+
+_SHAPE: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+
+
+def prompts(case: Case) -> list[list[int]]:
+    """Texts of a case's lengths, as token ids; none begins like another."""
+    return [
+        [(31 * row + 7 * place * place + 3 * place) % 400 + 5 for place in range(length)]
+        for row, length in enumerate(case.lengths)
+    ]
+
+
+def build(case: Case, path: Path) -> Path:
+    """Write the case's checkpoint."""
+    import transformers
+
+    kind, shape = ARCHITECTURES.get(case.kind, (case.kind, _SHAPE))
+    return write_checkpoint(getattr(transformers, kind)(**{**shape, **case.fields}), path)
+
+
+def expected(model: Path, texts: Sequence[list[int]]) -> list[Any]:
+    """Hugging Face's log-probabilities of each text's tokens after the first, ``[tokens - 1]``."""
+    import torch
+
+    from running import reference_network
+
+    network = reference_network(model, torch.float32)
+    found = []
+    for text in texts:
+        with torch.no_grad():
+            scores = network(torch.tensor([text])).logits[0].log_softmax(-1)
+        found.append(scores[torch.arange(len(text) - 1), torch.tensor(text[1:])])
+    return found
+
+
+def differences(scores: Sequence[Sequence[float]], right: Sequence[Any]) -> list[float]:
+    """The largest difference of a log-probability, for each text."""
+    import torch
+
+    return [float((torch.tensor(row) - want).abs().max()) for row, want in zip(scores, right, strict=True)]
+
+
+def vllm_engine(case: Case) -> dict[str, Any]:
+    """Arguments of vLLM's engine for a case."""
+    return {"max_model_len": max(case.lengths) + ROOM, "max_num_batched_tokens": 64}
+
+
+def vllm_step(texts: Sequence[list[int]]) -> dict[str, Any]:
+    """A step of ``run_features`` with each token's log-probability."""
+    return {"do": "generate", "prompts": list(texts), "sampling": {"max_tokens": 1, "prompt_logprobs": 0}}
+
+
+def vllm_scores(texts: Sequence[list[int]], answers: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Log-probabilities of the step, for each text's tokens after the first."""
+    return [
+        [scored[str(token)] for token, scored in zip(text[1:], answer["prompt_logprobs"][1:], strict=True)]
+        for text, answer in zip(texts, answers, strict=True)
+    ]
+
+
+def main(host: str, names: Sequence[str]) -> None:
+    import tempfile
+
+    tests = Path(__file__).parents[1]
+    sys.path += [str(tests / "support"), str(tests / host)]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names or CASES:
+            print(
+                f"| {name} |",
+                " | ".join(_row(host, CASES[name], Path(folder) / name.replace(" ", "_"))),
+                "|",
+                flush=True,
+            )
+
+
+def _row(host: str, case: Case, path: Path) -> list[str]:
+    texts = prompts(case)
+    try:
+        right = expected(build(case, path), texts)
+        if host == "vllm":
+            from engines import start_features
+
+            answered = start_features((path, [vllm_step(texts)], vllm_engine(case))).result()
+            scores = vllm_scores(texts, answered["runs"][0]["steps"][0])
+        else:
+            from serving import start
+
+            step = {"prompts": texts, "max_tokens": 1, "scores": True}
+            engine = {"context_length": max(case.lengths) + ROOM, "chunked_prefill_size": 64}
+            answered = start(path, step, engine=engine).result()
+            scores = [row[:-1] for row in answered["steps"][0]["scores"]]
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if "Error" in line]
+        return [lines[-1] if lines else repr(error)]
+    found = differences(scores, right)
+    return [f"{length}: {value:.1e}" for length, value in zip(case.lengths, found, strict=True)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
