@@ -201,7 +201,7 @@ MISTAKES = (
     ),
     Mistake(
         "windows of a picture see each other",
-        "vllm_fl/attention/encoder.py",
+        "vllm_fl/layers/encoder_attention.py",
         "else cu_seqlens.tolist()",
         "else [0, batch * length]",
         "tests/vllm/test_encoder_attention.py",

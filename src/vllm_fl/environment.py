@@ -12,8 +12,8 @@ from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting.ranks import collectives
 from fl_dispatch.settings import get_settings
 
+from . import cores
 from .host import HOST
-from .worker import cores
 
 CACHE = "VLLM_CPU_KVCACHE_SPACE"
 PREFIXES = ("VLLM_FL_",)

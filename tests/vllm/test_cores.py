@@ -11,7 +11,7 @@ import torch
 
 from fl_dispatch import ConfigError
 from vllm_fl.compat import threads
-from vllm_fl.worker.cores import VARIABLE, check, cores_for, share_out
+from vllm_fl.cores import VARIABLE, check, cores_for, share_out
 
 ALL = frozenset(range(16))
 

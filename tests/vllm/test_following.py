@@ -15,9 +15,9 @@ from vllm.v1.worker.gpu_worker import Worker
 import quantized_checkpoints as checkpoints
 from fl_dispatch import following
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from vllm_fl.compilation import compile, prompt_graphs
+from vllm_fl.compilation import compile
 from vllm_fl.platform import config
-from vllm_fl.worker import gpu, warm_up
+from vllm_fl.worker import gpu, prompt_graphs, warm_up
 
 EXTENSION = {"worker_extension_cls": "worker_extension.TrainerExtension", "enforce_eager": True}
 NOTING = {"VLLM_FL_PLUGIN_MODULES": "noting_plugin", "VLLM_FL_PER_OP": "scaled_linear=vendor:noting"}

@@ -68,7 +68,7 @@ def test_an_untested_version_is_warned_of_before_anything_that_it_may_lack_is_as
         raise AttributeError("HAS_TRITON")
 
     monkeypatch.setattr(versions, "host_version", lambda: "0.99")
-    monkeypatch.setattr(versions, "warn_of_untested_host", versions.warn_of_untested_host.__wrapped__)
+    monkeypatch.setattr(startup, "warn_of_untested_host", startup.warn_of_untested_host.__wrapped__)
     monkeypatch.setattr(startup, "why_unserved", lambda: "no driver")
     monkeypatch.setattr(startup.model_runner, "do_without_triton", lacking)
     with pytest.raises(AttributeError):

@@ -20,11 +20,11 @@ from fl_dispatch import ConfigError
 from fl_dispatch.devices import detect_device
 from vllm import envs
 from vllm_fl.attention.dense import AttentionFLImpl
-from vllm_fl.compilation import compile, prompt_graphs
-from vllm_fl.compilation.prompt_graphs import Batch, limits, sizes
+from vllm_fl.compilation import compile
 from vllm_fl.layers.states import StateLayer
 from vllm_fl.platform import config, startup
-from vllm_fl.worker import gpu, ranks
+from vllm_fl.worker import gpu, prompt_graphs, ranks
+from vllm_fl.worker.prompt_graphs import Batch, limits, sizes
 
 captured_sizes = st.integers(1, 1024)
 token_limits = st.integers(1, 1 << 16)

@@ -14,7 +14,7 @@ import torch
 from engines import MAX_TOKENS, PROMPTS, RUNNERS, start_features
 
 from sampling import drawn
-from vllm_fl.worker import rejection
+from vllm_fl.runner_kernels import rejection
 
 TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]  # a text that repeats itself, so that look-up finds drafts
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

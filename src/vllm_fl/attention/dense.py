@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
 from fl_dispatch.hosting.start import warm_batches
 
-from ..compat.attention_class import CacheQuestions
 from . import kv_layout
+from .attention_class import CacheQuestions
 from .cache_slots import real
 from .metadata import AttentionFLMetadata, AttentionFLMetadataBuilder
 

@@ -4,7 +4,7 @@ Nothing else in ``vllm_fl`` replaces vLLM's or PyTorch's attributes; ``host_fact
 imports the module that it needs:
 
 ===================  ===================================================================================================
-``versions``         the host's version, the tested versions, and the warning on others
+``versions``         the host's version, and which versions are tested
 ``detection``        settings of vLLM, and questions to it, before it has a platform
 ``accelerator``      ``torch.accelerator`` without an accelerator
 ``kernels``          the V1 model runner's Triton kernels, on a CPU
@@ -12,7 +12,6 @@ imports the module that it needs:
 ``device_memory``    vLLM's allocator for sleep mode, on a GPU without vLLM's own platform
 ``streams``          ``torch.cuda``'s streams, events and graphs on a device with another PyTorch module
 ``library``          replacements of vLLM's compiled library on a GPU
-``attention_class``  vLLM's questions to an attention class
 ``threads``          PyTorch's threads; vLLM would set them to one though a CPU's model computes on them
 ``generators``       seeded draws of prompts in chunks, where a device's generators count no numbers
 ``loaders``          an account of the tensors from vLLM's loaders to a model

@@ -11,8 +11,8 @@ import torch
 
 from fl_dispatch.devices import detect_device
 
+from ..runner_kernels import rejection
 from ..runner_kernels.states import batch_memcpy
-from ..worker import rejection
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 COMPILED = "compute_slot_mapping_kernel_impl"

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from fl_dispatch.devices import DeviceSpec, detect_device
 from fl_dispatch.devices.triton import why_unserved
+from fl_dispatch.hosting.layers.attribute import Attached
 
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
+Capture = Callable[..., AbstractContextManager[Any]]
+ORIGINAL = Attached[Capture]("fl_original")
+"""The original of vLLM's function that ours replaces."""
 
 
 class _HostMemory:
@@ -63,17 +68,21 @@ def warm_up_kernels(worker: Any, *, process_local_only: bool = False) -> None:
         worker.model_runner.jit_warmup_registry.warmup()
 
 
-def do_without_library() -> None:
-    """Replace the functions of vLLM's compiled library in its GPU worker and its V2 model runner. Idempotent."""
+def do_without_library(any_communicator: Callable[[Capture], Capture]) -> None:
+    """Replace the functions of vLLM's compiled library in its GPU worker and its V2 model runner. Idempotent.
+
+    Args:
+        any_communicator: wraps ``GroupCoordinator.graph_capture`` for groups with our communicator.
+    """
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.utils import torch_utils
     from vllm.v1.worker import gpu_worker
-
-    from ..worker.communicator import ORIGINAL, any_communicator
 
     buffers: Any = importlib.import_module(BUFFERS)
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view
     torch_utils.weak_ref_tensor = unowned_views(detect_device())
     gpu_worker.kernel_warmup = warm_up_kernels
-    if ORIGINAL.find(GroupCoordinator.graph_capture) is None:
-        GroupCoordinator.graph_capture = any_communicator(GroupCoordinator.graph_capture)
+    original = GroupCoordinator.graph_capture
+    if ORIGINAL.find(original) is None:
+        GroupCoordinator.graph_capture = any_communicator(original)
+        ORIGINAL.give(GroupCoordinator.graph_capture, original)

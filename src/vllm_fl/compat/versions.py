@@ -1,12 +1,6 @@
-"""vLLM's version, the versions that were tested, and a warning on any other."""
+"""vLLM's version, and the versions that were tested."""
 
 from __future__ import annotations
-
-from functools import cache
-
-from fl_dispatch.hosting.facts import untested
-
-from ..host import HOST
 
 
 def host_version() -> str:
@@ -23,9 +17,3 @@ TESTED_HOSTS = ("0.32", "0.33")
 def is_tested() -> bool:
     """Whether the host is a version that all tests ran on."""
     return host_version() in TESTED_HOSTS
-
-
-@cache
-def warn_of_untested_host() -> None:
-    """Log one WARNING on a vLLM that not all tests ran on, with the names we rely on that it lacks."""
-    untested.warn_if_untested(HOST, host_version(), TESTED_HOSTS, "torch")

@@ -25,9 +25,8 @@ from fl_dispatch.hosting.start.first_choices import has_kernel
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
 
-from ..attention import encoder
 from ..compat import layer_classes
-from . import delta_net, forwards, linear, mamba1, mamba2, mixture, short_conv
+from . import delta_net, encoder_attention, forwards, linear, mamba1, mamba2, mixture, short_conv
 from .forwards import DispatchedLayer
 
 logger = get_logger(__name__)
@@ -172,7 +171,7 @@ LAYER_CLASSES = (
     LayerClass(f"{_ROPE}.ernie45_vl_rope", "Ernie4_5_VLRotaryEmbedding", forwards.ErnieRotaryLayer),
     LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer),
     *(
-        LayerClass(module, name, encoder.EncoderAttentionLayer, cpu_only=True)
+        LayerClass(module, name, encoder_attention.EncoderAttentionLayer, cpu_only=True)
         for module, name in (
             (f"{_LAYERS}.attention.mm_encoder_attention", "MMEncoderAttention"),
             ("vllm.model_executor.models.whisper", "WhisperEncoderAttention"),

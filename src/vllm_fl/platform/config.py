@@ -20,12 +20,12 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from ..attention import kv_layout
-from ..compat import attention_class, model_runner
+from .. import cores
+from ..attention import attention_class, kv_layout
+from ..compat import model_runner
 from ..compilation import compile
 from ..host import HOST
 from ..layers import delta_net, mamba2, rotations, states
-from ..worker import cores
 from . import startup
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import Any
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import why_unserved
+from fl_dispatch.hosting.facts import untested
 from fl_dispatch.hosting.start import handover
 from fl_dispatch.hosting.start.startup import Startup
 from fl_dispatch.settings import Settings, get_settings
@@ -86,8 +87,14 @@ def register_ops() -> None:
         )
 
 
+@cache
+def warn_of_untested_host() -> None:
+    """Log one WARNING on a vLLM that not all tests ran on, with the names we rely on that it lacks."""
+    untested.warn_if_untested(HOST, versions.host_version(), versions.TESTED_HOSTS, "torch")
+
+
 def _prepare_host() -> None:
-    versions.warn_of_untested_host()  # before anything that such a version may lack
+    warn_of_untested_host()  # before anything that such a version may lack
     runners = detect_device().model_runners
     if "v2" not in runners or why_unserved():
         model_runner.do_without_triton(v2="v2" in runners)

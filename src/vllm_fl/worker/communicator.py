@@ -8,8 +8,8 @@ Pipeline stages send their tensors through ``torch.distributed`` directly: vLLM 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -18,14 +18,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
-from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.ranks.collectives import Communicator, connect, connect_sums
 
-Capture = Callable[..., AbstractContextManager[Any]]
+from ..compat.library import Capture
+
 TENSOR_PARALLEL = "tp"
 """Prefix of vLLM's name of the group that shares each layer."""
-ORIGINAL = Attached[Capture]("fl_original")
-"""The original of vLLM's function that ours replaces."""
 
 
 class CommunicatorFL(DeviceCommunicatorBase):
@@ -141,5 +139,4 @@ def any_communicator(original: Capture) -> Capture:
                 group.device_communicator = communicator
             yield context
 
-    ORIGINAL.give(graph_capture, original)
     return graph_capture

@@ -17,11 +17,11 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.memory import heap
 from fl_dispatch.logger_manager import get_logger
 
-from .. import environment
+from .. import cores, environment
 from ..compat import determinism, threads
 from ..compilation import compile
 from ..platform import config
-from . import cores, sleep
+from . import sleep
 from .base import WorkerFL
 
 logger = get_logger(__name__)

@@ -2,9 +2,8 @@
 
 vLLM compiles in the first full batch, when it measures memory, and captures graphs when the KV cache is there. So the
 choices are fixed before the compilation, after some eager batches in which implementations have proven themselves.
-Those
-batches have no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error in it
-ends the start.
+Those batches have no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error in
+it ends the start.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from fl_dispatch.hosting.start import aten
 from fl_dispatch.logger_manager import get_logger
 
 from ..compat import determinism, device_memory, library, streams
-from ..compilation import compile, prompt_graphs
+from ..compilation import compile
 from ..platform import config
-from . import warm_up
+from . import prompt_graphs, warm_up
 from .base import WorkerFL
+from .communicator import any_communicator
 
 logger = get_logger(__name__)
 
@@ -41,7 +41,7 @@ class GPUWorkerFL(WorkerFL):
     def init_device(self) -> None:
         pooled = self.model_config.enable_sleep_mode or self.model_config.enable_cumem_allocator
         if current_platform.is_out_of_tree():
-            library.do_without_library()
+            library.do_without_library(any_communicator)
             self.fl_pools = pooled
         if self.fl_pools:
             device_memory.lend_allocator()

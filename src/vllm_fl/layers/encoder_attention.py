@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..layers.forwards import DispatchedLayer
-from .token_blocks import token_blocks
+from ..attention.token_blocks import token_blocks
+from .forwards import DispatchedLayer
 
 
 class EncoderAttentionLayer(DispatchedLayer):

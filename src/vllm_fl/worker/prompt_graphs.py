@@ -20,7 +20,7 @@ from fl_dispatch.logger_manager import get_logger
 
 from ..layers.states import StateLayer
 from ..platform import config
-from ..worker.warm_up import WarmableAttention
+from .warm_up import WarmableAttention
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +128,7 @@ def add(
     Returns:
         Bytes of the cache to leave for graphs: none if the user chose the size of the cache.
     """
-    from ..worker import ranks  # configurations are read before vLLM's groups can be imported
+    from . import ranks  # configurations are read before vLLM's groups can be imported
 
     if reason := why_none(vllm_config, model):
         logger.info("no graphs of prompts: %s", reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from ..attention import kv_layout
+from . import kv_layout
 
 if TYPE_CHECKING:
     from vllm.platforms.interface import DeviceCapability
