@@ -87,7 +87,7 @@ def unserved(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (vllm_config.speculative_config is not None, f"speculative decoding with {CONNECTOR}"),
         (
             model is not None and (model.is_hybrid or model.is_attention_free),
-            f"models with layers that keep a state, with {CONNECTOR}",
+            f"models with layers that keep a state with {CONNECTOR}",
         ),
     ]
 

@@ -72,8 +72,8 @@ TIED = "tie_word_embeddings"
 class Load:
     """One start's load of a runner's model, from its beginning to its account."""
 
-    def __init__(self, source: str, drafts: bool, quantized: bool) -> None:
-        self.source, self.drafts, self.quantized = source, drafts, quantized
+    def __init__(self, source: str, drafts: bool, quantized: bool, unfilled: tuple[Allowed, ...]) -> None:
+        self.source, self.drafts, self.quantized, self.unfilled = source, drafts, quantized, unfilled
         self.account: Account | None = None
 
 
@@ -89,7 +89,8 @@ def loads(runner: ModelRunner) -> Iterator[None]:
         CheckpointError: a tensor of the checkpoint is left over on every rank.
     """
     config = runner.model_config
-    load = Load(str(config.model_path), runner.is_draft_worker, config.quantization is not None)
+    unfilled = (*UNFILLED, *rules.shared_caches(config.hf_text_config))
+    load = Load(str(config.model_path), runner.is_draft_worker, config.quantization is not None, unfilled)
     token = _LOAD.set(load)
     try:
         yield
@@ -121,7 +122,7 @@ def load_weights_only(
     account = load.account = Account(model, load.source, load.quantized)
     with naming(account), account.watching():
         original(model, account.see(weights), target_device)
-    refuse_unfilled(account, model, (*UNFILLED, *(rules.OF_TARGET if load.drafts else ())))
+    refuse_unfilled(account, model, (*load.unfilled, *(rules.OF_TARGET if load.drafts else ())))
     warn_of_unread(account.files)
 
 

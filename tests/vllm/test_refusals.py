@@ -631,7 +631,8 @@ def test_a_scheme_of_compressed_tensors_is_named() -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     config = CompressedTensorsConfigFL.from_config({"format": "int-quantized", "config_groups": groups, "ignore": []})
-    with pytest.raises(ValueError, match="does not support the scheme W4A8Int of compressed-tensors yet \\(layer\\)"):
+    said = "weights of 4 bits (int, groups of 32) for inputs of 8 bits (int, token) in 'int-quantized'"
+    with pytest.raises(ValueError, match=re.escape(said)):
         config.get_scheme(torch.nn.Linear(64, 64), "layer")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fl_dispatch.hosting.loading import allowed, refusals
 from fl_dispatch.hosting.loading.account import Account
-from fl_dispatch.hosting.loading.allowed import UNTAKEN, Allowed
+from fl_dispatch.hosting.loading.allowed import UNTAKEN, Allowed, shared_caches
 from fl_dispatch.hosting.loading.origins import Storage
 from fl_dispatch.hosting.loading.refusals import CheckpointError, naming, refuse_left, refuse_unfilled
 from fl_dispatch.settings import Settings
@@ -104,6 +104,27 @@ def test_a_parameter_is_filled_whichever_way_it_is_written(way: str) -> None:
     assert account.unfilled(model, ()) == []
     assert account.left(()) == []
     assert not account.casts
+
+
+def test_a_layer_that_reads_anothers_cache_needs_its_queries_alone() -> None:
+    """Its joined projection may lack keys and values, but is not to be left whole."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Module() for _ in range(3))
+    for layer in model.layers:
+        layer.self_attn = nn.Module()
+        layer.self_attn.qkv_proj = nn.Linear(4, 6, bias=False)
+    allowed = shared_caches(SimpleNamespace(num_hidden_layers=3, num_kv_shared_layers=2))
+
+    def load(name: str, tensor: Tensor) -> None:
+        model.get_parameter(name.replace("q_proj", "qkv_proj"))[:2].detach().copy_(tensor)
+
+    names = [f"layers.{number}.self_attn.q_proj.weight" for number in (0, 1)]
+    account = counted(model, {name: torch.randn(2, 4) for name in names}, load)
+    assert [found.name for found in account.unfilled(model, allowed)] == [
+        "layers.0.self_attn.qkv_proj.weight",
+        "layers.2.self_attn.qkv_proj.weight",
+    ]
+    assert shared_caches(SimpleNamespace(num_hidden_layers=3)) == ()
 
 
 @pytest.mark.parametrize("way", ["rows", "columns", "flat elements", "transposed", "bytes"])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import files
-from .allowed import CACHE_SCALES, ORDER, ZEROS, Allowed, matching
+from .allowed import CACHE_SCALES, ORDER, PART, ZEROS, Allowed, matching
 from .filled import Place
 from .origins import NOTHING, Origin, Storage, key
 from .watching import Kind, Named, unwatched, watching
@@ -165,11 +165,13 @@ class Account:
         for name, tensor in _named(model):
             if not tensor.numel() or tensor.is_meta:
                 continue
-            excused = not isinstance(tensor, nn.Parameter) or bool(matching(name, allowed))
+            rules = matching(name, allowed)
+            excused = not isinstance(tensor, nn.Parameter) or any(rule.equal != PART for rule in rules)
             places = [place for place in self._places.get(key(tensor), ()) if place.offset == tensor.storage_offset()]
             if places:
                 names = set[str]().union(*(place.names for place in places))
-                if (not names and excused) or self._is_joined_scale(name, names):
+                in_part = bool(names) and any(rule.equal == PART for rule in rules)
+                if (not names and excused) or in_part or self._is_joined_scale(name, names):
                     continue
                 if not any(place.names and place.is_whole() for place in places):
                     found.append(Unfilled(name, sorted(names)))

@@ -19,7 +19,7 @@ class Allowed(NamedTuple):
         pattern: of a whole name.
         reason: why the answers are right without it.
         equal: a pattern of the tensor with equal values, ``"zeros"``, or ``"order"`` for values that ascend; empty if
-            any values may be left.
+            any values may be left. ``"part"`` for a parameter of which some tensor must fill a part.
     """
 
     pattern: str
@@ -27,7 +27,7 @@ class Allowed(NamedTuple):
     equal: str = ""
 
 
-ZEROS, ORDER = "zeros", "order"
+ZEROS, ORDER, PART = "zeros", "order", "part"
 COLUMNS = ".g_idx"
 """Suffix of a ``gptq`` tensor that gives each column's group."""
 UNTAKEN = (
@@ -72,6 +72,26 @@ def predictors(config: Any) -> tuple[Allowed, ...]:
     numbers = "|".join(str(config.num_hidden_layers + index) for index in range(further))
     reason = "layers that predict further tokens serve drafts alone"
     return (Allowed(rf"(.*\.)?layers\.({numbers})\..*", reason),) if further else ()
+
+
+def shared_caches(config: Any) -> tuple[Allowed, ...]:
+    """Parameters of layers that read another layer's cache, as the last ones of Gemma 3n do.
+
+    Such a layer projects queries alone, and a joined projection has room for keys and values that nothing reads.
+
+    Args:
+        config: the configuration of the model's text.
+    """
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    last = config.num_hidden_layers if shared else 0
+    numbers = "|".join(map(str, range(last - shared, last)))
+    reason = "the layer reads another layer's cache, and has no keys and values of its own"
+    attention = rf"(.*\.)?layers\.({numbers})\.self_attn"
+    rules = (
+        Allowed(rf"{attention}\.qkv_proj\..*", reason, PART),
+        Allowed(rf"{attention}\.(k|v)_norm\..*", reason),
+    )
+    return rules if shared else ()
 
 
 def ignored(config: Any) -> tuple[Allowed, ...]:

@@ -272,8 +272,8 @@ def test_rows_that_no_program_holds_are_declined_unless_they_have_groups() -> No
 PLANS = """
 import json, sys
 import torch
-from fl_dispatch.backends.reference.impl import moe as references
 from fl_dispatch.backends.triton.impl.experts import quantized_moe
+from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.inputs import mixtures
 from fl_dispatch.ops.inputs.mixtures import Mixture
 
@@ -287,7 +287,7 @@ for tokens in json.loads(sys.argv[1]):
     }.items():
         args = made(torch.Generator().manual_seed(tokens))(mixture)
         found = getattr(quantized_moe, name)(*args).double()
-        right = getattr(references, name)(*map(widened, args))
+        right = OPERATORS[name].reference(*map(widened, args))
         far = float((found - right).abs().max() / right.std())
         if not far < 4e-3:
             wrong.append([name, tokens, far])
