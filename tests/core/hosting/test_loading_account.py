@@ -168,18 +168,6 @@ def test_what_a_loader_pads_is_filled_and_what_it_only_clears_is_not() -> None:
     assert account.left(()) == ["w"]
 
 
-def test_a_parameter_that_is_cleared_after_it_was_filled_is_not_filled() -> None:
-    model = Model(4, 4)
-
-    def clear(_: str, tensor: Tensor) -> None:
-        model.weight.data.copy_(tensor)
-        model.weight.data.zero_()
-
-    account = counted(model, {"w": torch.randn(4, 4)}, clear)
-    assert account.unfilled(model, ()) == [("layer.weight", [])]
-    assert account.left(()) == ["w"]
-
-
 def test_a_tensor_that_a_loader_reads_and_drops_is_left() -> None:
     model, kept = Model(3, 4), list[object]()
     reads: dict[str, Callable[[Tensor], object]] = {

@@ -22,12 +22,8 @@ class Place:
         self.names: set[str] = set()
 
     def write(self, view: Tensor, names: frozenset[str]) -> None:
-        """Note a write into a view of it; a write without names clears the names of earlier ones if it covers
-        everything.
-        """
+        """Note a write into a view of it. A loader may compute a parameter from what it has written into it."""
         if (box := self._box(view)) is not None:
-            if not names and box == self._all():
-                self.names.clear()
             self.boxes.add(box)
         else:
             self._scatter(view)

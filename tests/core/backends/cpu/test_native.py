@@ -36,12 +36,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fl_dispatch import NotSupported, get_default_manager
 from fl_dispatch.evidence.verify import implementations
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.named import of_arguments
 
 warnings.simplefilter("ignore")
 mode = FakeTensorMode()
 for impl in implementations(get_default_manager(), None, ["vendor.cpu.cpp"]):
     samples = OPERATORS[impl.op_name].samples(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
-    taken = next(sample for sample in samples if sample.args[0].numel() and impl.supports(*sample.args) is True)
+    supports = of_arguments(impl.supports, OPERATORS[impl.op_name].parameters)
+    taken = next(sample for sample in samples if sample.args[0].numel() and supports(*sample.args) is True)
     print(impl.op_name, "begins", flush=True)
     for begin in (0, 1):  # a view's address is no 0
         with mode:
