@@ -118,7 +118,7 @@ def test_the_versions_of_a_section_hold_for_what_is_derived(
         ("limit = 3", "bound = 3", "host.engine:Base has no limit, which __init__ reads"),
         ("def slow", "def slower", "host.engine has no slow, which plugged expects"),
         ("def fast", "def faster", "host.engine has no fast, which __init__ hooks"),
-        ("def fast(a)", "def fast(a, b)", "host.engine has fast(a, b) with b besides, which __init__ hooks"),
+        ("def fast(a)", "def fast(a, b)", "host.engine has fast(a, b) with b as well, which __init__ hooks"),
         ("def _write", "def _store", "host.engine:Base has no _write, which __init__ overrides"),
         ("def stop", "def halt", "host.engine:Base has no stop, which __init__ overrides"),
         ("def run(self, x, ", "def run(self, y, ", "host.engine:Base has run(y, residual=None) with 'y' where 'x' was"),
