@@ -67,7 +67,11 @@ class Traits(Mapping[str, Any]):
     chunk: int | None = None
     kv_layout: str | None = None
     kv_block: int = 1
-    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if known := next((key for key in self.extra if key in TRAITS), None):
+            raise TypeError(f"'{known}' is a trait of its own and does not belong in extra")
 
     @staticmethod
     def of(properties: Mapping[str, Any]) -> Traits:
@@ -94,6 +98,13 @@ class Traits(Mapping[str, Any]):
 
 TRAITS: Mapping[str, Any] = {each.name: each.default for each in fields(Traits) if each.name != "extra"}
 """The names of traits, with their defaults."""
+
+
+def __getattr__(name: str) -> str:
+    """Names of traits as constants, such as ``GRAPHS``, for packages that import them."""
+    if name.isupper() and name.lower() in TRAITS:
+        return name.lower()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True, eq=False)

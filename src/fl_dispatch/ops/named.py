@@ -40,6 +40,7 @@ def names_of(
     if any(parameter.kind in ANY for parameter in parameters):
         return None
     if own and _binds(function, len(operands)):
+        _refuse_misspelt([parameter.name for parameter in parameters], declared)
         return None
     for name in own:
         if near := difflib.get_close_matches(name, declared, 1, cutoff=NEAR):
@@ -76,3 +77,14 @@ def _binds(function: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _refuse_misspelt(names: Sequence[str], declared: Sequence[str]) -> None:
+    """Raise :class:`TypeError` for a name near a declared one, where a declared name at another place shows that the
+    function is not meant to take all in order.
+    """
+    moved = [name for at, name in enumerate(names) if name in declared and declared.index(name) != at]
+    for name in names if moved else ():
+        near = difflib.get_close_matches(name, [one for one in declared if one not in names], 1, cutoff=NEAR)
+        if name not in declared and near:
+            raise TypeError(f"'{name}' is no parameter of the declaration; did you mean '{near[0]}'?")

@@ -60,7 +60,11 @@ def test_supports_gets_what_it_names(supports: Callable[..., bool], seen: tuple[
 
 
 def test_a_misspelt_name_is_refused_with_the_nearest_one() -> None:
-    for supports in (lambda wieght: True, lambda x, wieght=None: True):
+    for supports in (
+        lambda wieght: True,
+        lambda x, wieght=None: True,
+        lambda wieght, x, residual, epsilon: True,  # as many as all, so that each would get another's argument
+    ):
         with pytest.raises(
             RegistrationError, match="'wieght' is no parameter of the declaration; did you mean 'weight'"
         ):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 from builders import impl
-from fl_dispatch import BackendImplKind, BackendPriority, OpImpl, Traits, match_token
+from fl_dispatch import BackendImplKind, BackendPriority, OpImpl, Traits, match_token, types
 
 
 def test_the_kind_is_the_token_that_selects_it() -> None:
@@ -92,6 +95,22 @@ def test_properties_are_the_same_as_traits_and_by_their_names(properties: Traits
     assert (found.traits.graphs, found.traits.chunk, found.traits.inductor) == (False, 256, True)
     assert found.properties == {"graphs": False, "chunk": 256}
     assert found.properties.get("inductor") is None
+
+
+def test_traits_can_be_copied_and_pickled_and_extra_holds_no_trait() -> None:
+    given = Traits(graphs=False, extra={"tile": 64})
+    assert pickle.loads(pickle.dumps(given)) == copy.deepcopy(given) == given
+    with pytest.raises(TypeError, match="'graphs' is a trait of its own"):
+        Traits(extra={"graphs": False})
+
+
+def test_names_of_traits_are_constants_of_the_module() -> None:
+    assert {name: getattr(types, name) for name in ("GRAPHS", "KV_LAYOUT")} == {
+        "GRAPHS": "graphs",
+        "KV_LAYOUT": "kv_layout",
+    }
+    with pytest.raises(AttributeError, match="has no attribute 'GRAPHICS'"):
+        _ = types.GRAPHICS
 
 
 def test_a_property_that_is_no_trait_is_a_vendors_own() -> None:
