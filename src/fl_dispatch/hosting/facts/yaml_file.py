@@ -24,7 +24,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import yaml
 
@@ -34,7 +34,17 @@ from .overrides import Overrides, overrides
 NAME = "host_facts.yaml"
 _COMMA = re.compile(r",\s*(?![^(]*\))")
 """A comma that separates names, not parameters."""
-_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+
+
+class _Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
+    """Refuses a key that stands twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"{twice}: stands twice, at line {node.start_mark.line + 1} and below")
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def parse(text: str) -> tuple[Section, ...]:
     Raises:
         ValueError: an entry does not have exactly one verb, or has an unknown key.
     """
-    return tuple(_section(owner, entries) for owner, entries in yaml.load(text, _LOADER).items())
+    return tuple(_section(owner, entries) for owner, entries in yaml.load(text, _Loader).items())
 
 
 def _section(owner: str, entries: list[dict[str, str]]) -> Section:

@@ -8,7 +8,7 @@ or get the sentence that refuses it, and make the parameters. A new scheme is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -166,6 +166,59 @@ def awq(bits: int, group: int, zero_point: bool) -> Scheme:
     return Scheme("awq", Numbers(bits, "int", GROUP if group > 0 else CHANNEL, group, symmetric=not zero_point))
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_table(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+def _is_rule(value: Any) -> bool:
+    pattern, changed = value
+    try:
+        re.compile(pattern.removeprefix("-:").removeprefix("+:"))
+    except (re.error, AttributeError):
+        return False
+    return isinstance(changed, Mapping)
+
+
+FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("bits", "w_bit", "group_size", "q_group_size"), _is_number, "a whole number"),
+    (("desc_act", "sym", "zero_point"), lambda value: isinstance(value, bool), "true or false"),
+    (("quant_method",), lambda value: isinstance(value, str), "a text"),
+    (("config_groups", "sparsity_config", "dynamic"), _is_table, "a table"),
+    (("activation_scheme",), lambda value: value in ("static", "dynamic"), "static or dynamic"),
+    (
+        ("weight_block_size",),
+        lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))),
+        "two whole numbers",
+    ),
+)
+"""Keys of a configuration, with the test of their values and the words for it."""
+REQUIRED: Mapping[str, tuple[str, ...]] = {"gptq": ("bits", "group_size")}
+"""Format → keys without which nothing is known of a weight."""
+
+
+def _malformed(method: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each value of a configuration that is not of its key's form."""
+    yield from (f"no '{key}'" for key in REQUIRED.get(method, ()) if key not in config)
+    for keys, fits, form in FORMS:
+        yield from (f"'{key}': {config[key]!r}, not {form}," for key in keys if key in config and not fits(config[key]))
+    for name, group in (config.get("config_groups") or {}).items():
+        parts = (
+            {"": group}
+            if not isinstance(group, Mapping)
+            else {f".{key}": group.get(key) for key in ("weights", "input_activations")}
+        )
+        for key, part in parts.items():
+            if not _is_table(part) or (not key and part is None):
+                yield f"'config_groups.{name}{key}': {part!r}, not a table,"
+    if method == "gptq":
+        rules = (config.get("dynamic") or {}).items()
+        yield from (f"'dynamic': {rule!r}, not an expression with a table," for rule in rules if not _is_rule(rule))
+
+
 def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
     """Refuse unserved settings of all layers in a checkpoint's configuration, before a host reads it.
 
@@ -177,6 +230,8 @@ def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
     Raises:
         Exception: by ``refused``.
     """
+    if wrong := next(_malformed(method, config), ""):
+        raise refused(f"{wrong} in 'quantization_config'")
     groups = (config.get("config_groups") or {}).values()
     if method == "fp8" and "fp8" not in (named := config["quant_method"]):
         raise refused("'fp8' for a checkpoint that is not quantized")

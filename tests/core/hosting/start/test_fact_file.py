@@ -177,3 +177,9 @@ def test_a_name_in_a_file_is_an_identifier_with_the_parameters_of_a_function_or_
         for fact in section.facts:
             for name in fact.names:
                 compile(f"def {name if '(' in name else f'{name}()'}: ...", section.owner, "exec")
+
+
+@pytest.mark.parametrize("text", ["a:b:\n- reads: x\na:b:\n- reads: y\n", "a:b:\n- reads: x\n  reads: y\n"])
+def test_a_key_that_stands_twice_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="stands twice, at line"):
+        yaml_file.parse(text)
