@@ -1,4 +1,4 @@
-"""Writes the tables of docs/guide/features.md from docs/guide/features.toml: `python tools/features.py`."""
+"""Writes the tables of docs/features.md from docs/features.toml: `python tools/features.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-GUIDE = Path(__file__).parents[1] / "docs/guide"
-DATA = tomllib.loads((GUIDE / "features.toml").read_text(encoding="utf-8"))
+DOCS = Path(__file__).parents[1] / "docs"
+DATA = tomllib.loads((DOCS / "features.toml").read_text(encoding="utf-8"))
 COLUMNS: dict[str, str] = DATA["columns"]
 WORDS = {"works": "**works**", "part": "part", "refused": "refused", "none": "–", None: "not run"}
 BEGIN, END = "<!-- tables of features.toml -->", "<!-- end -->"
@@ -39,5 +39,5 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    path = GUIDE / "features.md"
+    path = DOCS / "features.md"
     path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``docs/guide/features.md`` says of no feature more than its data prove."""
+"""``docs/features.md`` says of no feature more than its data prove."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ assert _spec.loader is not None
 features = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(features)
 
-PAGE = ROOT / "docs/guide/features.md"
+PAGE = ROOT / "docs/features.md"
 PLUGINS = {"vllm_cpu": ["vllm_fl"], "vllm_gpu": ["vllm_fl"], "sglang_cpu": ["sglang_fl"], "sglang_gpu": ["sglang_fl"]}
 FOLDERS = {
     "vllm_cpu": ("vllm",),

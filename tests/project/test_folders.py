@@ -1,4 +1,4 @@
-"""Every folder of ``src`` states its purpose in a line; ``docs/guide/architecture.md`` lists them from there."""
+"""Every folder of ``src`` states its purpose in a line; ``docs/evidence/core.md`` lists them from there."""
 
 from __future__ import annotations
 
