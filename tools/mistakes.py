@@ -230,7 +230,7 @@ MISTAKES = (
     ),
     Mistake(
         "a product without its bias",
-        "sglang_fl/layers/linear.py",
+        "sglang_fl/bridge/linear.py",
         "return self.fl_call(x, layer.weight, bias)",
         "return self.fl_call(x, layer.weight, None)",
         "tests/sglang/test_sglang_linear.py::test_a_product_is_one_call_and_what_pytorch_computes",

@@ -16,4 +16,10 @@ def load_plugin() -> None:
     """Entry point ``sglang.srt.plugins``: registers our hooks, if the platform is ours."""
     from .platform import startup
 
-    startup.register_hooks()
+    startup.run_if_active(_register_hooks)
+
+
+def _register_hooks() -> None:
+    from . import hook_table
+
+    hook_table.register()

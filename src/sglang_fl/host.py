@@ -10,7 +10,7 @@ from fl_dispatch.hosting.facts.fact import HostFact
 from fl_dispatch.hosting.facts.host import Host, HostLayers
 
 from .bridge import BRIDGES, NATIVE, PENDING
-from .layers.linear import MODULE, NAMES
+from .bridge.linear import MODULE, NAMES
 
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 """The class that asks its instances for their forward, from SGLang 0.5.20 on."""

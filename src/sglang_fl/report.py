@@ -15,7 +15,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.records.report import dispatch_report
 
 from .bridge import fallen_through
-from .compat.loaded import LOADED, PROMPT_GRAPHS
+from .runner_state import LOADED, PROMPT_GRAPHS
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine

@@ -16,7 +16,8 @@ from torch import Tensor
 import two_ranks
 from fl_dispatch import reset_global_policy
 from fl_dispatch.hosting.ranks.collectives import report
-from sglang_fl.compat import hooked, hooks
+from sglang_fl import hook_table
+from sglang_fl.compat import hooks
 
 UNHOOKED = "SGLang"
 IN_ONE_ORDER = ("reduce_scatter_tensor", "reduce_scatter_along_dim", "reduce_scatterv", "reduce_scatterv_into")
@@ -90,7 +91,7 @@ def coordinate(name: str, rank: int, meeting_point: str) -> dict[str, Any]:
     """Everything, once, over the tensor-parallel group of SGLang's parallel state."""
     reset_global_policy()  # reads the settings again
     if name != UNHOOKED:
-        ours = [hook for hook in hooked.all_hooks() if ".GroupCoordinator." in hook.target]
+        ours = [hook for hook in hook_table.all_hooks() if ".GroupCoordinator." in hook.target]
         hooks.register(ours)
         HookRegistry.apply_hooks()
         assert hooks.unapplied(ours) == []

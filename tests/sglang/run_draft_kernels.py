@@ -19,9 +19,9 @@ os.environ["SGLANG_PLUGINS"] = "none"
 import torch
 from torch import Tensor
 
-from sglang_fl.speculation import forms, hooked
+from sglang_fl.speculation import forms, kernel_hooks
 
-with hooked.stand_in():
+with kernel_hooks.stand_in():
     from sglang.kernels.ops.speculative import reconstruct_tree
 from sglang.kernels.ops.speculative import cache_locs, eagle, reject_sampling, spec_tree
 from sglang.srt.mem_cache import allocation

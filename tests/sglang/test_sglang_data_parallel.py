@@ -98,7 +98,7 @@ def test_rows_are_copied_where_no_triton_kernel_runs(host: None, from_offset: bo
 
 
 def test_sglangs_kernel_copies_where_triton_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_fl.worker import data_parallel
+    from sglang_fl.ranks import data_parallel
 
     monkeypatch.setattr(data_parallel, "why_unserved", lambda: "")
     calls: list[Any] = []
@@ -111,7 +111,7 @@ def test_sglangs_kernel_copies_where_triton_runs(host: None, monkeypatch: pytest
 def test_a_batch_pins_memory_only_where_that_is_possible(
     host: None, monkeypatch: pytest.MonkeyPatch, pins: bool
 ) -> None:
-    from sglang_fl.worker import data_parallel
+    from sglang_fl.ranks import data_parallel
 
     def prepare(batch: Any, runner: Any) -> torch.Tensor:
         return torch.tensor([1, 2], pin_memory=True)

@@ -21,7 +21,7 @@ def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_a_fact_with_th
 
 @pytest.mark.parametrize("version", [*SMOKE_TESTED_HOSTS, host_version()])
 def test_what_is_hooked_is_what_the_facts_say(version: str, host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_fl.compat import hooked as compat
+    from sglang_fl import hook_table as compat
 
     monkeypatch.setattr(compat, "host_version", lambda: version)
     said = {f"{fact.owner}.{name}" for fact in hooked() if fact.concerns(version) for name in fact.plain_names}
@@ -33,8 +33,8 @@ def test_what_is_hooked_is_what_the_facts_say(version: str, host: None, monkeypa
 def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_features_need(
     host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_fl.compat import hooked as compat
-    from sglang_fl.speculation.hooked import HOOKED as SPECULATIVE
+    from sglang_fl import hook_table as compat
+    from sglang_fl.speculation.kernel_hooks import HOOKED as SPECULATIVE
 
     tested = {hook.target for hook in compat.all_hooks.__wrapped__()}
     monkeypatch.setattr(compat, "host_version", lambda: "0.5.99")

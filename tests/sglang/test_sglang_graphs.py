@@ -198,7 +198,7 @@ def prompts_of(model_runner: Any) -> Any:
 def with_operators(*operators: str) -> Any:
     """A model runner with a loaded model that has layers of ours."""
     from fl_dispatch.hosting.layers.survey import Survey
-    from sglang_fl.compat.loaded import LOADED, LoadedModel
+    from sglang_fl.runner_state import LOADED, LoadedModel
 
     runner: Any = SimpleNamespace(attn_backend=SimpleNamespace())
     LOADED.give(runner, LoadedModel(Survey("SGLang", {name: (name, 1) for name in operators}, {}, {}, ())))
@@ -209,9 +209,9 @@ def test_graphs_of_prompts_hold_what_decoding_could_not_but_no_layer_that_waits(
     backend: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention is called between pieces, so its references may be."""
-    from sglang_fl.compat.loaded import PROMPT_GRAPHS
     from sglang_fl.graphs import choices
     from sglang_fl.graphs import prompts as prefill_graphs
+    from sglang_fl.runner_state import PROMPT_GRAPHS
 
     done: list[str] = []
     monkeypatch.setattr(prefill_graphs, "_warm_up", lambda prompts: done.append("warmed up"))

@@ -136,7 +136,7 @@ def test_a_method_of_another_class_keeps_its_product(model: Layers, calls: dict[
 def test_where_nothing_comes_before_pytorchs_product_it_stays_sglangs(
     model: Layers, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_fl.layers import linear
+    from sglang_fl.bridge import linear
 
     monkeypatch.setattr(linear, "has_kernel", lambda op_name: False)
     survey = _survey(model)
@@ -189,7 +189,7 @@ def test_a_rule_for_one_name_of_a_shared_layer_is_refused(model: Layers) -> None
 def test_a_choice_of_sglangs_that_has_no_effect_is_said(
     model: Layers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang_fl.layers import linear
+    from sglang_fl.bridge import linear
 
     monkeypatch.setattr(linear, "_backend", lambda: "gemv")
     linear._say_ignored.cache_clear()

@@ -73,7 +73,7 @@ def test_experts_that_nobody_computes_are_refused_when_they_are_loaded() -> None
 def test_a_cache_in_fp8_is_served_where_the_device_has_fp8(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sglang_fl.platform import config
+    from sglang_fl.platform import refusals
     from sglang_fl.quantization import configs
 
     monkeypatch.setattr(configs, "detect_device", lambda: device)
@@ -81,11 +81,11 @@ def test_a_cache_in_fp8_is_served_where_the_device_has_fp8(device: Any, monkeypa
     monkeypatch.setattr(type(asking), "fl_quantizes_cache", lambda self: True)
     attention, asked = object.__new__(RadixAttention), _asked({"kv_cache_dtype": "fp8_e4m3"})
     if device.float8:
-        config.refuse_unsupported(asked, device)
+        refusals.refuse_unsupported(asked, device)
         assert asking.get_quant_method(attention, "attn") is not None
         return
     with pytest.raises(ValueError, match="a KV cache of type fp8_e4m3 on cuda yet"):
-        config.refuse_unsupported(asked, device)
+        refusals.refuse_unsupported(asked, device)
     with pytest.raises(ValueError, match="the KV cache in fp8 that the checkpoint asks for on cuda"):
         asking.get_quant_method(attention, "attn")
 

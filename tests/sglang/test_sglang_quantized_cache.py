@@ -183,7 +183,7 @@ def test_other_caches_are_refused(host: None, asked: dict[str, str], said: str) 
     from sglang.srt.runtime_context import get_server_args
 
     from fl_dispatch.devices import ASCEND, CPU
-    from sglang_fl.platform import config
+    from sglang_fl.platform import refusals
 
     class Asked:
         """The arguments of the test's SGLang, with others in their place."""
@@ -199,5 +199,5 @@ def test_other_caches_are_refused(host: None, asked: dict[str, str], said: str) 
         (ASCEND, {"kv_cache_dtype": "fp8_e4m3"}, "a KV cache of type fp8_e4m3 on ascend"),
     ):
         with pytest.raises(ValueError, match=f"sglang_fl does not support {sentence} yet"):
-            config.refuse_unsupported(Asked(**given), device)
-    config.refuse_unsupported(Asked(kv_cache_dtype="fp8_e4m3"), CPU)
+            refusals.refuse_unsupported(Asked(**given), device)
+    refusals.refuse_unsupported(Asked(kv_cache_dtype="fp8_e4m3"), CPU)

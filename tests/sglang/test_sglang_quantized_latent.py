@@ -207,11 +207,11 @@ def test_kinds_of_weights_are_refused_where_they_would_be_wrong(
     ],
 )
 def test_other_chips_and_loaders_refuse_it(device: DeviceSpec, architecture: str, refused: list[str]) -> None:
-    from sglang_fl.platform import config
+    from sglang_fl.platform import refusals
 
     said = SimpleNamespace(architectures=[architecture], quantization_config={"quant_method": "fp8"})
     runner = SimpleNamespace(use_mla_backend=True, model_config=SimpleNamespace(quantization="fp8", hf_config=said))
-    asked = config._quantized(runner, device)  # type: ignore[arg-type]
+    asked = refusals._quantized(runner, device)  # type: ignore[arg-type]
     assert [what for present, what in asked if present] == refused
 
 

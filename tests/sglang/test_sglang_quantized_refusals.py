@@ -70,13 +70,13 @@ def test_a_method_that_is_not_served_is_refused_with_what_works(host: None, meth
 
     from fl_dispatch.devices import CPU
     from sglang_fl import quantization
-    from sglang_fl.platform import config
+    from sglang_fl.platform import refusals
 
     quantization.announce()
     assert method in QUANTIZATION_METHODS  # else SGLang says that it does not know it
     of_model = SimpleNamespace(quantization_config={}, architectures=["LlamaForCausalLM"])
     model = SimpleNamespace(quantization=method, hf_config=of_model)
-    found = config._quantized(SimpleNamespace(model_config=model, use_mla_backend=False), CPU)  # type: ignore[arg-type]
+    found = refusals._quantized(SimpleNamespace(model_config=model, use_mla_backend=False), CPU)  # type: ignore[arg-type]
     assert next(sentence for refused, sentence in found if refused) == f"quantization '{method}' ({works})"
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 
 from fl_dispatch import SelectionPolicy, policy_context
 from fl_dispatch.devices import ASCEND, CPU, CUDA, DeviceSpec
-from sglang_fl.platform import config
+from sglang_fl.platform import refusals
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "deterministic": (
@@ -49,9 +49,9 @@ def _asked(given: dict[str, Any]) -> Any:
 @each
 def test_it_is_refused_in_one_sentence(case: str, host: None) -> None:
     given, feature, line = REFUSED[case]
-    because = f", because SGLang {re.escape(config.BY_HOST[line])}" if line else ""
+    because = f", because SGLang {re.escape(refusals.BY_HOST[line])}" if line else ""
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {feature} on cpu yet \(model m\){because}$"):
-        config.refuse_unsupported(_asked(given), CPU)
+        refusals.refuse_unsupported(_asked(given), CPU)
 
 
 def test_batch_invariance_is_refused(host: None) -> None:
@@ -59,23 +59,23 @@ def test_batch_invariance_is_refused(host: None) -> None:
         policy_context(SelectionPolicy(batch_invariant=True)),
         pytest.raises(ValueError, match=r"^sglang_fl does not support VLLM_BATCH_INVARIANT=1 on cpu yet"),
     ):
-        config.refuse_unsupported(_asked({}), CPU)
+        refusals.refuse_unsupported(_asked({}), CPU)
 
 
 def test_without_any_of_them_nothing_is_refused(host: None) -> None:
-    config.refuse_unsupported(_asked({}), CPU)
+    refusals.refuse_unsupported(_asked({}), CPU)
 
 
 def test_adapters_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(host: None) -> None:
     asked = _asked({"enable_lora": True})
     with pytest.raises(ValueError, match=r"^sglang_fl does not support LoRA on ascend yet \(model m\)$"):
-        config.refuse_unsupported(asked, ASCEND)
-    config.refuse_unsupported(asked, CUDA)
+        refusals.refuse_unsupported(asked, ASCEND)
+    refusals.refuse_unsupported(asked, CUDA)
 
 
 def test_data_parallel_attention_is_refused_on_an_accelerator(host: None) -> None:
     with pytest.raises(ValueError, match=r"^sglang_fl does not support data-parallel attention on cuda yet"):
-        config.refuse_unsupported(_asked({"enable_dp_attention": True}), CUDA)
+        refusals.refuse_unsupported(_asked({"enable_dp_attention": True}), CUDA)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=lambda device: device.name)
@@ -89,7 +89,7 @@ def test_layers_with_a_state_are_refused_before_weights_load(device: DeviceSpec,
     )
     runner: Any = SimpleNamespace(model_config=model, is_draft_worker=False, use_mla_backend=False)
     with pytest.raises(ValueError, match="does not support state-space and linear-attention layers on"):
-        config.check_model(runner, device)
+        refusals.check_model(runner, device)
 
 
 def test_cross_attention_is_refused_in_the_first_batch_that_has_it(host: None) -> None:
@@ -101,16 +101,16 @@ def test_cross_attention_is_refused_in_the_first_batch_that_has_it(host: None) -
 
 
 def test_every_line_of_sglangs_has_a_case_and_says_nothing_of_an_accelerator(host: None) -> None:
-    assert {line for _, _, line in REFUSED.values() if line} == {*config.BY_HOST}
+    assert {line for _, _, line in REFUSED.values() if line} == {*refusals.BY_HOST}
     with pytest.raises(ValueError, match=r"a cache of several levels on ascend yet \(model m\)$"):
-        config.refuse_unsupported(_asked({"enable_hierarchical_cache": True}), ASCEND)
+        refusals.refuse_unsupported(_asked({"enable_hierarchical_cache": True}), ASCEND)
 
 
-@pytest.mark.parametrize("line", config.BY_HOST)
+@pytest.mark.parametrize("line", refusals.BY_HOST)
 def test_the_function_is_in_the_file(line: str) -> None:
     import sglang.srt
 
-    found = re.search(r"\((\w+) in (\S+\.py)\)", config.BY_HOST[line])
+    found = re.search(r"\((\w+) in (\S+\.py)\)", refusals.BY_HOST[line])
     assert found is not None
     source = Path(sglang.srt.__path__[0], found[2]).read_text()
     named = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}

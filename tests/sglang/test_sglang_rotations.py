@@ -21,7 +21,7 @@ from processes import Runs
 from rope_kinds import KINDS, LENGTHS, LONGEST, SIZE, TRAINED
 from sampling import drawn
 from sglang_fl.layers import classes, rotations
-from sglang_fl.platform import config
+from sglang_fl.platform import refusals
 
 LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longrope"]
 
@@ -126,7 +126,7 @@ def test_dynamic_texts_beyond_the_trained_length_are_refused_before_weights_load
     )
     runner = SimpleNamespace(model_config=model, is_draft_worker=False, use_mla_backend=False)
     with pytest.raises(ValueError, match=r"rope_type 'dynamic' .*give --context-length 128"):
-        config.check_model(runner, CPU)
+        refusals.check_model(runner, CPU)
 
 
 def test_fields_that_sglangs_own_configuration_drops_are_read_from_the_file(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from sampling import drawn
 pytest.importorskip("sglang")
 
 from sglang_fl import speculation
-from sglang_fl.platform import config
-from sglang_fl.speculation import hooked
+from sglang_fl.platform import refusals
+from sglang_fl.speculation import kernel_hooks
 
 
 class Run(NamedTuple):
@@ -288,15 +288,15 @@ def _asked(**given: Any) -> Any:
 def test_what_is_not_covered_is_refused_in_one_sentence(case: str, host: None) -> None:
     given, said = REFUSED[case]
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} on cpu yet \(model m\)$"):
-        config.refuse_unsupported(_asked(**given), detect_device())
+        refusals.refuse_unsupported(_asked(**given), detect_device())
 
 
 @pytest.mark.parametrize("algorithm", speculation.SERVED)
 def test_drafts_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(algorithm: str, host: None) -> None:
     said = f"speculative decoding with '{algorithm}' on ascend"
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} yet \(model m\)$"):
-        config.refuse_unsupported(_asked(speculative_algorithm=algorithm), ASCEND)
-    config.refuse_unsupported(_asked(speculative_algorithm=algorithm), CUDA)  # SGLang has kernels of its own for it
+        refusals.refuse_unsupported(_asked(speculative_algorithm=algorithm), ASCEND)
+    refusals.refuse_unsupported(_asked(speculative_algorithm=algorithm), CUDA)  # SGLang has kernels of its own for it
 
 
 @pytest.mark.parametrize(
@@ -309,18 +309,18 @@ def test_drafts_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(alg
     ],
 )
 def test_a_drafter_that_is_as_its_target_is_served(given: dict[str, str], host: None) -> None:
-    config.refuse_unsupported(_asked(**given), CPU)
+    refusals.refuse_unsupported(_asked(**given), CPU)
 
 
 def test_another_version_of_sglang_is_refused(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "host_version", lambda: "0.5.21")
     with pytest.raises(ValueError, match="speculative decoding with 'EAGLE' under SGLang 0.5.21 on cpu yet"):
-        config.refuse_unsupported(_asked(), detect_device())
+        refusals.refuse_unsupported(_asked(), detect_device())
 
 
 def test_an_algorithm_that_sglang_puts_in_the_place_of_another_is_refused() -> None:
     with pytest.raises(ValueError, match="does not support speculative decoding with 'FROZEN_KV_MTP' yet"):
-        hooked.prepare("FROZEN_KV_MTP")
+        kernel_hooks.prepare("FROZEN_KV_MTP")
 
 
 def test_drafts_are_chains_where_the_user_says_nothing(host: None) -> None:

@@ -15,9 +15,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import Tensor
 
 from ..compat import native_kernels
-from ..graphs.batch import GraphBatch
-from ..speculation import trees
+from . import draft_trees
 from .attention_layers import OPERATORS, window
+from .graph_batch import GraphBatch
 from .metadata import AttentionFLMetadata
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ class AttentionFLBackend(AttentionBackend):
             self._describe(batch, [1] * requests, number)
             return
         slots = batch.out_cache_loc.view(requests, -1)
-        self._describe_tree(batch, trees.seen_by_branches(slots, number, branches), slots)
+        self._describe_tree(batch, draft_trees.seen_by_branches(slots, number, branches), slots)
 
     def _describe_tree(self, batch: ForwardBatch, sees: Tensor, slots: Tensor) -> None:
         """Describe new tokens that see some of the drafts; see :mod:`.speculation.trees`."""
         longest = int(batch.seq_lens_cpu.max()) + slots.shape[1] if slots.shape[0] else 0
-        self.forward_metadata = trees.describe(batch.seq_lens, self._pages(batch, longest), longest, sees, slots)
+        self.forward_metadata = draft_trees.describe(batch.seq_lens, self._pages(batch, longest), longest, sees, slots)
 
     def _describe(self, batch: ForwardBatch, queries: list[int], uncounted: int = 0) -> None:
         """Describe a batch.

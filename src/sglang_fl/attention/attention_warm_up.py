@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from fl_dispatch.hosting.start import warm_batches
 
-from ..platform.config import largest_step
+from ..compat.runtime import largest_step
 from .attention_backend import AttentionFLBackend
 from .attention_layers import NAMES, OPERATORS, layers
 from .metadata import AttentionFLMetadata

@@ -1,1 +1,1 @@
-"""Every place where SGLang is hooked, and every difference between its versions."""
+"""SGLang's own choices and kernels beside our operators, and every difference between its versions."""

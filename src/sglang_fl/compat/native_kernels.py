@@ -12,13 +12,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.settings import get_settings
 
 from ..host import HOST
-from ..platform.config import hosts_own_attention
+from .runtime import ATTENTION, hosts_own_attention
 
 NATIVE_KEY = "fl"
 """SGLang looks for methods ``forward_<key>`` of its layers; none has this one, so what is not bridged is native."""
@@ -58,3 +59,21 @@ def multiply_and_activate(original: Callable[..., Any], *args: Any, **kwargs: An
     Only Blackwell GPUs have that kernel, but SGLang imports its compiler on all of NVIDIA's to find that out.
     """
     return None if get_settings().registers("SiluAndMul", "silu_and_mul") else original(*args, **kwargs)
+
+
+def supports_triton(original: Callable[[str], bool], backend: str) -> bool:
+    """Whether SGLang takes an attention backend for one in Triton; ours is where SGLang starts Triton kernels."""
+    return (backend != ATTENTION or start_triton()) and bool(original(backend))
+
+
+def last_locations(original: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
+    """The slots of the last tokens in the cache, by a Triton kernel or by PyTorch."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    find = original if start_triton() else get_last_loc_torch
+    return find(req_to_token, req_pool_indices, prefix_lens)
+
+
+def cap_logits(original: Callable[[Tensor, float], Tensor], logits: Tensor, cap: float) -> Tensor:
+    """Logits with a soft cap, overwritten where no Triton kernel runs."""
+    return logits.div_(cap).tanh_().mul_(cap) if why_unserved() else original(logits, cap)

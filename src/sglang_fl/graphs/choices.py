@@ -18,9 +18,9 @@ from fl_dispatch.logger_manager import get_logger
 
 from ..attention import attention_warm_up
 from ..attention.attention_backend import ours
-from ..compat.loaded import LOADED
-from ..platform.config import largest_step
-from ..worker import communicator
+from ..compat.runtime import largest_step
+from ..ranks import communicator
+from ..runner_state import LOADED
 from . import product_warm_up
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from fl_dispatch.hosting.layers.layer_kernels import LayerKernel, kernels
 from fl_dispatch.hosting.quantized.experts import QuantizedExperts
 from fl_dispatch.hosting.start import warm_batches
 
+from ..bridge.linear import Product
 from ..bridge.mixture import MIXTURE
-from ..layers.linear import Product
 
 
 def warm_up(model: nn.Module, most_tokens: int, dtype: torch.dtype) -> int:

@@ -21,9 +21,8 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.start.warm_batches import token_counts
 from fl_dispatch.settings import get_settings
 
-from ..compat.loaded import PROMPT_GRAPHS, PromptGraphs
-from ..layers import classes
-from ..worker import runner
+from ..layers import first_pass
+from ..runner_state import PROMPT_GRAPHS, PromptGraphs
 from . import choices
 
 if TYPE_CHECKING:
@@ -65,6 +64,6 @@ def _warm_up(prompts: PrefillCudaGraphRunner) -> None:
     choices.warm_up(prompts, requests, buffers)
     with prompts.model_context():
         for tokens in token_counts(prompts.max_num_tokens):
-            runner.watched(model_runner, partial(prompts._run_dummy_forward, tokens), inside=prompts.layer_model)
+            first_pass.watched(model_runner, partial(prompts._run_dummy_forward, tokens), inside=prompts.layer_model)
     detect_device().synchronize()
-    classes.judge(runner.missed(model_runner), get_settings().policy.strict)
+    first_pass.judge(first_pass.missed(model_runner), get_settings().policy.strict)

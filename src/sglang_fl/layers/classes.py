@@ -2,24 +2,22 @@
 loading.
 
 :func:`resolve` is the hook that SGLang's layers ask once each. After the model is loaded every layer is prepared with
-its prefix as scope. During the first forward pass calls are counted. If the pass reached an operator's layers and never
-dispatched it, SGLang's own code runs in its place unseen.
+its prefix as scope.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from sglang.kernels.fused_op import BaseFusedOp
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
-from fl_dispatch import get_default_manager, prepared
+from fl_dispatch import prepared
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.layers.bound_layer import bind_for
 from fl_dispatch.hosting.layers.layer_kernels import kernels, weights
@@ -28,12 +26,11 @@ from fl_dispatch.hosting.layers.survey import LayerChoice, Survey, warn_of_unkno
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
-from ..attention import attention_backend, attention_layers
-from ..bridge import BRIDGES, Bridge, Unbridged, find
+from ..attention import attention_layers
+from ..bridge import BRIDGES, Bridge, Unbridged, find, linear
 from ..bridge.mixture import MIXTURE
 from ..compat import backend_choice
 from ..quantization import latent
-from . import linear
 
 logger = get_logger(__name__)
 
@@ -194,90 +191,3 @@ def warn_of_unknown_names(settings: Settings) -> None:
     """Log each name in the lists of out-of-tree layers that is neither a layer nor an operator of this package."""
     known = {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())}
     warn_of_unknown_layers(settings, {*known, *linear.NAMES, linear.Product.fl_operator})
-
-
-# -- the first forward pass -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FirstPass:
-    """A check of one forward pass: whether the claimed operators run.
-
-    Args:
-        claims: layer's prefix → the operator that it is to run.
-    """
-
-    claims: dict[str, str]
-    _before: dict[str, int] = field(default_factory=dict)
-    _was_counting: bool = False
-    _entered: set[str] = field(default_factory=set)
-    _handles: list[Any] = field(default_factory=list)
-
-    @classmethod
-    def watch(cls, model: nn.Module, backend: AttentionBackend, inside: nn.Module | None = None) -> FirstPass:
-        """Start counting, and record which modules with a claimed layer are entered.
-
-        The model counts as entered, and so does ``inside``: the pass calls that module's forward directly, so no hook
-        sees it.
-        """
-        modules = dict(model.named_modules())
-        claims = {
-            prefix: found.fl_operator for prefix, layer in modules.items() if (found := BRIDGE.find(layer)) is not None
-        }
-        claims |= {prefix: kernel.fl_operator for prefix, _, kernel in kernels(model)}
-        if (ours := attention_backend.ours(backend)) is not None:
-            claims.update(dict.fromkeys(dict(attention_layers.layers(model)), ours.operator))
-        entered = {"", *(prefix for prefix, module in modules.items() if module is inside)}
-        watch, manager = cls(claims, _entered=entered), get_default_manager()  # SGLang calls the model's forward itself
-        watch._was_counting = manager.state.counter.on
-        manager.set_counting(True)
-        watch._before = watch._calls()
-        for prefix in {_parent(prefix) for prefix in claims}:
-            handle = modules[prefix].register_forward_pre_hook(lambda *_, entered=prefix: watch._entered.add(entered))
-            watch._handles.append(handle)
-        return watch
-
-    @staticmethod
-    def _calls() -> dict[str, int]:
-        calls: Counter[str] = Counter()
-        for (op_name, _), count in get_default_manager().call_counts().items():
-            calls[op_name] += count
-        return dict(calls)
-
-    def finish(self) -> dict[str, list[str]]:
-        """Stop watching. Operators that were claimed, reached, and never dispatched, each with its layers."""
-        for handle in self._handles:
-            handle.remove()
-        dispatched = {op for op, calls in self._calls().items() if calls > self._before.get(op, 0)}
-        get_default_manager().set_counting(self._was_counting)
-        missed: dict[str, list[str]] = {}
-        for prefix, operator in self.claims.items():
-            if operator not in dispatched and _parent(prefix) in self._entered:
-                missed.setdefault(operator, []).append(prefix)
-        return missed
-
-
-def _parent(prefix: str) -> str:
-    return prefix.rpartition(".")[0]
-
-
-class UndispatchedError(RuntimeError):
-    """An operator that we claim was never dispatched, in strict mode."""
-
-
-def judge(missed: dict[str, list[str]], strict: bool) -> None:
-    """Report the operators that the first pass missed.
-
-    Raises:
-        UndispatchedError: something was missed, and mode is strict.
-    """
-    if not missed:
-        return
-    layers = "; ".join(f"'{op}' ({len(found)} layers, {found[0]})" for op, found in missed.items())
-    text = (
-        f"SGLang's own code runs in the place of operators that were to be dispatched: {layers}. This version of "
-        "SGLang calls something else than what sglang_fl hooks, or computes these layers inside other kernels"
-    )
-    if strict:
-        raise UndispatchedError(text)
-    logger.warning("%s", text)

@@ -1,181 +1,28 @@
-"""Refusals and defaults of the plugin in SGLang's server arguments, before a process starts.
-
-A refusal is one sentence that names the feature; a changed value is logged with its reason.
-"""
+"""Defaults of the plugin in SGLang's server arguments, each logged with its reason, before a process starts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fl_dispatch import get_policy
 from fl_dispatch.devices import DeviceSpec, device_specs
 from fl_dispatch.hosting.memory import kv_layout
-from fl_dispatch.hosting.positions import rotary_tables
-from fl_dispatch.hosting.quantized import remedies
 from fl_dispatch.hosting.start import handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from .. import quantization, speculation
+from .. import speculation
+from ..compat.runtime import ATTENTION
 from ..host import HOST
 from ..layers import lora
 from ..version import TESTED_HOSTS, host_version
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 logger = get_logger(__name__)
-
-ATTENTION = "fl"
-"""The name of our attention backend in SGLang's lists."""
-
-PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "bf16", "float16")
-
-
-BY_HOST: Mapping[str, str] = {
-    "deterministic": (
-        "puts Triton kernels in the place of PyTorch's products (enable_batch_invariant_mode in "
-        "batch_invariant_ops/batch_invariant_ops.py), and takes attention by names of its own"
-    ),
-    "levels": (
-        "copies between them by kernels for its own devices (load_to_device_per_layer in mem_cache/pool_host/mha.py)"
-    ),
-    "offload": "brings them back to 'cuda' (create_device_tensor in utils/offloader.py)",
-    "pdmux": "divides the processors of an NVIDIA GPU (initialize_stream_groups in multiplex/pdmux_context.py)",
-    "saver": "gives memory back by a library for GPUs (create in utils/torch_memory_saver_adapter.py)",
-}
-"""The line of SGLang's that forbids something on a CPU, with its function and file."""
-
-
-def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]]:
-    """``(present, feature, line of SGLang's)``."""
-    asked, cache = args.quantization, f"a KV cache of type {args.kv_cache_dtype}"
-    plain, fp8 = args.kv_cache_dtype in PLAIN_CACHE_DTYPES, args.kv_cache_dtype == quantization.FP8_CACHE
-    kernels = HOST.name in device.host_kernels
-    version, attention_groups = host_version(), args.enable_dp_attention or getattr(args, "attn_dp_size", 1) > 1
-    levels = args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse
-    because = BY_HOST if not device.accelerator else dict.fromkeys(BY_HOST, "")
-    ours = [
-        (get_policy().batch_invariant, "VLLM_BATCH_INVARIANT=1"),
-        (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
-        (not plain and not (fp8 and device.float8), cache),
-        (fp8 and version not in TESTED_HOSTS, f"{cache} under SGLang {version}"),
-        (args.quantization_param_path, "scales of a KV cache in a file of their own"),
-        *speculation.unserved(args, device, kernels),
-        (args.enable_torch_compile, "--enable-torch-compile"),
-        ((args.enable_lora or args.lora_paths) and device.accelerator and not kernels, "LoRA"),
-        (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
-        (attention_groups and device.accelerator, "data-parallel attention"),
-        (attention_groups and version not in TESTED_HOSTS, f"data-parallel attention under SGLang {version}"),
-        (args.dcp_size > 1 or args.attn_cp_size > 1, "context parallelism"),
-        (args.enable_two_batch_overlap or args.enable_single_batch_overlap, "overlapping batches"),
-        (_interleaves_experts(), "experts' weights in the order of SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
-        (getattr(args, "enable_fused_qk_norm_rope", False), "--enable-fused-qk-norm-rope"),
-    ]
-    hosts = [
-        (args.enable_deterministic_inference, "--enable-deterministic-inference", "deterministic"),
-        (levels, "a cache of several levels", "levels"),
-        (args.enable_pdmux, "--enable-pdmux", "pdmux"),
-        (args.cpu_offload_gb > 0 or args.offload_group_size > 0, "weights that are kept elsewhere", "offload"),
-        (args.enable_memory_saver and not device.accelerator, "--enable-memory-saver", "saver"),
-    ]
-    return [*((*pair, "") for pair in ours), *((on, what, because[line]) for on, what, line in hosts)]
-
-
-def _interleaves_experts() -> bool:
-    from sglang.srt.environ import envs
-
-    asked = getattr(envs, "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", None)
-    return asked is not None and bool(asked.get())
-
-
-def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:
-    """Raise ``ValueError`` for the first feature that cannot be served."""
-    for present, feature, line in _features(args, device):
-        if present:
-            because = f", because SGLang {line}" if line else ""
-            said = f"sglang_fl does not support {feature} on {device.name} yet (model {args.model_path}){because}"
-            raise ValueError(said)
-
-
-def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
-    """Refuse, before weights load, what only the resolved configuration says, because SGLang asks us before.
-
-    Raises:
-        ValueError: for the first feature of the model that cannot be served.
-    """
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    model = runner.model_config
-    predicts = runner.is_draft_worker and any(name.endswith("NextN") for name in model.hf_config.architectures)
-    asked = [
-        *_quantized(runner, device),
-        (predicts and device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
-        (mambaish_config(model) is not None, "state-space and linear-attention layers"),
-        (
-            getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
-            "values of another size than keys",
-        ),
-    ]
-    for present, feature in asked:
-        if present:
-            raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {model.model_path})")
-    longest = rotary_tables.limit(model.hf_text_config)
-    if longest is not None and model.context_len > longest:
-        raise ValueError(rotary_tables.too_long(model.context_len, longest, f"give --context-length {longest}"))
-    for backend in hosts_own_attention():
-        if not device.accelerator and backend != "torch_native":
-            raise ValueError(
-                f"the attention backend '{backend}' cannot run on {device.name} (model {model.model_path})"
-            )
-        logger.warning(
-            "the attention backend is '%s': SGLang's own code runs, not the operators kv_cache_write and "
-            "paged_attention; leave it unset, or give '%s'",
-            backend,
-            ATTENTION,
-        )
-
-
-def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
-    model, version = runner.model_config, host_version()
-    method = model.quantization
-    if method is None:
-        return []
-    said = (getattr(model.hf_config, name, None) for name in ("quantization_config", "compression_config"))
-    latent = bool(runner.use_mla_backend)
-    unquantized = method in ("fp8", "compressed-tensors") and not any(said)
-    return [
-        (unquantized, f"'{method}' for a checkpoint that is not quantized"),
-        (method not in quantization.SERVED, f"quantization '{method}' ({remedies.of_method(method)})"),
-        (HOST.name not in device.quantized, f"quantization '{method}'"),
-        (version not in TESTED_HOSTS, f"quantization '{method}' under SGLang {version}"),
-        (latent and HOST.name not in device.quantized_latent, f"latent attention quantized by '{method}'"),
-        (
-            latent and model.hf_config.architectures[0] not in quantization.LATENT_MODELS,
-            f"latent attention of {model.hf_config.architectures[0]} quantized by '{method}'",
-        ),
-    ]
-
-
-def hosts_own_attention() -> list[str]:
-    """The attention backends in force that are SGLang's own."""
-    from sglang.srt.runtime_context import attention_backends
-
-    return sorted({*attention_backends()} - {ATTENTION})
-
-
-def largest_step() -> int:
-    """Tokens of the largest step, in a scheduler process."""
-    from sglang.srt.runtime_context import get_schedule
-
-    schedule = get_schedule()
-    chunk = schedule.chunked_prefill_size or -1  # -1: prompts are not divided
-    return int(chunk if chunk > 0 else schedule.max_prefill_tokens)
 
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:

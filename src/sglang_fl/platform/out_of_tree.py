@@ -15,10 +15,11 @@ from fl_dispatch.devices import detect_device
 
 from .. import environment, speculation
 from ..compat import native_kernels
+from ..compat.runtime import ATTENTION
 from ..compat.v0_5_21 import OlderPlatform
 from ..quantization import SERVED, config_class
 from ..speculation import forms
-from . import config, startup
+from . import config, refusals, startup
 
 DEVICE = detect_device()
 
@@ -103,7 +104,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         return native_kernels.key()
 
     def get_default_attention_backend(self) -> str:
-        return config.ATTENTION
+        return ATTENTION
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         """For the functions that SGLang compiles by itself, such as the choice of experts; models are not compiled."""
@@ -135,9 +136,9 @@ class PlatformFL(OlderPlatform, SRTPlatform):
 
     def get_speculative_worker_cls(self, algorithm: str) -> None:
         """Return no class of our own: SGLang's workers run, once they are prepared."""
-        from ..speculation import hooked
+        from ..speculation import kernel_hooks
 
-        hooked.prepare(algorithm)
+        kernel_hooks.prepare(algorithm)
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor] | None:
         """Slots of the tokens that are checked; SGLang's own are a Triton kernel."""
@@ -156,7 +157,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         for sentence in environment.without_effect(DEVICE):
             startup.START.warn(sentence)
         config.apply_defaults(server_args, DEVICE)
-        config.refuse_unsupported(server_args, DEVICE)
+        refusals.refuse_unsupported(server_args, DEVICE)
         config.hand_over()
 
     def init_backend(self) -> None:

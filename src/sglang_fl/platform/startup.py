@@ -6,6 +6,7 @@ An error that is kept is raised where SGLang does not wrap: in the parent when i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 from fl_dispatch import get_default_manager
@@ -54,17 +55,13 @@ def _judge(settings: Settings) -> tuple[bool, str]:
     return True, START.reason(state)
 
 
-def register_hooks() -> None:
-    """SGLang's general entry point: registers our hooks unless another platform runs. Never raises."""
+def run_if_active(step: Callable[[], None]) -> None:
+    """Run a step of the start unless another platform runs, and keep its error. Never raises."""
     # After an error SGLang would log the same one again for hooks that it cannot apply.
     if detect() is None or START.error is not None:
         return
     try:
-        from ..compat import hooked, hooks
-
-        hooked.warn_of_untested_host()
-        hooks.register(hooked.all_hooks())
-        hooked.extend_host()
+        step()
     except Exception as error:
         START.keep(error)
 

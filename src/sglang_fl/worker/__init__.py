@@ -1,1 +1,1 @@
-"""The scheduler processes: their model runner, communicator, reports and metrics."""
+"""The scheduler processes: their model runner, and metrics."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_parallel
-from torch import nn
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
@@ -18,12 +17,13 @@ from fl_dispatch.settings import get_settings
 from .. import checkpoint, report
 from ..attention import attention_layers, pools
 from ..compat import hooks
-from ..compat.loaded import LOADED, LoadedModel
+from ..compat.runtime import hosts_own_attention, largest_step
 from ..graphs import product_warm_up
-from ..layers import classes, rotations
-from ..platform import config
+from ..layers import classes, first_pass, rotations
+from ..platform import refusals
+from ..ranks import communicator
+from ..runner_state import LOADED, LoadedModel
 from ..version import host_version
-from . import communicator
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -35,16 +35,16 @@ logger = get_logger(__name__)
 def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
     """Start the core, let SGLang load, then bind every layer and compare the ranks."""
     hooks.refuse_unhooked()
-    config.check_model(runner, detect_device())
+    refusals.check_model(runner, detect_device())
     settings, manager = get_settings(), get_default_manager()
-    pools.choose(runner.page_size, config.hosts_own_attention())
+    pools.choose(runner.page_size, hosts_own_attention())
     manager.ensure_initialized()
     checkpoint.untie(runner)
     with checkpoint.loads(runner):
         result = original(runner, *args, **kwargs)
     classes.warn_of_unknown_names(settings)
     survey = classes.prepare(runner.model)
-    attention_layers.give_windows(runner.model, rotations.stated(runner), config.hosts_own_attention())
+    attention_layers.give_windows(runner.model, rotations.stated(runner), hosts_own_attention())
     rotations.prepare(runner)
     product_warm_up.keep_forms(runner.model)
     LOADED.give(runner, LoadedModel(survey))
@@ -69,34 +69,13 @@ def forward(
     if loaded.served or forward_batch.forward_mode.is_idle():
         return original(runner, forward_batch, *args, **kwargs)
     unseen = loaded.undispatched is None
-    result = watched(runner, lambda: original(runner, forward_batch, *args, **kwargs))
+    result = first_pass.watched(runner, lambda: original(runner, forward_batch, *args, **kwargs))
     loaded.served = True
     aten.seal()
-    _leave_record(runner, missed(runner))
+    _leave_record(runner, first_pass.missed(runner))
     if unseen:
-        classes.judge(missed(runner), get_settings().policy.strict)
+        first_pass.judge(first_pass.missed(runner), get_settings().policy.strict)
     return result
-
-
-def watched(runner: ModelRunner, run: Callable[[], Any], inside: nn.Module | None = None) -> Any:
-    """Run a forward pass, and record the first one's misses; ``inside`` is the module that it calls the forward of
-    itself.
-    """
-    loaded = LOADED.of(runner)
-    if loaded.undispatched is not None:
-        return run()
-    watch = classes.FirstPass.watch(runner.model, runner.attn_backend, inside)
-    try:
-        result = run()
-    finally:
-        found = watch.finish()
-    loaded.undispatched = found
-    return result
-
-
-def missed(runner: ModelRunner) -> dict[str, list[str]]:
-    """Operator → layers that the first pass missed."""
-    return LOADED.of(runner).undispatched or {}
 
 
 def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
@@ -113,6 +92,6 @@ def _sizes(runner: ModelRunner) -> runs.Sizes | None:
     requests = getattr(runner, "max_running_requests", None)
     if requests is None:
         return None
-    tokens = config.largest_step()
+    tokens = largest_step()
     dtype = str(runner.dtype).removeprefix("torch.")
     return runs.Sizes(dtype, get_parallel().tp_size, requests, tokens, eager=report.graphs_of(runner) is None)

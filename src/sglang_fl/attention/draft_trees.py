@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention.metadata import AttentionFLMetadata
+from .metadata import AttentionFLMetadata
 
 
 def seen_by_branches(slots: Tensor, number: int, branches: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The package's knowledge of what SGLang's runners have: a loaded model, and graphs of prompts."""
+"""State that the plugin keeps on SGLang's runners: a loaded model, and graphs of prompts."""
 
 from __future__ import annotations
 

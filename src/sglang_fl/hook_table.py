@@ -1,8 +1,8 @@
-"""Every place where SGLang is hooked or extended at run time, and every difference between its versions.
+"""Every place where SGLang is hooked or extended at run time: the top of the package, which imports every hook.
 
-Nothing else in this package replaces SGLang's attributes, but :func:`.speculation.hooked.prepare` kernels that SGLang
-has none of. :func:`all_hooks` lists the hooks with their reasons; :func:`~sglang_fl.compat.hooks.refuse_unhooked`
-refuses to serve where SGLang did not apply one.
+Nothing else in this package replaces SGLang's attributes, except that :func:`.speculation.kernel_hooks.prepare` adds
+kernels where SGLang has none. :func:`all_hooks` lists the hooks with their reasons;
+:func:`~sglang_fl.compat.hooks.refuse_unhooked` refuses to serve where SGLang did not apply one.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting.facts import untested
 
-from ..host import FUSED_OP, HOST, hooked
-from ..platform.config import ATTENTION
-from ..version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
-from . import native_kernels
-from .hooks import Hook, Kind
+from .compat import hooks, native_kernels
+from .compat.hooks import Hook, Kind
+from .compat.runtime import ATTENTION
+from .host import FUSED_OP, HOST, hooked
+from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 LOADER = "sglang.srt.model_loader.loader:DefaultModelLoader"
@@ -38,21 +37,6 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 def warn_of_untested_host() -> None:
     """Log one WARNING on an SGLang that the tests did not run on, with the names we rely on that it lacks."""
     untested.warn_if_untested(HOST, host_version(), TESTED_HOSTS, smoke_tested=SMOKE_TESTED_HOSTS)
-
-
-def _supports_triton(original: Any, backend: str) -> bool:
-    return (backend != ATTENTION or native_kernels.start_triton()) and bool(original(backend))
-
-
-def _last_locations(original: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-    from sglang.srt.mem_cache.allocation import get_last_loc_torch
-
-    find = original if native_kernels.start_triton() else get_last_loc_torch
-    return find(req_to_token, req_pool_indices, prefix_lens)
-
-
-def _cap_logits(original: Any, logits: Any, cap: float) -> Any:
-    return logits.div_(cap).tanh_().mul_(cap) if why_unserved() else original(logits, cap)
 
 
 def _unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
@@ -88,10 +72,11 @@ def all_hooks() -> tuple[Hook, ...]:
 
 
 def _hooks() -> tuple[Hook, ...]:
-    from .. import checkpoint
-    from ..layers import classes, lora
-    from ..worker import communicator, data_parallel, metrics, runner
-    from . import backend_choice
+    from . import checkpoint
+    from .compat import backend_choice
+    from .layers import classes, lora
+    from .ranks import communicator, data_parallel
+    from .worker import metrics, runner
 
     return (
         _hook(dispatch_target(), classes.resolve, "around"),
@@ -102,10 +87,10 @@ def _hooks() -> tuple[Hook, ...]:
         _hook(f"{LOADER}._prepare_weights", checkpoint.note_files, "around"),
         _hook(f"{RUNNER}.init_lora_manager", lora.init_lora_manager, "around"),
         _hook(f"{ADAPTERS}.validate_new_adapter", lora.validate_new_adapter, "around"),
-        _hook("sglang.srt.utils.common.support_triton", _supports_triton, "around"),
+        _hook("sglang.srt.utils.common.support_triton", native_kernels.supports_triton, "around"),
         _hook("sglang.srt.utils.common.add_prometheus_middleware", metrics.join_metrics, "after"),
-        _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "around"),
-        _hook("sglang.srt.layers.logits_processor.fused_softcap", _cap_logits, "around"),
+        _hook("sglang.srt.mem_cache.allocation.get_last_loc", native_kernels.last_locations, "around"),
+        _hook("sglang.srt.layers.logits_processor.fused_softcap", native_kernels.cap_logits, "around"),
         _hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _unpadded, "replace"),
         _hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", native_kernels.rotate_and_write, "around"),
         _hook(f"{DUAL_PRODUCT}._select_mode", native_kernels.multiply_and_activate, "around"),
@@ -119,11 +104,11 @@ def _hooks() -> tuple[Hook, ...]:
 
 def _hooks_of_tested_hosts() -> Iterator[Hook]:
     """Hooks of features that are served on tested versions only: another one may have renamed what they hook."""
-    from ..graphs import prompts
-    from ..layers import rotations
-    from ..quantization import check_experts, latent, updates
-    from ..quantization.cache import keep_own_name
-    from ..speculation import hooked as speculative
+    from .graphs import prompts
+    from .layers import rotations
+    from .quantization import check_experts, latent, updates
+    from .quantization.cache import keep_own_name
+    from .speculation import kernel_hooks as speculative
 
     yield _hook(f"{PROMPT_GRAPHS}.capture", prompts.capture, "around")
     yield _hook(f"{PROMPT_GRAPHS}.can_run_graph", prompts.can_run_graph, "around")
@@ -138,6 +123,13 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
         yield _hook(target, call, "around")
 
 
+def register() -> None:
+    """Register all hooks, and extend SGLang's tables."""
+    warn_of_untested_host()
+    hooks.register(all_hooks())
+    extend_host()
+
+
 def extend_host() -> None:
     """Add to SGLang's own tables: our attention, methods for ``Engine.collective_rpc``, names of quantization."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
@@ -145,8 +137,8 @@ def extend_host() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
-    from .. import quantization, report
-    from ..attention import attention_backend
+    from . import quantization, report
+    from .attention import attention_backend
 
     register_attention_backend(ATTENTION)(attention_backend.create)
     AttentionBackendRegistry.register(ATTENTION, attention_backend.absorb_always)
