@@ -53,7 +53,7 @@ PARTS = {
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_440, tokens=30_700),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=7_600, tokens=68_600),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_550, tokens=23_000),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_670, tokens=34_350),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_695, tokens=34_450),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {
