@@ -1,1 +1,1 @@
-"""Attention over our operators: the backend, its layers, a step's batch, trees of drafts, and the pools of the cache."""
+"""Attention over our operators: the backend, its layers, a step's batch, trees of drafts, and the cache's pools."""
