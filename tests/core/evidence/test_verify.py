@@ -21,6 +21,7 @@ from torch.nn import functional
 from builders import impl
 from command import fl
 from fl_dispatch import DispatchError, NotSupported, call_op, get_default_manager
+from fl_dispatch.evidence.arguments import same_bits
 from fl_dispatch.evidence.pytest_plugin import verified
 from fl_dispatch.evidence.verify import Verification, implementations, verify
 from fl_dispatch.ops import FEW_TERMS, OPERATORS, Sample
@@ -149,6 +150,15 @@ def test_other_bits_for_the_same_input_are_found_unless_declared() -> None:
         return silu_and_mul(x) * (1 + 1e-7 * torch.rand(()))
 
     assert "it gives other bits for the same input in call" in only_problem(check(noisy))
+
+
+def test_a_nan_of_other_bits_is_the_same_result() -> None:
+    quiet, all_ones = (torch.tensor([bits, 0x3C00], dtype=torch.int16).view(torch.float16) for bits in (0x7E00, 0x7FFF))
+    assert quiet.isnan().tolist() == all_ones.isnan().tolist() == [True, False]
+    assert same_bits([quiet], [all_ones])
+    assert not same_bits([quiet], [quiet.nan_to_num(1.0)])
+    assert not same_bits([quiet], [torch.stack([all_ones[0], -all_ones[1]])])
+    assert not same_bits([torch.tensor([0.0, torch.nan])], [torch.tensor([-0.0, torch.nan])])
 
 
 def test_an_implementation_may_declare_that_its_bits_vary() -> None:

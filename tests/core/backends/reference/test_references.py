@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import math
@@ -21,9 +22,12 @@ from torch._subclasses.fake_tensor import (
 from torch.testing import assert_close
 
 from comparing import alike
+from fl_dispatch import OpImpl, get_default_manager
 from fl_dispatch.backends.reference.reference import ReferenceBackend
+from fl_dispatch.evidence.verify import implementations
 from fl_dispatch.ops import OPERATORS, Access, Mode, Sample, attention, lora
 from fl_dispatch.ops.results import flat
+from fl_dispatch.run.plan import why_declined
 
 REFERENCE = ReferenceBackend()
 COMPUTED = [name for name, op in OPERATORS.items() if not op.selection]
@@ -837,3 +841,24 @@ def test_norms_in_a_row_read_the_sum_with_the_residual_once_when_compiled() -> N
     assert source.count("async_compile.cpp_pybinding(") == 1  # both norms are the same kernel
     for one, other in zip(found, two(*given), strict=True):
         assert_close(one, other, atol=0.05, rtol=0.02)
+
+
+OURS = [impl for impl in implementations(get_default_manager()) if impl.impl_id.startswith("reference.")]
+
+
+@pytest.mark.parametrize("impl", OURS, ids=lambda impl: f"{impl.op_name}-{impl.impl_id}")
+def test_a_reference_makes_its_tensors_where_its_arguments_lie(impl: OpImpl) -> None:
+    """A default device that holds no numbers stands for each that is not the arguments'."""
+    state, compared = get_default_manager().state, 0
+    for sample in itertools.islice(samples(impl.op_name), 20):
+        if why_declined(state, impl, all_arguments(impl.op_name, sample)):
+            continue
+        given = copy.deepcopy(sample)
+        try:
+            with torch.device("meta"):
+                found = flat(impl.fn(*given.args))
+        except NotImplementedError:
+            continue
+        assert_close(found, flat(impl.fn(*sample.args)), rtol=0, atol=0, equal_nan=True)
+        compared += 1
+    assert compared

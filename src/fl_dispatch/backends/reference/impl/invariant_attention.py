@@ -83,7 +83,7 @@ def _tiles(cache: Tensor, table: Tensor, first: int, length: int, scale: float |
     stored = cache[table[page : -(-length // block_size)]].flatten(0, 1)
     visible = read(stored[first - page * block_size : length - page * block_size], scale, dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    tiles = torch.zeros(-(-length // KEYS) * KEYS, heads, dim + -dim % INNER, dtype=wide)
+    tiles = cache.new_zeros(-(-length // KEYS) * KEYS, heads, dim + -dim % INNER, dtype=wide)
     tiles[first:length, :, :dim] = visible
     return tiles.view(-1, KEYS, heads, tiles.shape[2]).transpose(1, 2).contiguous()
 
@@ -100,16 +100,17 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, position: int, length: 
     if rules.sinks is not None:
         highest, total = rules.sinks[:, :, 0].expand(shape), total + 1.0
     summed = keys.new_zeros(*shape, values.shape[3])
+    rows_of_tile, keys_of_tile = (torch.arange(size, device=keys.device) for size in (QUERIES, KEYS))
     low = 0 if rules.window is None else max(0, position - rules.window + 1)
     high = last + 1 if rules.causal else length if rules.window is None else min(length, last + rules.window)
     for tile in range(low // KEYS, -(-high // KEYS)):
         scores = _by_query(torch.bmm(q, keys[tile].transpose(1, 2)), shape) * rules.scale
-        distance = torch.arange(QUERIES)[:, None] + (position - tile * KEYS) - torch.arange(KEYS)
+        distance = rows_of_tile[:, None] + (position - tile * KEYS) - keys_of_tile
         if rules.softcap > 0:
             scores = rules.softcap * torch.tanh(scores / rules.softcap)
         if rules.slopes is not None:
             scores = scores - rules.slopes.transpose(2, 3) * distance.abs()[:, None, None]
-        seen = (torch.arange(KEYS) < length - tile * KEYS).expand(QUERIES, KEYS)
+        seen = (keys_of_tile < length - tile * KEYS).expand(QUERIES, KEYS)
         if rules.causal:
             seen = seen & (distance >= 0)
         if rules.window is not None:
