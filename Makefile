@@ -1,7 +1,7 @@
 # make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed (HOST=sglang: a real SGLang)
 #             CHIP=ascend: on an emulated Ascend NPU, by the operators of the genuine torch_npu
 #             by vLLM 0.33 once make environment-newest was run (a download of 3 GB), else by 0.32; NEWEST=1 or NEWEST= chooses
-# make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/test_moe.py: one file)
+# make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/layers/test_moe.py: one file)
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full, with vLLM 0.33 too   make mistakes  do tests notice?
 # make lint   ruff, mypy, prose, site   make bench   what a call costs
 # make site   the pages as a site; open build/site/index.html, or serve that folder over HTTP for its search

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FAMILIES = "tests/vllm/test_families.py"
-COMPILED = "tests/vllm/test_compiled_models.py"
+FAMILIES = "tests/vllm/models/test_families.py"
+COMPILED = "tests/vllm/compilation/test_compiled_models.py"
 TESTS_FAILED = 1
 """pytest's exit status."""
 
@@ -72,7 +72,7 @@ MISTAKES = (
         "vllm_fl/attention/mla_context.py",
         "(rows_found.float() * scale)",
         "rows_found",
-        "tests/vllm/test_mla_layer.py"
+        "tests/vllm/attention/test_mla_layer.py"
         "::test_context_of_a_cache_in_fp8_is_what_was_stored_and_new_tokens_are_as_they_are",
     ),
     Mistake(
@@ -169,49 +169,49 @@ MISTAKES = (
         "fl_dispatch/hosting/start/handover.py",
         "    if theirs.policy.to_json() != mine.policy.to_json():",
         "    if False:",
-        "tests/vllm/test_engine_selection.py::test_a_policy_set_in_code_reaches_the_engine_process[spawn]",
+        "tests/vllm/platform/test_engine_selection.py::test_a_policy_set_in_code_reaches_the_engine_process[spawn]",
     ),
     Mistake(
         "ranks are not compared",
         "vllm_fl/worker/ranks.py",
         "    ranks.refuse_divergence(get_world_group().cpu_group, group.cpu_group)",
         "    pass",
-        "tests/vllm/test_ranks.py::test_pipeline_stages_of_which_one_has_another_implementation_refuse_to_serve",
+        "tests/vllm/worker/test_ranks.py::test_pipeline_stages_of_which_one_has_another_implementation_refuse_to_serve",
     ),
     Mistake(
         "norms in half precision",
         "fl_dispatch/ops/normalization.py",
         "    wide = torch.promote_types(x.dtype, torch.float32)\n    total",
         "    wide = x.dtype\n    total",
-        "tests/vllm/test_half_precision.py::test_log_probabilities_are_as_near_to_float32_as_hugging_faces",
+        "tests/vllm/models/test_half_precision.py::test_log_probabilities_are_as_near_to_float32_as_hugging_faces",
     ),
     Mistake(
         "lists of layers are ignored",
         "vllm_fl/layers/classes.py",
         "        return any(settings.registers(self.name, operator) for operator in self.operators)",
         "        return True",
-        "tests/vllm/test_plugins.py::test_a_list_names_layers_by_operator_or_by_class",
+        "tests/vllm/platform/test_plugins.py::test_a_list_names_layers_by_operator_or_by_class",
     ),
     Mistake(
         "no step of a compiled engine runs eagerly",
         "vllm_fl/worker/eager_steps.py",
         "self._eager() if",
         "nullcontext() if",
-        "tests/vllm/test_shadow_compiled.py",
+        "tests/vllm/evidence/test_shadow_compiled.py",
     ),
     Mistake(
         "windows of a picture see each other",
         "vllm_fl/layers/encoder_attention.py",
         "else cu_seqlens.tolist()",
         "else [0, batch * length]",
-        "tests/vllm/test_encoder_attention.py",
+        "tests/vllm/attention/test_encoder_attention.py",
     ),
     Mistake(
         "a draft begins behind its request",
         "vllm_fl/runner_kernels/drafts.py",
         "    last_token_indices[:requests] = start[:-1] + kept - 1",
         "    last_token_indices[:requests] = start[:-1] + kept",
-        "tests/vllm/test_runner_kernels.py",
+        "tests/vllm/worker/test_runner_kernels.py",
     ),
     Mistake(
         "metrics of other servers' workers",
@@ -225,7 +225,7 @@ MISTAKES = (
         "sglang_fl/attention/attention_backend.py",
         "window + 1 if window",
         "window if window",
-        "tests/sglang/test_sglang_tokens.py::test_tokens_equal_hugging_face[gemma2]",
+        "tests/sglang/models/test_sglang_tokens.py::test_tokens_equal_hugging_face[gemma2]",
         venv=".venv-sglang",
     ),
     Mistake(
@@ -233,7 +233,7 @@ MISTAKES = (
         "sglang_fl/bridge/linear.py",
         "return self.fl_call(x, layer.weight, bias)",
         "return self.fl_call(x, layer.weight, None)",
-        "tests/sglang/test_sglang_linear.py::test_a_product_is_one_call_and_what_pytorch_computes",
+        "tests/sglang/layers/test_sglang_linear.py::test_a_product_is_one_call_and_what_pytorch_computes",
         venv=".venv-sglang",
     ),
 )

@@ -37,12 +37,12 @@ def test_vllms_tested_architectures_are_those_that_its_tests_serve() -> None:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[getattr(transformers, kind).model_type] for kind, _ in ARCHITECTURES.values()
     }
     assert {name for name, vllm, _ in ROWS if vllm == "tested"} == served | families(
-        "vllm/test_families.py", "FAMILIES"
+        "vllm/models/test_families.py", "FAMILIES"
     )
 
 
 def test_sglangs_tested_architectures_are_those_that_its_test_serves() -> None:
-    served = families("sglang/test_sglang_tokens.py", "OPERATORS")
+    served = families("sglang/models/test_sglang_tokens.py", "OPERATORS")
     assert {name for name, _, sglang in ROWS if sglang == "tested"} == served
 
 

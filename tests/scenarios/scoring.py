@@ -10,7 +10,7 @@ from fl_dispatch.cli import small_model
 from fl_dispatch.evidence.perplexity import perplexity, relative_difference, rows_of
 
 SLIGHTLY_WRONG = {"per_op_order": {"rms_norm": ["impl:reference.sample_variance"]}}
-"""A policy for the norm of ``vllm/plugins/sample_variance.py``, which is 0.4 % too small."""
+"""A policy for the norm of ``plugins/sample_variance.py``, which is 0.4 % too small."""
 
 SGLANG_STEP = {"max_tokens": 1, "scores": True}
 

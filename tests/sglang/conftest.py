@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
+collect_ignore_glob = [] if find_spec("sglang") else ["*test_*.py"]
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -17,7 +17,7 @@ from processes import Finished, free_port, pool
 from running import MAX_TOKENS, PROMPTS
 
 HERE = Path(__file__).parent
-PLUGINS = (HERE.parent / "vllm" / "plugins", HERE / "plugins")  # the first are backends, which know no host
+PLUGINS = (HERE / "plugins", HERE.parent / "plugins")  # the latter know no host
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 
 

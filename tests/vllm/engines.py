@@ -24,6 +24,8 @@ __all__ = ["AT_ONCE", "MAX_TOKENS", "PROMPTS", "Finished", "Runs", "expected_tok
 
 HERE = Path(__file__).parent
 PLUGINS = HERE / "plugins"
+SHARED = HERE.parent / "plugins"
+"""Plugins that know no host."""
 
 READY_WITHIN = 240.0
 """Seconds within which a server answers."""
@@ -75,7 +77,9 @@ def _files_of_host() -> list[str]:
 def environment(**variables: str) -> dict[str, str]:
     """The environment of an engine: nothing of ours is set but these."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLAG", "USE_FLAG"))}
-    path = os.pathsep.join(filter(None, (*_files_of_host(), str(PLUGINS), os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(
+        filter(None, (*_files_of_host(), str(PLUGINS), str(SHARED), os.environ.get("PYTHONPATH", "")))
+    )
     fixed = {
         "PYTHONPATH": path,
         "VLLM_NO_USAGE_STATS": "1",

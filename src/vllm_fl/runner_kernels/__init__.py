@@ -2,5 +2,5 @@
 
 vLLM launches a form as it launches the kernel, with the same arguments and without the grid (see
 ``vllm.triton_utils.dispatcher``), so a form takes the number of rows from its arguments, and ignores sizes of blocks.
-Each is compared with its kernel in Triton's interpreter (``tests/vllm/test_runner_kernels.py``).
+Each is compared with its kernel in Triton's interpreter (``tests/vllm/worker/test_runner_kernels.py``).
 """

@@ -40,7 +40,7 @@ ON_GPUS = {
     "_FOR_ROWS[x.dtype]",
     "packed_weights.by_groups",
 }
-"""As they are written in calls; ``tests/gpu/test_prepared_proof_gpu.py`` plants them."""
+"""As they are written in calls; ``tests/gpu/kernels/test_prepared_proof_gpu.py`` plants them."""
 
 
 def manager() -> OpManager:

@@ -1,6 +1,6 @@
 """Quantized products of one row ask for the next one's weight: which one that is, and who asks for which bytes.
 
-That results stay the same and that the instruction runs: ``tests/gpu/test_following_gpu.py``.
+That results stay the same and that the instruction runs: ``tests/gpu/kernels/test_following_gpu.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums in one kernel: which tensors it takes, and up to which size. ``tests/gpu/test_two_gpus.py`` has the sums."""
+"""Sums in one kernel: which tensors it takes, and up to which size. ``test_two_gpus.py`` has the sums."""
 
 from __future__ import annotations
 

@@ -1,0 +1,70 @@
+"""Two GPUs: a model divided between them gives Hugging Face's tokens, and small sums in one kernel are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
+pytest.importorskip("vllm")
+
+from engines import STEP, expected_tokens, ran, start
+
+import two_ranks
+from fl_dispatch.cli.checkpoints import build_checkpoint
+
+pytestmark = pytest.mark.gpu
+TWO = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.1}
+NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
+NATIVE = {"VLLM_FL_NATIVE_PLATFORM": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
+    "eager": ("qwen3", {"enforce_eager": True}, NEUTRAL),
+    "graphs": ("qwen3", {"enforce_eager": False}, NEUTRAL),
+    "experts on each rank": ("qwen3_moe", {"enforce_eager": False, "enable_expert_parallel": True}, NEUTRAL),
+    "latent attention": ("deepseek_v2", {"enforce_eager": False}, NEUTRAL),
+    "vLLM's own platform": ("qwen3", {"enforce_eager": False}, {**NATIVE, "VLLM_FL_PREFER": "flagos"}),
+}
+"""Name → checkpoint, arguments of ``LLM``, variables."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda family: build_checkpoint(family, folder / family))
+
+
+@pytest.fixture(scope="module")
+def started(checkpoint: Callable[[str], Path]) -> Mapping[str, Future[dict[str, Any]]]:
+    return {
+        name: start(checkpoint(family), STEP, STEP, engine={**TWO, **engine}, variables=variables)
+        for name, (family, engine, variables) in RUNS.items()
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tokens_equal_hugging_faces(
+    name: str, started: Mapping[str, Future[dict[str, Any]]], checkpoint: Callable[[str], Path]
+) -> None:
+    result = started[name].result()
+    expected = expected_tokens(checkpoint(RUNS[name][0]))
+    assert [step["tokens"] for step in result["steps"]] == [expected, expected]
+    first, second = result["reports"]
+    assert first["manifest"] == second["manifest"]
+    assert (first["manifest"] is None) == RUNS[name][1]["enforce_eager"]
+    assert first["native_layers"] == {}
+    assert ran(result, "paged_attention") | ran(result, "mla_decode") == {"default.triton"}
+    assert "during inference: " not in result["log"]
+
+
+def test_small_sums_in_one_kernel_are_right_and_each_rank_takes_the_same_size_for_small(tmp_path: Path) -> None:
+    (first, second) = two_ranks.run(Path(__file__).parent / "one_shot_ranks.py", tmp_path, {"nccl": ""})["nccl"]
+    assert first["most"] == second["most"] > 0
+    assert first["wrong"] == second["wrong"] == []
+    assert list(first["calls"]) == list(second["calls"]) == ["all_reduce in one kernel"]

@@ -1,0 +1,108 @@
+"""One sentence refuses what is not covered, and names the line of SGLang's that forbids it, if one does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from single_layers import asked_of_sglang
+
+pytest.importorskip("sglang")
+
+from fl_dispatch import SelectionPolicy, policy_context
+from fl_dispatch.devices import ASCEND, CPU, CUDA, DeviceSpec
+from sglang_fl.platform import refusals
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "deterministic": (
+        {"enable_deterministic_inference": True, "attention_backend": "triton"},
+        "--enable-deterministic-inference",
+        "deterministic",
+    ),
+    "levels": ({"enable_hierarchical_cache": True}, "a cache of several levels", "levels"),
+    "offload": ({"cpu_offload_gb": 1}, "weights that are kept elsewhere", "offload"),
+    "pdmux": ({"enable_pdmux": True}, "--enable-pdmux", "pdmux"),
+    "saver": ({"enable_memory_saver": True}, "--enable-memory-saver", "saver"),
+    "compile": ({"enable_torch_compile": True}, "--enable-torch-compile", ""),
+    "disaggregation": ({"disaggregation_mode": "prefill"}, "disaggregated prefill and decode", ""),
+    "context": ({"dcp_size": 2}, "context parallelism", ""),
+    "overlap": ({"enable_single_batch_overlap": True}, "overlapping batches", ""),
+}
+"""Arguments, the feature, and the name of SGLang's line."""
+each = pytest.mark.parametrize("case", REFUSED)
+
+
+@each
+def test_it_is_refused_in_one_sentence(case: str, host: None) -> None:
+    given, feature, line = REFUSED[case]
+    because = f", because SGLang {re.escape(refusals.BY_HOST[line])}" if line else ""
+    with pytest.raises(ValueError, match=rf"^sglang_fl does not support {feature} on cpu yet \(model m\){because}$"):
+        refusals.refuse_unsupported(asked_of_sglang(given), CPU)
+
+
+def test_batch_invariance_is_refused(host: None) -> None:
+    with (
+        policy_context(SelectionPolicy(batch_invariant=True)),
+        pytest.raises(ValueError, match=r"^sglang_fl does not support VLLM_BATCH_INVARIANT=1 on cpu yet"),
+    ):
+        refusals.refuse_unsupported(asked_of_sglang({}), CPU)
+
+
+def test_without_any_of_them_nothing_is_refused(host: None) -> None:
+    refusals.refuse_unsupported(asked_of_sglang({}), CPU)
+
+
+def test_adapters_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(host: None) -> None:
+    asked = asked_of_sglang({"enable_lora": True})
+    with pytest.raises(ValueError, match=r"^sglang_fl does not support LoRA on ascend yet \(model m\)$"):
+        refusals.refuse_unsupported(asked, ASCEND)
+    refusals.refuse_unsupported(asked, CUDA)
+
+
+def test_data_parallel_attention_is_refused_on_an_accelerator(host: None) -> None:
+    with pytest.raises(ValueError, match=r"^sglang_fl does not support data-parallel attention on cuda yet"):
+        refusals.refuse_unsupported(asked_of_sglang({"enable_dp_attention": True}), CUDA)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=lambda device: device.name)
+def test_layers_with_a_state_are_refused_before_weights_load(device: DeviceSpec, host: None) -> None:
+    from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+
+    text = Qwen3NextConfig(num_hidden_layers=4)
+    text.architectures = ["Qwen3NextForCausalLM"]
+    model = SimpleNamespace(
+        quantization=None, hf_config=text, hf_text_config=text, model_path="m", head_dim=8, v_head_dim=8
+    )
+    runner: Any = SimpleNamespace(model_config=model, is_draft_worker=False, use_mla_backend=False)
+    with pytest.raises(ValueError, match="does not support state-space and linear-attention layers on"):
+        refusals.check_model(runner, device)
+
+
+def test_cross_attention_is_refused_in_the_first_batch_that_has_it(host: None) -> None:
+    from sglang_fl.attention.attention_backend import AttentionFLBackend
+
+    batch: Any = SimpleNamespace(encoder_lens=torch.tensor([3]), forward_mode=None)
+    with pytest.raises(NotImplementedError, match="sglang_fl does not support cross attention yet"):
+        AttentionFLBackend.init_forward_metadata(AttentionFLBackend.__new__(AttentionFLBackend), batch)
+
+
+def test_every_line_of_sglangs_has_a_case_and_says_nothing_of_an_accelerator(host: None) -> None:
+    assert {line for _, _, line in REFUSED.values() if line} == {*refusals.BY_HOST}
+    with pytest.raises(ValueError, match=r"a cache of several levels on ascend yet \(model m\)$"):
+        refusals.refuse_unsupported(asked_of_sglang({"enable_hierarchical_cache": True}), ASCEND)
+
+
+@pytest.mark.parametrize("line", refusals.BY_HOST)
+def test_the_function_is_in_the_file(line: str) -> None:
+    import sglang.srt
+
+    found = re.search(r"\((\w+) in (\S+\.py)\)", refusals.BY_HOST[line])
+    assert found is not None
+    source = Path(sglang.srt.__path__[0], found[2]).read_text()
+    named = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    assert found[1] in named
