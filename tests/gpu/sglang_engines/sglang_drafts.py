@@ -1,4 +1,4 @@
-"""The rules for engines on a GPU that draft: those of the engines on a CPU (``tests/sglang/test_sglang_speculation``).
+"""The rules for engines on a GPU that draft: those of the engines on a CPU (``test_sglang_speculation.py``).
 
 A test file names its methods, and imports the fixtures and :class:`Rules`.
 """
