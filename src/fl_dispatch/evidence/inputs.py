@@ -41,7 +41,7 @@ def declared(op_name: str) -> Operator:
 
 @dataclass
 class Input:
-    """One input, between guards, with NaN in arguments that a call must write completely.
+    """One input, between guards, with NaN, or the least integer, in arguments that a call must write completely.
 
     Args:
         label: the input's special feature.
@@ -171,7 +171,7 @@ def _poisoned(operator: Operator, sample: Sample) -> Arguments:
     args = guarded(operator.bind(sample.args, {}))
     for access, tensor in operator.written(args).values():
         if access is Access.OUTPUT:
-            tensor.fill_(math.nan)
+            tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
     return args
 
 

@@ -20,6 +20,7 @@ from . import (
     recurrent,
     rotary,
     routing,
+    sparse_mla,
     state_space,
 )
 from .declaration import (
@@ -48,6 +49,7 @@ FAMILIES = (
     rotary,
     attention,
     mla,
+    sparse_mla,
     recurrent,
     state_space,
     routing,

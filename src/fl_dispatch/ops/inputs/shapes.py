@@ -332,6 +332,44 @@ def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
     yield from _prefills(max(tokens), attend_in_full)
 
 
+INDEX_HEADS, INDEX_DIM, INDEX_TOPK = 64, 128, 2048
+"""Index heads, their dimension, and listed tokens of DeepSeek-V3.2."""
+SPARSE_DECODE = ((1, 4096), (1, 32768), (1, 131072), (8, 32768))
+
+
+def list_tokens(place: Place, requests: int, context: int, new: int = 1) -> tuple[Any, ...]:
+    """Index queries of ``new`` tokens a request, over index keys in fp8."""
+    table = _pages(place, requests, context, LATENT_BLOCK_SIZE)
+    blocks, tokens = table.numel(), requests * new
+    cache = place.normal(blocks, LATENT_BLOCK_SIZE, INDEX_DIM).to(torch.float8_e4m3fn)
+    scales = place.normal(blocks, LATENT_BLOCK_SIZE, 1, dtype=torch.float32).abs()
+    query, weights = place.normal(tokens, INDEX_HEADS, INDEX_DIM), place.normal(tokens, INDEX_HEADS, dtype=torch.float32)
+    starts, lengths = _steps(place, requests, new), _lengths(place, requests, context)
+    return query, weights, cache, table, starts, lengths, new, context, INDEX_TOPK, None, scales
+
+
+def index_topk(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``index_topk``."""
+    yield from _decodes("decode, ", SPARSE_DECODE, max(tokens), list_tokens)
+    yield from _prefills(max(tokens), lambda place, batch, n: list_tokens(place, batch, n, n))
+
+
+def attend_to_listed(place: Place, requests: int, context: int, new: int = 1) -> tuple[Any, ...]:
+    """Latent queries of ``new`` tokens a request, and random lists of cached tokens."""
+    query, cache, table, starts, _, _, _, scale, rank, _ = latent(LATENT_HEADS[-1])(place, requests, context)
+    if new > 1:
+        query, starts = place.normal(requests * new, *query.shape[1:]), _steps(place, requests, new)
+    listed = min(INDEX_TOPK, context)
+    lists = torch.rand(requests * new, context, device=place.index_device).topk(listed, dim=-1).indices.sort().values
+    return query, cache, lists.int(), table, starts, new, scale, rank
+
+
+def sparse_latent(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``mla_sparse``."""
+    yield from _decodes("decode, ", SPARSE_DECODE, max(tokens), attend_to_listed)
+    yield from _prefills(max(tokens), lambda place, batch, n: attend_to_listed(place, batch, n, n))
+
+
 MAIN_MEMORY = torch.device("cpu")
 DELTA_HEADS = {"Qwen3-Next-80B-A3B": (16, 32), "Qwen3.5-0.8B": (16, 16)}
 """Key and value heads of two models with the gated delta rule."""

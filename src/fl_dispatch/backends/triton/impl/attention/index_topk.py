@@ -1,0 +1,315 @@
+"""The lightning indexer: scores of cached tokens, then the best of each query.
+
+One kernel writes the scores of some queries, ``[queries, tokens]``, a program for each tile of tokens and a few
+queries. A second selects: a program takes a share of a query's scores and finds its ``topk``-th largest by their bits,
+eight at a time; shares, if there are several, leave their best for a last program. Positions come out in order, so the
+lower one of equal scores is taken first everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.sparse_mla import INDEX_GROUP
+
+from ..launch import Launcher, compiles, power_of_two
+from .requests import request_of, steps
+
+MOST_SCORES = 1 << 26
+"""Scores that exist at a time; 256 MiB."""
+KEYS = 128
+"""Tokens of a tile of scores."""
+KEYS_WIDE = 32
+"""``KEYS`` for float32."""
+QUERIES = 32
+"""Queries of a tile of scores, one after the other, so that its keys are loaded once."""
+SHARE = 8192
+"""Scores that a program selects from, so that they stay in its registers and cache."""
+TILE = 4096
+"""Scores that a program looks at together."""
+BINS = tl.constexpr(256)
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "width", "TABLE_ROW"])
+def _score(
+    query,
+    weights,
+    cache,
+    scales,
+    block_table,
+    query_starts,
+    lengths,
+    scores,
+    first_row,
+    rows,
+    width,
+    TABLE_ROW,
+    QUERY_TOKEN,
+    QUERY_HEAD,
+    WEIGHT_TOKEN,
+    WEIGHT_HEAD,
+    CACHE_BLOCK,
+    CACHE_SLOT,
+    SCALE_BLOCK,
+    SCALE_SLOT,
+    SCALE_GROUP,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid: tiles of ``BLOCK_N`` tokens, tiles of ``BLOCK_M`` queries, requests.
+
+    Rows of ``scores`` are the queries from ``first_row`` on. ``GROUPS`` is 0 for a cache that has no scales.
+    """
+    request = tl.program_id(2)
+    begin = tl.load(query_starts + request)
+    new = tl.load(query_starts + request + 1) - begin
+    length = tl.load(lengths + request)
+    first = tl.maximum(first_row - begin, 0) + tl.program_id(1) * BLOCK_M
+    last = tl.minimum(tl.minimum(first + BLOCK_M, new), first_row + rows - begin)
+    start = tl.program_id(0) * BLOCK_N
+    if (first < last) & (start < length - new + last):
+        position = start + tl.arange(0, BLOCK_N)
+        seen = position < length
+        head = tl.arange(0, BLOCK_H)
+        dim = tl.arange(0, BLOCK_D)
+        page = tl.load(block_table + request.to(tl.int64) * TABLE_ROW + position // BLOCK_SIZE, mask=seen, other=0)
+        page = page.to(tl.int64)
+        slot = (position % BLOCK_SIZE).to(tl.int64)
+        source = cache + (page * CACHE_BLOCK + slot * CACHE_SLOT)[:, None] + dim[None, :]
+        keys = tl.load(source, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
+        unit = tl.full([BLOCK_N], 1.0, dtype=tl.float32)
+        if GROUPS == 1:
+            unit = tl.load(scales + page * SCALE_BLOCK + slot * SCALE_SLOT, mask=seen, other=0.0)
+        if GROUPS > 1:
+            units = scales + (page * SCALE_BLOCK + slot * SCALE_SLOT)[:, None] + (dim // GROUP)[None, :] * SCALE_GROUP
+            keys = keys.to(tl.float32) * tl.load(units, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
+        keys = keys.to(query.dtype.element_ty)
+        for row in tl.range(first, last):
+            token = (begin + row).to(tl.int64)
+            q = tl.load(
+                query + token * QUERY_TOKEN + head[:, None] * QUERY_HEAD + dim[None, :],
+                mask=(head < HEADS)[:, None] & (dim < DIM)[None, :],
+                other=0.0,
+            )
+            w = tl.load(weights + token * WEIGHT_TOKEN + head * WEIGHT_HEAD, mask=head < HEADS, other=0.0)
+            products = tl.dot(keys, tl.trans(q), input_precision=PRECISION)
+            score = tl.sum(tl.maximum(products, 0.0) * w.to(tl.float32)[None, :], axis=1) * unit
+            tl.store(
+                scores + (token - first_row) * width + position, score, mask=position <= length - new + row
+            )
+
+
+@triton.jit
+def _rank(score):
+    """Bits of scores as numbers in the order of the scores; no zero is negative."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _tile(scores, start, stop, BLOCK: tl.constexpr):
+    """Ranks of a tile of scores, and which of them exist."""
+    place = start + tl.arange(0, BLOCK)
+    inside = place < stop
+    return _rank(tl.load(scores + place, mask=inside, other=float("-inf"))), inside, place
+
+
+@triton.jit(do_not_specialize=["first_row", "requests", "width", "share", "splits"])
+def _select(
+    scores,
+    positions,
+    query_starts,
+    lengths,
+    out,
+    best,
+    first_row,
+    requests,
+    width,
+    share,
+    splits,
+    OUT_TOKEN,
+    TOPK: tl.constexpr,
+    STEPS: tl.constexpr,
+    LISTED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Grid: queries from ``first_row`` on, shares of their scores.
+
+    With ``LISTED`` the scores are those at ``positions``, which earlier programs left. With ``PARTS`` a share's
+    positions go to ``out`` and their scores to ``best``, ``[queries, splits, TOPK]``, else all to rows of ``out``.
+    """
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    token = first_row + row
+    if token < tl.load(query_starts + requests):
+        request = request_of(query_starts, token, requests, STEPS)
+        visible = tl.load(lengths + request) - tl.load(query_starts + request + 1) + token + 1
+        source = scores + row.to(tl.int64) * width
+        start = split * share
+        stop = tl.minimum(start + share, width if LISTED else visible)
+        count = stop - start
+        if LISTED:
+            # Shares of a query that has few tokens hold more places than tokens.
+            count = visible
+        target = out + token.to(tl.int64) * OUT_TOKEN
+        if PARTS:
+            target = out + (row.to(tl.int64) * splits + split) * TOPK
+            target_best = best + (row.to(tl.int64) * splits + split) * TOPK
+        listed = positions + row.to(tl.int64) * width
+        if count <= TOPK:
+            # All of them. Of listed ones, only the first share has any, and it has them in order.
+            column = tl.arange(0, BLOCK_K)
+            exists = column < count
+            tl.store(target + column, tl.where(exists, start + column, -1), mask=column < TOPK)
+            if PARTS:
+                score = tl.load(source + start + column, mask=exists, other=float("-inf"))
+                tl.store(target_best + column, score, mask=column < TOPK)
+        else:
+            prefix = tl.zeros([1], dtype=tl.uint32)
+            need = tl.full([1], TOPK, dtype=tl.int32)
+            digits = tl.arange(0, 2 * BINS)
+            for shift in tl.static_range(24, -1, -8):
+                counts = tl.zeros([2 * BINS], dtype=tl.int32)
+                for tile in tl.range(start, stop, BLOCK):
+                    rank, inside, _ = _tile(source, tile, stop, BLOCK)
+                    if shift < 24:
+                        inside = inside & ((rank >> (shift + 8)) == prefix)
+                    digit = ((rank >> shift) & (BINS - 1)).to(tl.int32)
+                    counts += tl.histogram(tl.where(inside, digit, BINS), 2 * BINS)
+                counts = tl.where(digits < BINS, counts, 0)
+                above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
+                chosen = tl.sum(((above >= need) & (digits < BINS)).to(tl.int32), axis=0)
+                need -= tl.sum(tl.where(digits == chosen, above, 0), axis=0)
+                prefix = (prefix << 8) | chosen.to(tl.uint32)
+            taken = 0
+            equal = 0
+            for tile in tl.range(start, stop, BLOCK):
+                rank, inside, place = _tile(source, tile, stop, BLOCK)
+                same = (inside & (rank == prefix)).to(tl.int32)
+                take = inside & (rank > prefix)
+                take = take | ((same > 0) & (equal + tl.cumsum(same, axis=0) <= need))
+                index = taken + tl.cumsum(take.to(tl.int32), axis=0) - 1
+                found = place
+                if LISTED:
+                    found = tl.load(listed + place, mask=take, other=0)
+                tl.store(target + index, found, mask=take)
+                if PARTS:
+                    tl.store(target_best + index, tl.load(source + place, mask=take, other=0.0), mask=take)
+                taken += tl.sum(take.to(tl.int32), axis=0)
+                equal += tl.sum(same, axis=0)
+
+
+_launch_score = Launcher(_score)
+_launch_select = Launcher(_select)
+
+
+def supports(
+    query: Tensor,
+    weights: Tensor,
+    key_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    topk: int,
+    out: Tensor | None = None,
+    key_scales: Tensor | None = None,
+) -> bool | str:
+    """Whether kernels with the cache's numbers compile for the device."""
+    return compiles(key_cache.dtype, key_cache.device)
+
+
+def index_topk(
+    query: Tensor,
+    weights: Tensor,
+    key_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    topk: int,
+    out: Tensor | None = None,
+    key_scales: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.sparse_mla.index_topk`. Declines float64, and rows with strided elements."""
+    if query.dtype is torch.float64:
+        raise NotSupported("float64")
+    if any(tensor.stride(-1) != 1 for tensor in (query, key_cache)) or (out is not None and out.stride(1) != 1):
+        raise NotSupported("the elements of a row do not lie side by side")
+    tokens, heads, dim = query.shape
+    if out is None:
+        out = query.new_empty((tokens, topk), dtype=torch.int32)
+    requests = seq_lens.shape[0]
+    if not requests or not tokens or not max_query_len or not max_seq_len:
+        return out
+    wide = query.dtype is torch.float32
+    keys = KEYS_WIDE if wide else KEYS
+    width = -(-max_seq_len // keys) * keys
+    most = max(1, MOST_SCORES // width)
+    scales = out if key_scales is None else key_scales
+    scale_strides = (0, 0, 0) if key_scales is None else key_scales.stride()
+    groups = 0 if key_scales is None else -(-dim // INDEX_GROUP)
+    numbers = (
+        query.stride(0), query.stride(1), *weights.stride(), key_cache.stride(0), key_cache.stride(1), *scale_strides,
+        heads, dim, INDEX_GROUP, groups, key_cache.shape[1], max(16, power_of_two(heads)), max(16, power_of_two(dim)),
+        keys, QUERIES, "ieee" if wide else "tf32",
+    )  # fmt: skip
+    tensors = (query, weights, key_cache, scales, block_table, query_start_loc, seq_lens)
+    for first in range(0, tokens, most):
+        rows = min(most, tokens - first)
+        scores = query.new_empty((rows, width), dtype=torch.float32)
+        _launch_score(
+            (width // keys, -(-min(rows, max_query_len) // QUERIES), requests),
+            (*tensors, scores),
+            numbers,
+            sizes=(first, rows, width, block_table.stride(0)),
+            warps=4,
+            stages=2,
+        )
+        _best(scores, query_start_loc, seq_lens, out, first, topk)
+    return out
+
+
+def _best(scores: Tensor, query_start_loc: Tensor, seq_lens: Tensor, out: Tensor, first: int, topk: int) -> None:
+    """Write the positions of the best scores of queries from ``first`` on into rows of ``out``."""
+    rows, width = scores.shape
+    requests = seq_lens.shape[0]
+    share = max(SHARE, power_of_two(2 * topk))
+    splits = -(-width // share)
+    block, warps = min(TILE, power_of_two(width)), 4 if width <= TILE else 8
+    constants = (topk, steps(requests))
+    block_k = power_of_two(topk)
+    if splits == 1:
+        _launch_select(
+            (rows, 1, 1), (scores, out, query_start_loc, seq_lens, out, scores),
+            (out.stride(0), *constants, False, False, block, block_k),
+            sizes=(first, requests, width, width, 1), warps=warps,
+        )  # fmt: skip
+        return
+    parts = scores.new_empty((rows, splits * topk), dtype=torch.int32)
+    best = scores.new_empty((rows, splits * topk))
+    _launch_select(
+        (rows, splits, 1), (scores, out, query_start_loc, seq_lens, parts, best),
+        (0, *constants, False, True, block, block_k), sizes=(first, requests, width, share, splits), warps=warps,
+    )  # fmt: skip
+    _launch_select(
+        (rows, 1, 1), (best, parts, query_start_loc, seq_lens, out, best),
+        (out.stride(0), *constants, True, False, block, block_k),
+        sizes=(first, requests, splits * topk, splits * topk, 1), warps=warps,
+    )  # fmt: skip
