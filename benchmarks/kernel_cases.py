@@ -30,7 +30,7 @@ from fl_dispatch.backends.triton.impl.products import scaled_linear, weight_only
 from fl_dispatch.backends.triton.impl.rows import quantization
 
 with contextlib.suppress(ImportError):  # older trees have no cases for it
-    from fl_dispatch.backends.triton.impl.attention import cache
+    from fl_dispatch.backends.triton.impl.attention import cache, index_cache, index_topk, sparse_latent
     from fl_dispatch.backends.triton.impl.experts import quantized_moe
     from fl_dispatch.backends.triton.impl.fusion import quantized_rows, rotary_cache
     from fl_dispatch.backends.triton.impl.products import lora
@@ -128,6 +128,43 @@ def _latent(
 def _latent_prefill(dim: int, dim_v: int, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
     query, key, value = (_empty(2048, 16, size, dtype=dtype) for size in (dim, dim, dim_v))
     latent_prefill.mla_prefill(query, key, value, _integers(5), _integers(5), 512, 512, 0.1, **options)
+
+
+def _indexed(new: int, requests: int, context: int, *, stored: torch.dtype = torch.float8_e4m3fn) -> None:
+    heads, dim, topk, tokens = 64, 128, 2048, new * requests
+    scales = _empty(1024, 64, 1, dtype=WIDE) if stored is FP8 else None
+    index_topk.index_topk(
+        _empty(tokens, heads, dim),
+        _empty(tokens, heads, dtype=WIDE),
+        _empty(1024, 64, dim, dtype=stored),
+        _integers(requests, context // 64),
+        _integers(requests + 1),
+        _integers(requests),
+        new,
+        context,
+        topk,
+        key_scales=scales,
+    )
+
+
+def _index_keys(tokens: int) -> None:
+    slots, scales = _empty(tokens, dtype=torch.int64), _empty(1024, 64, 1, dtype=WIDE)
+    index_cache.index_key_write(_empty(tokens, 128), _empty(1024, 64, 128, dtype=FP8), slots, scales)
+
+
+def _listed(heads: int, tokens: int, requests: int, **options: Any) -> None:
+    sparse_latent.mla_sparse(
+        _empty(tokens, heads, 512),
+        _empty(1024, 64, 576, dtype=options.pop("stored", torch.bfloat16)),
+        _integers(tokens, 2048),
+        _integers(requests, 64),
+        _integers(requests + 1),
+        tokens // requests,
+        0.1,
+        512,
+        query_rope=_empty(tokens, heads, 192)[..., 128:],
+        **options,
+    )
 
 
 def _experts(tokens: int, *, dtype: torch.dtype = torch.bfloat16, gated: bool = True, **options: Any) -> None:
@@ -322,6 +359,15 @@ CASES = (
     Case("plain latent decode 128 heads, fp8", lambda: _latent(128, 1, 256, stored=FP8, cache_scale=0.1), hopper=False),
     Case("plain latent prefill 192 and 128", lambda: _latent_prefill(192, 128), hopper=False),
     Case("plain latent prefill, not causal", lambda: _latent_prefill(192, 128, causal=False), hopper=False),
+    Case("index keys, 8 tokens", lambda: _index_keys(8), hopper=False),
+    Case("indexer, decode, 32768", lambda: _indexed(1, 4, 32768), hopper=False),
+    Case("indexer, decode, 4096", lambda: _indexed(1, 4, 4096), hopper=False),
+    Case("indexer, prompts", lambda: _indexed(1024, 4, 8192), hopper=False),
+    Case("indexer, bfloat16 keys", lambda: _indexed(1, 4, 8192, stored=torch.bfloat16), hopper=False),
+    Case("listed rows, 128 heads, decode", lambda: _listed(128, 1, 1), hopper=False),
+    Case("listed rows, 128 heads, prompts", lambda: _listed(128, 4096, 4), hopper=False),
+    Case("listed rows, 16 heads, decode", lambda: _listed(16, 4, 4), hopper=False),
+    Case("listed rows, 128 heads, fp8", lambda: _listed(128, 4, 4, stored=FP8, cache_scale=0.1), hopper=False),
     Case("experts, 4 tokens", lambda: _experts(4), hopper=False),
     Case("experts, 1 token", lambda: _experts(1), hopper=False),
     Case("experts, 128 tokens", lambda: _experts(128), hopper=False),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import DispatchError
 
-ATTENTION = ("paged_attention", "mla_decode", "mla_prefill")
+ATTENTION = ("paged_attention", "mla_decode", "mla_prefill", "index_topk", "mla_sparse")
 """Their lines run over batches, which their labels end with."""
 
 

@@ -266,8 +266,8 @@ def mla_sparse(
             key projection, then its rotary part. With ``query_rope`` without that part.
         kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides. Slots that are not listed
             may hold anything, NaN included.
-        positions: ``[tokens, topk]``, int32: positions in the query's request, each at most once; negative ones list
-            nothing.
+        positions: ``[tokens, topk]``, int32: positions in the query's request, each at most once, then negative ones,
+            which list nothing.
         block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries that no listed token
             needs may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.

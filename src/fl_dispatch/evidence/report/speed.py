@@ -18,7 +18,7 @@ EMPTY = Section(
     "that were measured in the same run.",
     "fl bench --out bench.json",
 )
-BY_REQUESTS = ("paged_attention", "mla_decode", "mla_prefill")
+BY_REQUESTS = ("paged_attention", "mla_decode", "mla_prefill", "index_topk", "mla_sparse")
 """Operators with a line over batches; their labels end with the batch."""
 HIGHEST = 1.2
 """Share that a chart shows at least; a call that is served by a cache may exceed the floor."""

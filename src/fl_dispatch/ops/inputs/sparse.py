@@ -196,7 +196,7 @@ class _Attends(_Paged):
         nothing: Sequence[int] = (),
         serving: bool = True,
     ) -> Sample:
-        """Queries list ``topk`` tokens at most, in any order, with -1 anywhere; those of ``nothing`` list none."""
+        """Queries list ``topk`` tokens at most, in any order; those of ``nothing`` list none."""
         rows, lengths = [new for new, _ in requests], [length for _, length in requests]
         table, free = self.table(lengths, block_size, 0, hostile)
         hidden = HIDDEN_BLOCKS if hostile else 0
@@ -206,9 +206,8 @@ class _Attends(_Paged):
         for row, number in enumerate(request):
             seen = lengths[number] - sum(rows[: number + 1]) + row + 1
             count = 0 if row in nothing else min(topk, seen)
-            place = torch.randperm(topk, generator=self.generator)[:count]
             listed = torch.randperm(seen, generator=self.generator)[:count]
-            positions[row, place] = listed
+            positions[row, :count] = listed
             used[table[number, listed // block_size].long(), listed % block_size] = True
         query = self.normal(tokens, heads, rank if parted else rank + rope)
         query_rope = self.normal(tokens, heads, 2 * rope)[..., rope:] if parted else None

@@ -375,6 +375,63 @@ def exact_mla_prefill(query, key, value, starts, key_starts, _, __, scale, out, 
     return [result, lse]
 
 
+def exact_index_key_write(key, cache, slots, scales) -> list[Tensor]:
+    """One token and one group at a time; the exponent of a scale by counting up."""
+    cache = cache.clone()
+    scales = None if scales is None else scales.clone()
+    size = cache.shape[1]
+    for token, slot in enumerate(slots.tolist()):
+        for group in range(-(-key.shape[1] // 128)) if slot >= 0 else ():
+            part, place = slice(128 * group, 128 * group + 128), (slot // size, slot % size)
+            if scales is None:
+                cache[*place, part] = key[token, part]
+                continue
+            largest, scale = max(1e-4, float(key[token, part].abs().max())), 2.0**-40
+            while 448 * scale < largest:
+                scale *= 2
+            scales[*place, group] = scale
+            cache[*place, part] = (key[token, part] / scale).to(torch.float8_e4m3fn).to(cache.dtype)
+    return [cache] if scales is None else [cache, scales]
+
+
+def exact_index_topk(query, weights, cache, table, starts, lengths, _, __, topk, out, scales) -> list[Tensor]:
+    """One query at a time: a token is listed if fewer than ``topk`` come before it."""
+    result = query.new_full((len(query), topk), -1).int() if out is None else out.clone()
+    size, groups = cache.shape[1], torch.arange(cache.shape[2]) // 128
+    for request, length in enumerate(lengths.tolist()):
+        begin, end = starts[request : request + 2].tolist()
+        slots = [(int(table[request, place // size]), place % size) for place in range(length)]
+        keys = [cache[slot] * (1 if scales is None else scales[slot][groups]) for slot in slots]
+        for row in range(begin, end):
+            products = torch.stack(keys[: length - end + row + 1]) @ query[row].T
+            scores = (products.clamp(min=0) * weights[row]).sum(-1)
+            place = torch.arange(len(scores))
+            better = scores[None] > scores[:, None]
+            before = better | ((scores[None] == scores[:, None]) & (place[None] < place[:, None]))
+            listed = place[before.sum(-1) < topk]
+            result[row] = -1
+            result[row, : len(listed)] = listed.int()
+    return [result]
+
+
+def exact_mla_sparse(query, cache, lists, table, starts, _, scale, rank, out, cache_scale, rope) -> list[Tensor]:
+    """One query and one head at a time."""
+    query = query if rope is None else torch.cat((query, rope), -1)
+    result = query.new_zeros(*query.shape[:2], rank) if out is None else out.clone()
+    size = cache.shape[1]
+    for request, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        for row in range(begin, end):
+            listed = [place for place in lists[row].tolist() if place >= 0]
+            result[row] = 0
+            if listed:
+                rows = torch.stack([cache[table[request, place // size], place % size] for place in listed])
+                rows = rows * (1 if cache_scale is None else cache_scale)
+                for head in range(query.shape[1]):
+                    weights = torch.exp(rows @ query[row, head] * scale)
+                    result[row, head] = weights @ rows[:, :rank] / weights.sum()
+    return [result]
+
+
 def exact_causal_conv1d(x, weight, bias, states, slots, starts, has_state, activation) -> list[Tensor]:
     """One token at a time, over all inputs of its sequence."""
     states, result, width = states.clone(), torch.zeros_like(x), weight.shape[1]
@@ -575,6 +632,10 @@ def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...
         return (*sums, getattr(torch, args[1]), wide)[index]
     if name == "kv_cache_write":
         return args[2].dtype if index < 2 else torch.float32
+    if name == "index_key_write":
+        return (args[1].dtype, torch.float32)[index]
+    if name == "index_topk":
+        return torch.int32
     if name == "rotary_embedding_kv_cache_write":
         return dtype if index < 2 else args[6].dtype
     if OPERATORS[name].reference.__module__.endswith(".routing"):

@@ -94,17 +94,10 @@ def _attend(
         acc = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
         m_i = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
         l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
-        # Positions are asked for two tiles ahead and blocks one, so that the rows' addresses do not wait for them.
-        ahead = tl.load(listed + start + column, mask=start + column < stop, other=-1)
-        page_ahead = tl.load(table + ahead // BLOCK_SIZE, mask=ahead >= 0, other=0)
-        further = tl.load(listed + start + BLOCK_N + column, mask=start + BLOCK_N + column < stop, other=-1)
         for tile in tl.range(start, stop, BLOCK_N):
-            position = ahead
-            page = page_ahead.to(tl.int64)
+            position = tl.load(listed + tile + column, mask=tile + column < stop, other=-1)
             inside = position >= 0
-            ahead = further
-            page_ahead = tl.load(table + ahead // BLOCK_SIZE, mask=ahead >= 0, other=0)
-            further = tl.load(listed + tile + 2 * BLOCK_N + column, mask=tile + 2 * BLOCK_N + column < stop, other=-1)
+            page = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             slot = (position % BLOCK_SIZE).to(tl.int64)
             latent = cache + (page * CACHE_BLOCK + slot * CACHE_SLOT)[:, None]
             kv = tl.load(latent + rank[None, :], mask=inside[:, None] & (rank < RANK)[None, :], other=0.0).to(q.dtype)
