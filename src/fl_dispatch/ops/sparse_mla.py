@@ -37,7 +37,7 @@ def _write_workload(key: Tensor, slot_mapping: Tensor) -> Workload:
     return Workload(key.dtype, slot_mapping.shape[0])
 
 
-def _write_work(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None) -> Work:
+def _write_work(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None = None) -> Work:
     slots, dim = slot_mapping.shape[0], key.shape[1]
     scales = 0 if key_scales is None else key_scales.shape[-1] * key_scales.element_size()
     stored = dim * (key.element_size() + key_cache.element_size())
@@ -221,7 +221,9 @@ def _attend_workload(query: Tensor, max_query_len: int) -> Workload:
     return Workload(query.dtype, query.shape[0], "decode" if max_query_len == 1 else "prefill")
 
 
-def _attend_work(query: Tensor, kv_cache: Tensor, positions: Tensor, query_start_loc: Tensor, kv_lora_rank: int) -> Work:
+def _attend_work(
+    query: Tensor, kv_cache: Tensor, positions: Tensor, query_start_loc: Tensor, kv_lora_rank: int
+) -> Work:
     rows = int(query_start_loc[-1])
     listed = int((positions[:rows] >= 0).sum())
     heads, width = query.shape[1], kv_cache.shape[-1]

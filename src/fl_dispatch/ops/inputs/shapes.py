@@ -343,7 +343,8 @@ def list_tokens(place: Place, requests: int, context: int, new: int = 1) -> tupl
     blocks, tokens = table.numel(), requests * new
     cache = place.normal(blocks, LATENT_BLOCK_SIZE, INDEX_DIM).to(torch.float8_e4m3fn)
     scales = place.normal(blocks, LATENT_BLOCK_SIZE, 1, dtype=torch.float32).abs()
-    query, weights = place.normal(tokens, INDEX_HEADS, INDEX_DIM), place.normal(tokens, INDEX_HEADS, dtype=torch.float32)
+    query = place.normal(tokens, INDEX_HEADS, INDEX_DIM)
+    weights = place.normal(tokens, INDEX_HEADS, dtype=torch.float32)
     starts, lengths = _steps(place, requests, new), _lengths(place, requests, context)
     return query, weights, cache, table, starts, lengths, new, context, INDEX_TOPK, None, scales
 

@@ -153,7 +153,8 @@ MIXED = ((1, 300), (1, 40), (5, 130), (33, 33), (1, 1))
 def list_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``index_topk``."""
     sample = _Lists(dtype, device, generator).sample
-    yield sample("DeepSeek-V3.2, decode, 2,100 tokens", [(1, 2100), (1, 90)], 2048, DEEPSEEK_V3_2, fp8=True, block_size=64)
+    published = [(1, 2100), (1, 90)]
+    yield sample("DeepSeek-V3.2, decode, 2,100 tokens", published, 2048, DEEPSEEK_V3_2, fp8=True, block_size=64)
     yield sample("GLM-5, second chunk of a prompt", [(17, 400)], 256, GLM_5, fp8=True, block_size=64)
     yield sample("mixed batch, top 64", MIXED, 64, padding=3)
     yield sample("mixed batch, top 64, fp8", MIXED, 64, fp8=True)

@@ -31,7 +31,7 @@ from fl_dispatch.run.plan import why_declined
 
 REFERENCE = ReferenceBackend()
 COMPUTED = [name for name, op in OPERATORS.items() if not op.selection]
-MOVING = ("kv_cache_write", "moe_align_block_size")  # these compute nothing
+MOVING = ("index_key_write", "kv_cache_write", "moe_align_block_size")  # these compute nothing
 INLINE = [name for name in COMPUTED if Mode.INLINE in OPERATORS[name].modes]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -106,9 +106,7 @@ def _score(
             w = tl.load(weights + token * WEIGHT_TOKEN + head * WEIGHT_HEAD, mask=head < HEADS, other=0.0)
             products = tl.dot(keys, tl.trans(q), input_precision=PRECISION)
             score = tl.sum(tl.maximum(products, 0.0) * w.to(tl.float32)[None, :], axis=1) * unit
-            tl.store(
-                scores + (token - first_row) * width + position, score, mask=position <= length - new + row
-            )
+            tl.store(scores + (token - first_row) * width + position, score, mask=position <= length - new + row)
 
 
 @triton.jit
