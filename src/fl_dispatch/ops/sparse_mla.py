@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .attention import SCORES_AT_ONCE, TOLERANCES
 from .declaration import SEVERAL_ROUNDINGS, Access, Mode, SmallState, Tolerance, Work, Workload, Write, operator
@@ -102,8 +103,9 @@ def index_key_write(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_sc
         return
     wide = new.to(torch.promote_types(key.dtype, torch.float32))
     largest = LARGEST["float8_e4m3fn"]
-    parts = wide.split(INDEX_GROUP, dim=-1)
-    least = torch.stack([part.abs().amax(-1).clamp(min=LEAST_MAGNITUDE) for part in parts], -1) / largest
+    groups = key_scales.shape[-1]
+    grouped = functional.pad(wide, (0, groups * INDEX_GROUP - wide.shape[-1])).unflatten(-1, (groups, INDEX_GROUP))
+    least = grouped.abs().amax(-1).clamp(min=LEAST_MAGNITUDE) / largest
     mantissa, exponent = torch.frexp(least)
     scales = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
     spread = scales.repeat_interleave(INDEX_GROUP, -1)[:, : wide.shape[-1]]
