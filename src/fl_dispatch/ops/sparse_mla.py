@@ -104,7 +104,8 @@ def index_key_write(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_sc
     wide = new.to(torch.promote_types(key.dtype, torch.float32))
     largest = LARGEST["float8_e4m3fn"]
     groups = key_scales.shape[-1]
-    grouped = functional.pad(wide, (0, groups * INDEX_GROUP - wide.shape[-1])).unflatten(-1, (groups, INDEX_GROUP))
+    padded = functional.pad(wide, (0, groups * INDEX_GROUP - wide.shape[-1]))
+    grouped = padded.view(len(wide), groups, INDEX_GROUP)
     least = grouped.abs().amax(-1).clamp(min=LEAST_MAGNITUDE) / largest
     mantissa, exponent = torch.frexp(least)
     scales = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
