@@ -214,9 +214,9 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name → class of its configuration in Transformers, and what a small model of it has."""
 
 
-def build_architecture(name: str, path: Path) -> Path:
-    """Write a checkpoint of one of :data:`ARCHITECTURES`, the same at every call."""
+def build_architecture(name: str, path: Path, **sizes: Any) -> Path:
+    """Write a checkpoint of one of :data:`ARCHITECTURES`, the same at every call; ``sizes``: what differs."""
     import transformers
 
     kind, shape = ARCHITECTURES[name]
-    return write_checkpoint(getattr(transformers, kind)(**shape), path)
+    return write_checkpoint(getattr(transformers, kind)(**{**shape, **sizes}), path)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fl_dispatch.devices import CPU
 
+from .drafted import Drafted
 from .forwards import DispatchedLayer, activation_of
 from .states import StateLayer
 
@@ -61,28 +62,59 @@ class DeltaNetLayer(StateLayer):
             taken = torch.empty_like(mixed_qkv), core_attn_out.new_empty(3, *core_attn_out.shape)
             del taken
             return
+        if (drafted := Drafted.of(step)) is not None:
+            self._fl_verify(step, drafted, mixed_qkv, b, a, core_attn_out)
+            return
         decodes, single, tokens = step.num_decodes, step.num_decode_tokens, step.num_actual_tokens
         slots = step.non_spec_state_indices_tensor
         assert slots is not None
-        inputs, states = self._fl_states()
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        activation, scale = activation_of(self.activation), self.head_k_dim**-0.5
         if decodes:
             own = slots[:decodes]
-            x = self.fl_convolve_token(mixed_qkv[:single], weight, bias, inputs, own, activation)
-            gates = a[:single], b[:single], self.A_log, self.dt_bias
-            core_attn_out[:single] = self.fl_correct_token(*self._fl_heads(x), *gates, states, own, scale)
+            inputs, states = self._fl_states()
+            x = self.fl_convolve_token(mixed_qkv[:single], *self._fl_taps(), inputs, own, self._fl_activation())
+            core_attn_out[:single] = self._fl_token(x, a[:single], b[:single], states, own)
         if step.num_prefills:
-            own, starts, has_state = (
-                step.prefill_state_indices,
-                step.prefill_query_start_loc,
-                step.prefill_has_initial_state,
-            )
             rows = slice(single, tokens)
-            x = self.fl_convolve(mixed_qkv[rows], weight, bias, inputs, own, starts, has_state, activation)
-            gates = a[rows], b[rows], self.A_log, self.dt_bias
-            parts = *self._fl_heads(x), *gates, states, own, starts, has_state, scale
-            core_attn_out[rows] = self.fl_correct(*parts)
+            core_attn_out[rows] = self._fl_prompts(step, mixed_qkv[rows], b[rows], a[rows])
+
+    def _fl_verify(self, step: Any, drafted: Drafted, mixed_qkv: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
+        """A step with drafts, whose other requests all count as prompts; parameters are those of the core."""
+        if not step.num_prefills:
+            out[: drafted.tokens] = self._fl_drafts(drafted, mixed_qkv, b, a)
+            return
+        own, others = step.spec_token_indx.long(), step.non_spec_token_indx.long()
+        out[own] = self._fl_drafts(drafted, mixed_qkv[own], b[own], a[own])
+        out[others] = self._fl_prompts(step, mixed_qkv[others], b[others], a[others])
+
+    def _fl_drafts(self, drafted: Drafted, mixed_qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        """Advance requests with drafts; each parameter has their tokens first."""
+        x, b, a = (drafted.apart(rows[: drafted.tokens]) for rows in (mixed_qkv, b, a))
+        _, states = self._fl_states()
+        x = drafted.convolved(x, self.fl_convolve_token, *self._fl_taps(), self.fl_window(), self._fl_activation())
+        each = drafted.each(states)
+        found = [self._fl_token(x[:, place], a[:, place], b[:, place], states, own) for place, own in each]
+        return drafted.together(torch.stack(found, dim=1))
+
+    def _fl_prompts(self, step: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        """Read prompts; each parameter has their tokens alone."""
+        own, starts = step.prefill_state_indices, step.prefill_query_start_loc
+        has_state = step.prefill_has_initial_state
+        inputs, states = self._fl_states()
+        x = self.fl_convolve(mixed_qkv, *self._fl_taps(), inputs, own, starts, has_state, self._fl_activation())
+        gates = a, b, self.A_log, self.dt_bias
+        return self.fl_correct(*self._fl_heads(x), *gates, states, own, starts, has_state, self.head_k_dim**-0.5)
+
+    def _fl_token(self, x: Tensor, a: Tensor, b: Tensor, states: Tensor, slots: Tensor) -> Tensor:
+        """One token more of each request, convolved already."""
+        gates = a, b, self.A_log, self.dt_bias
+        return self.fl_correct_token(*self._fl_heads(x), *gates, states, slots, self.head_k_dim**-0.5)
+
+    def _fl_taps(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the convolution."""
+        return self.conv1d.weight.squeeze(1), self.conv1d.bias
+
+    def _fl_activation(self) -> str:
+        return activation_of(self.activation)
 
     def _fl_states(self) -> tuple[Tensor, Tensor]:
         """Both states as the operators have them.
@@ -90,11 +122,11 @@ class DeltaNetLayer(StateLayer):
         vLLM shapes a delta rule's ``[value_dim, key_dim]`` and only moves its bytes, so memory may hold them as the
         kernels want it: ``[key_dim, value_dim]`` on a CPU, and as vLLM shapes it elsewhere.
         """
-        states = self.kv_cache[1]
+        states, inputs = self.kv_cache[1], self.fl_inputs(self._fl_taps()[0])
         if states.device.type != CPU.torch_type:
-            return self.fl_inputs(), states.transpose(2, 3)
+            return inputs, states.transpose(2, 3)
         slots, heads, value_dim, key_dim = states.shape
-        return self.fl_inputs(), states.view(slots, heads, key_dim, value_dim)
+        return inputs, states.view(slots, heads, key_dim, value_dim)
 
     def _fl_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of each head."""

@@ -47,8 +47,8 @@ class Mamba1Layer(ScanLayer):
             return
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         x, gate = self.in_proj(hidden_states[:tokens])[0].chunk(2, dim=1)
-        inputs, states, parts = self.fl_inputs(), self.kv_cache[1][:, :, None], []
         weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, activation_of(self.activation)
+        inputs, states, parts = self.fl_inputs(weight), self.kv_cache[1][:, :, None], []
         if step.num_decodes:
             own = step.state_indices_tensor_d[:, 0].contiguous()
             mixed = self.fl_convolve_token(x[:single], weight, bias, inputs, own, activation)

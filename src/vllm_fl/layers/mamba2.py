@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fl_dispatch.hosting.start.first_choices import states_kept
 
+from .drafted import Drafted
 from .forwards import DispatchedLayer, activation_of
 from .states import StateLayer
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 OPERATORS = ("causal_conv1d", "causal_conv1d_update", "selective_scan", "selective_state_update")
+DIVIDED = ("weight", "weight_scale")
+"""Parameters of ``in_proj`` that vLLM divides where ranks share a group, if they have a row for each column."""
 
 
 class ScanLayer(StateLayer):
@@ -41,6 +44,7 @@ class ScanLayer(StateLayer):
 class StateSpaceLayer(ScanLayer):
     """``MambaMixer2``: vLLM's projections around our convolution and state space."""
 
+    in_proj: Any
     tp_size: int
     head_dim: int
     ssm_state_size: int
@@ -49,6 +53,25 @@ class StateSpaceLayer(ScanLayer):
     tped_conv_size: int
     tped_dt_size: int
     dt_bias: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make vLLM's layer.
+
+        Raises:
+            ValueError: ranks share a group of the state, and vLLM's loader divides only some of the quantized
+                parameters of ``in_proj`` so.
+        """
+        super().__init__(*args, **kwargs)
+        parameters = dict(self.in_proj.named_parameters(recurse=False))
+        columns = len(parameters["weight"]) if "weight" in parameters else 0
+        divided = all(
+            name == "bias" or (name in DIVIDED and len(found) == columns) for name, found in parameters.items()
+        )
+        if self.tp_size > 1 and len(self.in_proj.output_partition_sizes) == 1 and not divided:
+            raise ValueError(
+                f"vllm_fl does not support ranks that share a group of a state with weights that have no scale a column"
+                f" ({self.in_proj.prefix}) yet; use one rank"
+            )
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
         """vLLM's spec, without states that a step would have to put aside within a prompt: the step ends there."""
@@ -72,9 +95,17 @@ class StateSpaceLayer(ScanLayer):
         _, mixed, dt = projected_states.split(sizes, dim=1)
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         output[tokens:].zero_()
-        inputs, states = self.fl_inputs(), self.kv_cache[1]
         weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, activation_of(self.activation)
-        if step.num_decodes:
+        inputs, states = self.fl_inputs(weight), self.kv_cache[1]
+        if step.num_decodes and (drafted := Drafted.of(step)) is not None:
+            x, each = drafted.apart(mixed[:single]), drafted.apart(dt[:single])
+            x = drafted.convolved(x, self.fl_convolve_token, weight, bias, self.fl_window(), activation)
+            found = [
+                self.fl_update(*self._fl_operands(x[:, place], each[:, place]), states, own)
+                for place, own in drafted.each(states)
+            ]
+            output[:single] = drafted.together(torch.stack(found, dim=1)).flatten(1)
+        elif step.num_decodes:
             own = step.state_indices_tensor_d[:, 0].contiguous()
             x = self.fl_convolve_token(mixed[:single], weight, bias, inputs, own, activation)
             output[:single] = self.fl_update(*self._fl_operands(x, dt[:single]), states, own).flatten(1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .drafted import Drafted
 from .states import StateLayer
 
 OPERATORS = ("causal_conv1d", "causal_conv1d_update")
@@ -42,9 +43,13 @@ class ShortConvLayer(StateLayer):
             return
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         before, behind, x = self.in_proj(hidden_states[:tokens])[0].chunk(3, dim=1)
-        x, inputs, weight, bias = before * x, self.fl_inputs(), self.conv.weight.squeeze(1), self.conv.bias
-        parts = []
-        if step.num_decodes:
+        x, weight, bias = before * x, self.conv.weight.squeeze(1), self.conv.bias
+        inputs, parts = self.fl_inputs(weight), []
+        if step.num_decodes and (drafted := Drafted.of(step)) is not None:
+            rows = drafted.apart(x[:single])
+            found = drafted.convolved(rows, self.fl_convolve_token, weight, bias, self.fl_window(), "none")
+            parts.append(drafted.together(found))
+        elif step.num_decodes:
             own = step.state_indices_tensor_d[:, 0].contiguous()
             parts.append(self.fl_convolve_token(x[:single], weight, bias, inputs, own, "none"))
         if step.num_prefills:

@@ -117,21 +117,22 @@ class StateLayer(DispatchedLayer):
         return bound(*args)
 
     def fl_step(self) -> Any:
-        """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states.
-
-        Raises:
-            ValueError: the batch has drafts, which are refused for such models at start.
-        """
+        """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states."""
         from vllm.forward_context import get_forward_context
 
         steps = get_forward_context().attn_metadata
-        step = steps.get(self.prefix) if isinstance(steps, dict) else None
-        if step is not None and step.num_accepted_tokens is not None:
-            raise ValueError(f"{self.prefix} got a batch with drafts, which are refused for layers with a state")
-        return step
+        return steps.get(self.prefix) if isinstance(steps, dict) else None
 
-    def fl_inputs(self) -> Tensor:
-        """The last inputs of a convolution as its operators have them, ``[slots, channels, width - 1]``."""
+    def fl_inputs(self, weight: Tensor) -> Tensor:
+        """The last inputs of a convolution as its operators have them, ``[slots, channels, width - 1]``.
+
+        Args:
+            weight: ``[channels, width]``.
+        """
+        return self.fl_window()[:, :, : weight.shape[1] - 1]
+
+    def fl_window(self) -> Tensor:
+        """Those and one for each draft, ``[slots, channels, width - 1 + drafts]``."""
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
         inputs = self.kv_cache[0]

@@ -148,11 +148,10 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     if speculation is None or speculation.method not in model_runner.DRAFTS:
         return []
     runner = model_runner.choice(vllm_config)
-    draft, models_of = speculation.draft_model_config, (vllm_config.model_config, speculation.draft_model_config)
+    draft = speculation.draft_model_config
     return [
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
         (model_runner.has_several_predictors(speculation), "drafts of several predictors"),
-        (any(one.quantization is not None for one in models_of), "drafts of a model with quantized weights"),
         (_has_states(draft), "a draft with layers that keep a state"),
         *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
     ]
@@ -214,7 +213,10 @@ def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple
     return [
         (model.use_mla and HOST.name not in device.quantized_latent, f"latent attention quantized by '{name}'"),
         (model.is_moe and device.accelerator and _experts_wait(), f"experts quantized by '{name}'"),
-        (_has_states(model), f"{STATES} quantized by '{name}'"),
+        (
+            STATE_MODELS.get(model.architecture) == "MambaMixer",
+            f"models with layers of Mamba 1 quantized by '{name}' (vLLM's layer has no quantized products)",
+        ),
         (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
     ]
 

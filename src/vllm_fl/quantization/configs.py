@@ -160,7 +160,11 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
 
 @register_weight_loader_v2_supported_method
 class AWQMethodFL(WithoutMarlin, auto_awq.AutoAWQMarlinLinearMethod):
-    pass
+    def create_weights(
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], *args: Any, **kwargs: Any
+    ) -> None:
+        _refuse_cut_words(layer, output_partition_sizes, self.quant_config.weight_bits)
+        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **kwargs)
 
 
 class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
@@ -234,6 +238,8 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
             scheme.create_weights = partial(create_in_blocks, create, block[0], "weight_scale")
         if isinstance(scheme, vllms.CompressedTensorsW8A8Int8):
             scheme.create_weights = partial(_with_scale_of_each_input, create)
+        if isinstance(scheme, vllms.CompressedTensorsWNA16) and not found.weights.symmetric:
+            scheme.create_weights = partial(_with_whole_words, create, found.weights.bits)
         # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
         scheme.process_weights_after_loading = partial(_load, scheme, kernel)
         return scheme
@@ -278,6 +284,23 @@ def _with_scale_of_each_input(
     if layer.input_scale is not None:
         scales = torch.full((len(output_partition_sizes),), orders.UNSET)
         layer.input_scale = PerTensorScaleParameter(data=scales, weight_loader=named["weight_loader"])
+
+
+def _with_whole_words(
+    create: Callable[..., None], bits: int, layer: Any, output_partition_sizes: list[int], **named: Any
+) -> None:
+    """Register parameters as vLLM does, with zero points of several columns in a word."""
+    _refuse_cut_words(layer, output_partition_sizes, bits)
+    create(layer=layer, output_partition_sizes=output_partition_sizes, **named)
+
+
+def _refuse_cut_words(layer: Any, parts: list[int], bits: int) -> None:
+    """Raise ``ValueError`` where a word has columns of two parts of a joined layer: vLLM's loader would lose some."""
+    if any(size % (orders.WORD // bits) for size in parts):
+        raise refused(
+            f"parts of {parts} columns of a joined layer on a rank, not all multiples of a word's {orders.WORD // bits}"
+            f" ({getattr(layer, 'prefix', '')})"
+        )
 
 
 def _load(scheme: Any, kernel: str, layer: Any) -> None:

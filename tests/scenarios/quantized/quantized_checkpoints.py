@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -254,9 +255,27 @@ def layered(*names: str) -> Scheme:
     return Scheme(config, schemes[0].write, "", operators=tuple(operators), layers=tuple(schemes))
 
 
+QUANTIZED = (
+    "_proj",
+    "kv_a_proj_with_mqa",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_qkvz",
+    "input_linear",
+    "output_linear",
+    *(f".w{number}" for number in (1, 2, 3)),
+)
+"""Ends of the names of products that checkpoints quantize.
+
+Those published leave routers, convolutions, the small products of a delta net's gates (``in_proj_ba``) and the first
+product of a predictor (``eh_proj``) as they are.
+"""
+
+
 def is_product(name: str) -> bool:
     """Whether a tensor of a checkpoint is the weight of a product that schemes quantize."""
-    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
+    module, _, weight = name.rpartition(".")
+    return weight == "weight" and module.endswith(QUANTIZED) and not module.endswith("eh_proj")
 
 
 CACHE_SCALES = ((0.011, 0.0023), (0.017, 0.0031), (0.023, 0.0041), (0.029, 0.0053))
@@ -265,16 +284,29 @@ CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric
 """The part of a ``compressed-tensors`` configuration that announces scales of the cache."""
 
 
-def _with_plain_routers(quantization: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """A quantization that leaves the routers of experts alone, in the words of its method; ``names``: of tensors."""
-    routers = [name.removesuffix(".weight") for name in names if name.endswith(".mlp.gate.weight")]
-    if not routers:
+def _leaving_others(quantization: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """A quantization that leaves other layers of the checkpoint alone, in the words of its method; ``stored``: tensors.
+
+    Those are routers, gates and convolutions; embeddings and heads are left anyhow.
+    """
+    weights = [name for name, tensor in stored.items() if name.endswith(".weight") and tensor.dim() > 1]
+    found = [name.removesuffix(".weight") for name in weights if not is_product(name)]
+    left = [name for name in found if not name.endswith(("embed_tokens", "embeddings", "lm_head"))]
+    if not left:
         return quantization
     if quantization["quant_method"] == "compressed-tensors":
-        return {**quantization, "ignore": [*quantization["ignore"], *routers]}
+        return {**quantization, "ignore": [*quantization["ignore"], *left]}
     if quantization["quant_method"] == "gptq":
-        return {**quantization, "dynamic": {r"-:.*\.mlp\.gate$": {}}}
-    return {**quantization, "modules_to_not_convert": routers}
+        return {**quantization, "dynamic": {f"-:{re.escape(name)}$": {} for name in left}}
+    return {**quantization, "modules_to_not_convert": left}
+
+
+def _stored(scheme: Scheme, weight: Tensor) -> Stored:
+    """A checkpoint's tensors of one weight, or of a layer's experts that it stores in one tensor."""
+    if weight.dim() == 2:
+        return scheme.write(weight)[0]
+    each = [scheme.write(one)[0] for one in weight]
+    return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
 
 def write_checkpoint(
@@ -286,9 +318,10 @@ def write_checkpoint(
     """
     shutil.copytree(model, folder)
     stored: Stored = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    plain = load_file(folder / "model.safetensors")
+    for name, tensor in plain.items():
         if is_product(name):
-            parts, _ = scheme.of(name).write(tensor.float())
+            parts = _stored(scheme.of(name), tensor.float())
             stored.update({name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in parts.items()})
         else:
             stored[name] = tensor
@@ -298,7 +331,7 @@ def write_checkpoint(
             stored[f"model.layers.{layer}.{owner}.{letter}_scale"] = torch.tensor([scale])
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = _with_plain_routers(scheme.config, stored)
+    config["quantization_config"] = _leaving_others(scheme.config, plain)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -44,16 +44,27 @@ class _Mixture(nn.Module):
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        self.gate, fused = block.gate, block.experts
-        self.shared_experts = getattr(block, "shared_experts", None)
+        self.router, fused = getattr(block, "gate", None) or block.router, block.experts
+        self.bias = getattr(block, "expert_bias", None)
+        self.shared_experts = getattr(block, "shared_experts", None) or getattr(block, "shared_expert", None)
+        self.shared_gate = getattr(block, "shared_expert_gate", None)
         self.experts = nn.ModuleList(_Expert(*parts) for parts in zip(fused.gate_up_proj, fused.down_proj, strict=True))
 
+    def _shared(self, x: Tensor) -> Tensor | float:
+        if self.shared_experts is None:
+            return 0.0
+        gate = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
+        return gate * self.shared_experts(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        _, weights, chosen = self.gate(x)
+        rows = x.flatten(0, -2)
+        found = self.router(rows) if self.bias is None else self.router(rows, self.bias)
+        # Granite's router returns what it chose first, and others their logits.
+        chosen, weights = found[:2] if not found[0].is_floating_point() else (found[2], found[1])
         every = x.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, weights.to(x.dtype))
         every = every.view(*x.shape[:-1], -1)
         mixed = sum(expert(x) * every[..., index, None] for index, expert in enumerate(self.experts))
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+        return mixed + self._shared(x)
 
 
 class _Expert(nn.Module):
@@ -81,9 +92,10 @@ def network(
     ``absorbed`` for prompts too, nothing quantizes the input of ``kv_b_proj``.
     """
     made = reference_network(model, dtype)
-    for layer in made.model.layers:
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp = _Mixture(layer.mlp)
+    for module in [*made.modules()]:
+        for name, child in module.named_children():
+            if hasattr(child, "experts"):
+                setattr(module, name, _Mixture(child))
     if scheme is None:
         return made
     for name, module in _products(made):

@@ -132,9 +132,9 @@ HOPPER, AMPERE = (
             "speculative decoding by models with layers that keep a state",
         ),
         (
-            "qwen3_5",
-            {"hf_overrides": {"quantization_config": FP8}},
-            "models with layers that keep a state quantized by 'fp8'",
+            "jamba",
+            {"hf_overrides": {"quantization_config": FP8}, "dtype": "bfloat16"},
+            "models with layers of Mamba 1 quantized by 'fp8' (vLLM's layer has no quantized products)",
         ),
         ("deepseek_v32", {}, "sparse latent attention"),
         ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
@@ -332,10 +332,11 @@ def test_what_a_draft_is_made_of_is_asked_too(
     mamba = {"method": "draft_model", "model": str(described("mamba2")), **SPECULATION}
     with pytest.raises(ValueError, match="does not support a draft with layers that keep a state on cpu"):
         configure("llama", speculative_config=mamba)
-    quantized = json.loads((described("llama") / "config.json").read_text()) | {"quantization_config": FP8}
+    quantized = json.loads((described("llama") / "config.json").read_text())
+    quantized["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     draft = {"method": "draft_model", "model": str(tmp_path), **SPECULATION}
-    with pytest.raises(ValueError, match="does not support drafts of a model with quantized weights on cpu"):
+    with pytest.raises(ValueError, match="does not support quantization 'modelopt' yet"):
         configure("llama", speculative_config=draft, dtype="bfloat16")
 
 
