@@ -5,7 +5,6 @@ As ``tests/vllm/quantization/test_quantized_states.py``: a delta net beside atte
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("vllm")
-sys.path.insert(0, str(Path(__file__).parents[2] / "vllm"))
 
 from engines import PROMPTS, SCORED_STEP, Runs, ran, start_features
 
