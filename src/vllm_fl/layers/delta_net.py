@@ -78,7 +78,7 @@ class DeltaNetLayer(StateLayer):
             core_attn_out[rows] = self._fl_prompts(step, mixed_qkv[rows], b[rows], a[rows])
 
     def _fl_verify(self, step: Any, drafted: Drafted, mixed_qkv: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
-        """A step with drafts, whose other requests all count as prompts; parameters are those of the core."""
+        """Run a step with drafts, where other requests count as prompts; parameters as those of the core."""
         if not step.num_prefills:
             out[: drafted.tokens] = self._fl_drafts(drafted, mixed_qkv, b, a)
             return

@@ -33,7 +33,7 @@ class Drafted:
 
     @classmethod
     def of(cls, step: Any) -> Drafted | None:
-        """Those of a step as vLLM describes it for either kind of layers; ``None`` if it has none."""
+        """Read a step as vLLM describes it for either kind of layers; ``None`` if it has no drafts."""
         if step.num_accepted_tokens is None:
             return None
         if hasattr(step, "spec_state_indices_tensor"):  # a delta net's

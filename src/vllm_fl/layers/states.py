@@ -132,7 +132,7 @@ class StateLayer(DispatchedLayer):
         return self.fl_window()[:, :, : weight.shape[1] - 1]
 
     def fl_window(self) -> Tensor:
-        """Those and one for each draft, ``[slots, channels, width - 1 + drafts]``."""
+        """The last inputs of a convolution and one for each draft, ``[slots, channels, width - 1 + drafts]``."""
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
         inputs = self.kv_cache[0]

@@ -1,6 +1,6 @@
 """Quantized models with layers that keep a state on a GPU, eagerly and from graphs, in float32, by our kernels.
 
-As ``tests/vllm/quantization/test_quantized_states.py``: a delta net beside attention, with experts and without, and a state space.
+As ``tests/vllm/quantization/test_quantized_states.py``, with delta nets beside attention and a state space.
 """
 
 from __future__ import annotations
