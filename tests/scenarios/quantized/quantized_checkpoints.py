@@ -60,7 +60,7 @@ def eight_bits(kind: torch.dtype, per: str, rows: float | None = None, scale_nam
             columns, inner = weight.shape
             whole = functional.pad(weight, (0, -inner % 128, 0, -columns % 128))
             blocks = whole.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))  # [down, 128, across, 128]
-            scale = blocks.abs().amax((1, 3)) / largest
+            scale = (blocks.abs().amax((1, 3)) / largest).clamp(min=1e-10)
             full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:columns, :inner]
         else:
             scale = symmetric(weight, largest, -1 if per == "channel" else None)
