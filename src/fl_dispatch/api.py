@@ -7,7 +7,7 @@ without it is taken as one for the first version.
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from importlib.metadata import Distribution, EntryPoint, entry_points
 
 from .version import __version__
 
@@ -20,9 +20,25 @@ SERVED = range(V1, V1 + 1)
 
 def why_refused(point: EntryPoint) -> str:
     """The sentence that refuses the package of an entry point; empty if its version is served."""
-    package = point.dist
-    if package is None:
-        return ""
+    return "" if point.dist is None else _why_refused(point.dist)
+
+
+def why_module_refused(module: str) -> str:
+    """The sentence that refuses a module that the user named, by the package that has it; empty if none refuses."""
+    stating = [point.dist for point in entry_points(group=API_GROUP) if point.dist is not None]
+    return next((why for package in stating if _has(package, module) and (why := _why_refused(package))), "")
+
+
+def _has(package: Distribution, module: str) -> bool:
+    """Whether an installed package has a module: by its files, or by its names where it is installed editable."""
+    path, files = module.replace(".", "/"), [str(file) for file in package.files or ()]
+    if any(file.endswith(".py") and not file.startswith("__editable__") for file in files):
+        return any(file.startswith((f"{path}.", f"{path}/")) for file in files)
+    named = {point.module.partition(".")[0] for point in package.entry_points if point.group != API_GROUP}
+    return module.partition(".")[0] in named.union((package.read_text("top_level.txt") or "").split())
+
+
+def _why_refused(package: Distribution) -> str:
     for stated in package.entry_points.select(group=API_GROUP):
         number = stated.attr.removeprefix("V")
         if not number.isdecimal():

@@ -6,7 +6,6 @@ that fails leaves nothing half-registered.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .api import why_refused
+from .api import why_module_refused, why_refused
 from .errors import PluginLoadError, RegistrationError, text_of
 from .importing import is_incomplete, is_of_incomplete_module
 from .logger_manager import get_logger
@@ -78,12 +77,20 @@ def plugins() -> list[Target]:
     source = str(settings.origin("plugin_modules"))
     return [
         *(Target(point.name, f"entry point {point.value}", partial(_load, point), False) for point in points),
-        *(Target(name, source, partial(importlib.import_module, name), True) for name in settings.plugin_modules),
+        *(Target(name, source, partial(_load_named, name), True) for name in settings.plugin_modules),
     ]
 
 
 def _load(point: EntryPoint) -> object:
     if why := why_refused(point):
+        raise PluginLoadError(why)
+    return point.load()
+
+
+def _load_named(name: str) -> object:
+    """``package.module``, or ``package.module:function``."""
+    point = EntryPoint(name, name, PLUGIN_GROUP)
+    if why := why_module_refused(point.module):
         raise PluginLoadError(why)
     return point.load()
 

@@ -7,15 +7,28 @@ layer, has it change the loaded weights once, and calls it for the product. It l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from fl_dispatch.hosting.quantized import layers, orders
+import torch
+
+from fl_dispatch.hosting.quantized import layers, orders, schemes
+from fl_dispatch.hosting.quantized.schemes import Kind, Numbers, Scheme
+
+from . import refused
 
 Answer = tuple[bool, str | None]
+ASKED = "a product that vLLM asks for"
+"""The place that a refusal names: vLLM does not say which format of checkpoints a product is for."""
+TYPES = {torch.int8: "int", torch.float8_e4m3fn: "float"}
+"""Dtype of a quantized number → its kind; vLLM asks for others too."""
+SHARED = {(-1, -1): schemes.TENSOR, (-1, 1): schemes.CHANNEL, (1, -1): schemes.TOKEN}
+"""Rows and columns with one scale, as vLLM writes them, -1 for all → the name of what has it."""
 
 
 class VllmKernel(layers.QuantizedLayer):
     """The part that all kinds share: they quantize rows themselves."""
+
+    fl_kind: ClassVar[Kind]
 
     def __init__(self, config: Any, layer_param_names: Sequence[str] = ()) -> None:
         super().__init__()
@@ -29,28 +42,62 @@ class VllmKernel(layers.QuantizedLayer):
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        """Every scheme that :func:`fl_dispatch.hosting.quantized.schemes.served` lets through."""
-        return True, None
+        """Whether :func:`fl_dispatch.hosting.quantized.schemes.served` answers this kind to the scheme asked for."""
+        try:
+            kind = schemes.served(cls.fl_scheme(c), "", refused)
+        except ValueError as error:
+            return False, str(error)
+        return kind is cls.fl_kind, None if kind is cls.fl_kind else f"multiplies {cls.fl_kind.value}, not {kind.value}"
+
+    @staticmethod
+    def fl_scheme(c: Any) -> Scheme:
+        """The scheme in vLLM's configuration of a product."""
+        return Scheme(ASKED, _numbers(c.weight_quant_key, schemes.BLOCK), _numbers(c.activation_quant_key))
 
     def input_quant_key(self) -> None:
         """Rows are quantized here, not by the layer before."""
 
 
+def _numbers(key: Any, shared: str = schemes.GROUP) -> Numbers:
+    """The numbers that vLLM's ``QuantKey`` says; ``shared``: the name of any other part of a tensor with one scale."""
+    down, across = key.scale.group_shape
+    per, bits = SHARED.get((down, across), shared), getattr(key.dtype, "size_bits", 0) or 8 * key.dtype.itemsize
+    sizes: dict[str, Any] = {schemes.GROUP: {"group": across}, schemes.BLOCK: {"block": (down, across)}}.get(per, {})
+    kind, dynamic = TYPES.get(key.dtype, str(key.dtype)), not key.scale.static
+    return Numbers(bits, kind, per, **sizes, symmetric=key.symmetric, dynamic=dynamic)
+
+
 class Int8Layer(VllmKernel, layers.Int8Layer):
-    pass
+    fl_kind = Kind.INT8
+
+    @staticmethod
+    def fl_scheme(c: Any) -> Scheme:
+        weights = Numbers(8, "int", schemes.CHANNEL if c.is_channelwise else schemes.TENSOR)
+        per = schemes.TENSOR if c.is_static_input_scheme else schemes.TOKEN
+        rows = Numbers(8, "int", per, symmetric=c.input_symmetric, dynamic=not c.is_static_input_scheme)
+        return Scheme(ASKED, weights, rows)
 
 
 class Fp8Layer(VllmKernel, layers.Fp8Layer):
-    pass
+    fl_kind = Kind.FP8
 
 
 class Fp8BlockLayer(VllmKernel, layers.Fp8BlockLayer):
+    fl_kind = Kind.FP8_BLOCKS
+
     def __init__(self, config: Any, layer_param_names: Sequence[str] = ()) -> None:
         super().__init__(config)
         self.fl_block = int(config.weight_quant_key.scale.group_shape.row)
 
 
 class Fp8WeightLayer(VllmKernel, layers.Fp8WeightLayer):
+    fl_kind = Kind.FP8_WEIGHT
+
+    @staticmethod
+    def fl_scheme(c: Any) -> Scheme:
+        """vLLM names a kind of inputs here too, and leaves them as they are."""
+        return Scheme(ASKED, _numbers(c.weight_quant_key, schemes.BLOCK))
+
     def __init__(self, config: Any, layer_param_names: Sequence[str] = ()) -> None:
         super().__init__(config)
         self.fl_dtype = config.input_dtype
@@ -58,6 +105,8 @@ class Fp8WeightLayer(VllmKernel, layers.Fp8WeightLayer):
 
 class PackedLayer(VllmKernel, layers.PackedLayer):
     """vLLM has brought ``awq`` into the order of ``gptq``, with zero points as ``compressed-tensors`` has them."""
+
+    fl_kind = Kind.COMPRESSED
 
     def __init__(self, c: Any, w_q_param_name: str, w_s_param_name: str, w_zp_param_name: str | None = None) -> None:
         super().__init__(c)
@@ -72,13 +121,25 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        """A rank's part has whole groups and words."""
+        """Whether the scheme is served, and a rank's part has whole groups and words."""
+        served, why = super().can_implement(c)
+        if not served:
+            return served, why
         bits, inner = c.weight_type.size_bits, c.partition_weight_shape[0]
         if c.group_size > 0 and inner % c.group_size:
             return False, f"{inner} rows of the weight are no whole number of groups of {c.group_size}"
         if any(size % (orders.WORD // bits) for size in c.partition_weight_shape):
             return False, f"a weight of {c.partition_weight_shape} elements fills no whole words"
         return True, None
+
+    @staticmethod
+    def fl_scheme(c: Any) -> Scheme:
+        kind = "int" if c.weight_type.is_integer() else str(c.weight_type)
+        per = schemes.GROUP if c.group_size > 0 else schemes.CHANNEL
+        weights = Numbers(c.weight_type.size_bits, kind, per, c.group_size, symmetric=not c.zero_points)
+        plain = c.act_type in layers.DTYPES
+        rows = None if plain else Numbers(8 * c.act_type.itemsize, str(c.act_type), schemes.TOKEN, dynamic=True)
+        return Scheme(ASKED, weights, rows, schemes.PACKED_FORM)
 
 
 def register() -> None:

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from builders import impl
-from fl_dispatch import OpRegistry, clear_discovered_plugins, discover_plugins, get_discovered_plugins
+from fl_dispatch import (
+    OpRegistry,
+    PluginLoadError,
+    clear_discovered_plugins,
+    discover_plugins,
+    get_discovered_plugins,
+)
 from fl_dispatch.devices import detect
+from fl_dispatch.settings import reset_settings
 from fl_dispatch.version import __version__
 
 Install = Callable[..., None]
@@ -73,6 +80,33 @@ def test_a_package_for_another_core_is_refused_and_not_imported(install: Install
     assert f"acme-api 2.5 {said}" in found.detail
     assert "acme_api_fl" not in sys.modules
     assert registry.list_operators() == ["rms_norm"]
+
+
+@pytest.mark.parametrize("editable", [False, True], ids=["installed", "editable"])
+@pytest.mark.parametrize("name", ["acme_api_fl", "acme_api_fl:register_builtins"])
+def test_a_module_that_is_named_is_asked_for_its_version_too(
+    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, editable: bool
+) -> None:
+    install("fl_dispatch.api:V7")
+    if not editable:
+        (tmp_path / "acme_api_fl-2.5.dist-info" / "RECORD").write_text("acme_api_fl.py,,\n")
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", name)
+    reset_settings()
+    said = rf"VLLM_FL_PLUGIN_MODULES: plugin module '{name}' cannot be loaded: .*acme-api 2.5 is built for version 7"
+    with pytest.raises(PluginLoadError, match=said):
+        discover_plugins(OpRegistry())
+    assert "acme_api_fl" not in sys.modules
+
+
+def test_a_named_module_of_no_package_needs_no_version(
+    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install("fl_dispatch.api:V7")
+    (tmp_path / "acme_api_fl-2.5.dist-info" / "RECORD").write_text("acme_api_fl.py,,\n")
+    (tmp_path / "acme_api_fl_beside.py").write_text(REGISTERS)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "acme_api_fl_beside")
+    reset_settings()
+    assert discover_plugins(OpRegistry()) == 1
 
 
 def test_a_device_for_another_core_is_left_out_in_the_same_sentence(install: Install) -> None:

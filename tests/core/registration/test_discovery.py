@@ -61,6 +61,15 @@ def test_a_named_module_registers_through_its_function(plugin: Any, name: str) -
     assert ("a_plugin", True) in [(p.name, p.loaded) for p in get_discovered_plugins()]
 
 
+def test_a_function_of_a_module_may_be_named(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = plugin(REGISTER.format(name="of_this_version"))
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", f"{name}:of_this_version")
+    reset_default_manager()
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    assert manager.registry.get_implementation("silu_and_mul", "vendor.acme") is not None
+
+
 @pytest.mark.parametrize(
     ("source", "error", "text"),
     [

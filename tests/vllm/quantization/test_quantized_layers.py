@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,18 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.kernels import linear as vllm_kernels
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearLayerConfig,
+    Int8ScaledMMLinearLayerConfig,
+)
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, QuantKey
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import PlatformEnum
-from vllm.scalar_type import scalar_types
+from vllm.scalar_type import ScalarType, scalar_types
 
 from fl_dispatch.hosting.quantized import orders
 from quantized_checkpoints import SCHEMES
@@ -34,10 +40,81 @@ def test_scales_that_are_neither_are_not_taken_for_some() -> None:
 
 @pytest.mark.parametrize(("shape", "fits"), [((64, 48), True), ((60, 48), False), ((64, 44), False)])
 def test_packed_weights_fill_whole_words(shape: tuple[int, int], fits: bool) -> None:
-    asked = SimpleNamespace(
-        weight_type=scalar_types.uint4b8, partition_weight_shape=shape, group_size=-1, zero_points=False
-    )
-    assert kernels.PackedLayer.can_implement(asked)[0] == fits
+    assert kernels.PackedLayer.can_implement(_packed(shape=shape))[0] == fits
+
+
+def _packed(
+    weights: ScalarType = scalar_types.uint4b8,
+    inputs: torch.dtype = torch.bfloat16,
+    group: int = -1,
+    zeros: bool = False,
+    shape: tuple[int, int] = (64, 48),
+) -> MPLinearLayerConfig:
+    return MPLinearLayerConfig(shape, shape, weights, inputs, group, zeros)
+
+
+def _float8(weights: QuantKey, inputs: QuantKey) -> FP8ScaledMMLinearLayerConfig:
+    return FP8ScaledMMLinearLayerConfig(weights, inputs, (64, 64), torch.bfloat16, torch.bfloat16)
+
+
+BLOCKS = GroupShape(128, 128), GroupShape(1, 128)
+PRODUCTS: dict[str, tuple[Any, Any, str]] = {
+    "int8, scale a row": (kernels.Int8Layer, Int8ScaledMMLinearLayerConfig(False, True, True), ""),
+    "int8, scale of the checkpoint": (kernels.Int8Layer, Int8ScaledMMLinearLayerConfig(True, False, True), ""),
+    "int8, inputs with zero points": (
+        kernels.Int8Layer,
+        Int8ScaledMMLinearLayerConfig(False, True, False),
+        "weights of 8 bits (int, channel) for inputs of 8 bits (int, token, zero points)",
+    ),
+    "fp8": (kernels.Fp8Layer, _float8(keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym), ""),
+    "fp8, scale of the checkpoint": (kernels.Fp8Layer, _float8(keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym), ""),
+    "fp8 of another type": (
+        kernels.Fp8Layer,
+        _float8(*[QuantKey(torch.float8_e5m2, keys.kStaticTensorScale)] * 2),
+        "weights of 8 bits (torch.float8_e5m2, tensor) for inputs of 8 bits (torch.float8_e5m2, tensor)",
+    ),
+    "fp8 in blocks": (kernels.Fp8BlockLayer, _float8(*map(keys.create_fp8_quant_key, (True, False), BLOCKS)), ""),
+    "fp8 in blocks that are not square": (
+        kernels.Fp8BlockLayer,
+        _float8(*map(keys.create_fp8_quant_key, (True, False), (GroupShape(64, 128), BLOCKS[1]))),
+        "weights of 8 bits (float, blocks of 64 x 128) for inputs of 8 bits (float, groups of 128)",
+    ),
+    "fp8 for inputs as they are": (
+        kernels.Fp8WeightLayer,
+        _float8(keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym),
+        "",
+    ),
+    "4 bits, symmetric": (kernels.PackedLayer, _packed(group=32), ""),
+    "4 bits, zero points": (kernels.PackedLayer, _packed(scalar_types.uint4, zeros=True), ""),
+    "8 bits": (kernels.PackedLayer, _packed(scalar_types.uint8b128), ""),
+    "2 bits": (kernels.PackedLayer, _packed(scalar_types.uint2b2), "weights of 2 bits (int, channel)"),
+    "4 bits of another type": (
+        kernels.PackedLayer,
+        _packed(scalar_types.float4_e2m1f),
+        "weights of 4 bits (float4_e2m1f",
+    ),
+    "4 bits, inputs in fp8": (
+        kernels.PackedLayer,
+        _packed(inputs=torch.float8_e4m3fn),
+        "weights of 4 bits (int, channel) for inputs of 8",
+    ),
+}
+"""Kernel of ours, vLLM's configuration of a product, and the refused scheme; empty for one that is served."""
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_kernel_takes_the_schemes_that_are_served_and_refuses_others_in_the_one_sentence(name: str) -> None:
+    kernel, asked, refused = PRODUCTS[name]
+    takes, why = kernel.can_implement(asked)
+    assert takes == (not refused), why
+    if refused:
+        assert why is not None
+        assert why.startswith(f"vllm_fl does not support {refused}")
+
+
+def test_a_kernel_refuses_the_kind_of_another() -> None:
+    _, blocks, _ = PRODUCTS["fp8 in blocks"]
+    assert kernels.Fp8Layer.can_implement(blocks) == (False, "multiplies fp8, not fp8 in blocks")
 
 
 def test_a_quantized_head_is_refused_by_name() -> None:

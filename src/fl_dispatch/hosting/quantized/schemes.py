@@ -308,7 +308,7 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
         down, across = weights.block
         whole = weights.kind == "float" and inputs is not None and not scheme.given and down == across == inputs.group
         return Kind.FP8_BLOCKS if whole and not (experts and form) else None
-    if weights.per not in (CHANNEL, TENSOR):
+    if weights.per not in (CHANNEL, TENSOR) or weights.kind not in ("int", "float"):
         return None
     if inputs is None:
         return Kind.FP8_WEIGHT if weights.kind == "float" and not experts else None
