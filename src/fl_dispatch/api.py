@@ -24,7 +24,7 @@ def why_refused(point: EntryPoint) -> str:
 
 
 def why_module_refused(module: str) -> str:
-    """The sentence that refuses a module that the user named, by the package that has it; empty if none refuses."""
+    """The sentence that refuses a named module because of its package; empty if none does."""
     stating = [point.dist for point in entry_points(group=API_GROUP) if point.dist is not None]
     return next((why for package in stating if _has(package, module) and (why := _why_refused(package))), "")
 

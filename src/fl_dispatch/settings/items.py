@@ -173,7 +173,7 @@ ITEMS: tuple[Item, ...] = (
     _flag("dispatch_debug", "VLLM_FL_DISPATCH_DEBUG", "every decision is logged with its reasons; calls are counted"),
     _item(
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", values.comma_list, list[str], values.modules,
-        "modules with a register_builtins(registry) to call; one that does not load is an error",
+        "modules with a register_builtins(registry), or module:function; one that does not load is an error",
     ),
     _item(
         "flagcx_path", "FLAGCX_PATH", values.text, str, values.path,
