@@ -41,7 +41,7 @@ _DEFAULT_PRIORITY = {
 
 @dataclass(frozen=True, eq=False)
 class Traits(Mapping[str, Any]):
-    """Facts about an implementation that policies and hosts ask for; as a mapping, those that differ from the default.
+    """Facts about an implementation that policies and hosts ask for; as a mapping, those that were given or differ.
 
     Args:
         batch_invariant: a row of its result has the same bits in every batch.
@@ -55,6 +55,7 @@ class Traits(Mapping[str, Any]):
         kv_layout: the layout of the KV cache with which it is faster, and without which it also runs.
         kv_block: slots of a block of the KV cache from which on it is fastest.
         extra: a vendor's own facts.
+        stated: traits that a mapping gave (:meth:`of`), which stay in it where they are at their defaults.
     """
 
     batch_invariant: bool = False
@@ -68,6 +69,7 @@ class Traits(Mapping[str, Any]):
     kv_layout: str | None = None
     kv_block: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)
+    stated: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
         if known := next((key for key in self.extra if key in TRAITS), None):
@@ -79,24 +81,28 @@ class Traits(Mapping[str, Any]):
         if isinstance(properties, Traits):
             return properties
         known = {key: value for key, value in properties.items() if key in TRAITS}
-        return Traits(**known, extra={key: value for key, value in properties.items() if key not in TRAITS})
+        extra = {key: value for key, value in properties.items() if key not in TRAITS}
+        return Traits(**known, extra=extra, stated=frozenset(known))
 
     def __getitem__(self, key: str) -> Any:
         if key not in TRAITS:
             return self.extra[key]
-        if (value := getattr(self, key)) == TRAITS[key]:
+        if not self._lists(key):
             raise KeyError(key)
-        return value
+        return getattr(self, key)
+
+    def _lists(self, key: str) -> bool:
+        return key in self.stated or getattr(self, key) != TRAITS[key]
 
     def __iter__(self) -> Iterator[str]:
-        yield from (key for key, default in TRAITS.items() if getattr(self, key) != default)
+        yield from filter(self._lists, TRAITS)
         yield from self.extra
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-TRAITS: Mapping[str, Any] = {each.name: each.default for each in fields(Traits) if each.name != "extra"}
+TRAITS: Mapping[str, Any] = {each.name: each.default for each in fields(Traits) if each.name not in ("extra", "stated")}
 """The names of traits, with their defaults."""
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -49,6 +53,34 @@ def test_the_source_archive_has_what_its_tests_and_ci_read(tmp_path: Path) -> No
         names = {Path(name).parts[1] for name in opened.getnames() if len(Path(name).parts) > 1}
     kept = {name for name in _tracked() if name != ".gitignore"}
     assert kept - names == set()
+
+
+def test_an_environment_beside_the_sources_leaves_no_file_and_hides_none(tmp_path: Path) -> None:
+    """An environment may link to folders of the sources, and hatchling walks through a folder once."""
+    project = tmp_path / "project"
+    for name in ("pyproject.toml", ".gitignore", "README.md", "LICENSE", "src/fl_dispatch/version.py"):
+        if (ROOT / name).exists():
+            (project / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, project / name)
+    sources = project / "tests" / "core"
+    sources.mkdir(parents=True)
+    (sources / "test_one.py").touch()
+    for number in range(100):
+        environment = project / f".venv-{number}"
+        environment.mkdir()
+        (environment / "own.py").touch()
+        (environment / "tests").symlink_to(sources)
+        order = os.listdir(project)  # as hatchling walks
+        if order.index(environment.name) < order.index("tests"):
+            break
+    else:
+        pytest.skip("this file system lists environments last")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path], cwd=project, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    assert "tests/core/test_one.py" in names
+    assert not {name for name in names if ".venv" in name}
 
 
 def _tracked() -> set[str]:

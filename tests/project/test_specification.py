@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fl_dispatch import call_op, get_default_manager, resolve_op
+from fl_dispatch import BackendImplKind, OpRegistry, call_op, get_default_manager, resolve_op
+from fl_dispatch.backends.base import Backend
 from fresh_interpreter import fresh
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,17 @@ assert not hasattr(attention, "MLAFLImpl")
 """,
         cold=True,
     )
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "ascend", "cpu", "template"])
+def test_a_built_in_vendor_registers_rows_or_a_class(vendor: str) -> None:
+    registry = OpRegistry()
+    pkgutil.resolve_name(f"vllm_fl.dispatch.backends.vendor.{vendor}.register_ops:register_builtins")(registry)
+    impls = [impl for found in registry.snapshot().impls_by_op.values() for impl in found]
+    assert impls
+    assert {(impl.kind, impl.vendor) for impl in impls} == {(BackendImplKind.VENDOR, vendor)}
+    by_class = {isinstance(getattr(impl.fn, "__self__", None), Backend) for impl in impls}
+    assert by_class == {vendor == "template"}
 
 
 def test_the_bridge_function_adds_the_addition_to_the_residual() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 Parameter = inspect.Parameter
 ANY = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+IN_ORDER = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 NEAR = 0.8
 """Similarity from which on an unknown name counts as misspelt, by :mod:`difflib`'s ratio."""
 
@@ -29,7 +30,8 @@ def names_of(
         for as many parameters, or has no signature that can be read.
 
     Raises:
-        TypeError: it requires a parameter that is not declared, or misspells one.
+        TypeError: it requires a parameter that is not declared, misspells one, or would get another's argument by a
+            declared name.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -38,9 +40,10 @@ def names_of(
     declared = (*operands, *hints)
     own = {parameter.name: at for at, parameter in enumerate(parameters) if parameter.name not in declared}
     if any(parameter.kind in ANY for parameter in parameters):
+        _refuse_moved([parameter.name for parameter in parameters if parameter.kind in IN_ORDER], operands, ())
         return None
     if own and _binds(function, len(operands)):
-        _refuse_misspelt([parameter.name for parameter in parameters], declared)
+        _refuse_moved([parameter.name for parameter in parameters], operands, tuple(own))
         return None
     for name in own:
         if near := difflib.get_close_matches(name, declared, 1, cutoff=NEAR):
@@ -56,10 +59,17 @@ def of_arguments(function: Callable[..., Any], declared: Mapping[str, Parameter]
     Arguments left out at the end are at their defaults.
 
     Raises:
-        TypeError: see :func:`names_of`.
+        TypeError: see :func:`names_of`; or the function takes neither its names nor all arguments in order.
     """
     names = names_of(function, tuple(declared))
-    if names is None or names == tuple(declared):
+    if names is None:
+        if _binds(function, len(declared)) is False:
+            raise TypeError(f"it takes {inspect.signature(function)}, neither by name nor all in order")
+        return function
+    by_name = [one for one in names if inspect.signature(function).parameters[one].kind is Parameter.KEYWORD_ONLY]
+    if by_name:
+        return _with_keywords(function, names[: -len(by_name)], by_name, declared)
+    if names == tuple(declared):
         return function
     places = [tuple(declared).index(name) for name in names]
     defaults = tuple(parameter.default for parameter in declared.values())
@@ -71,20 +81,43 @@ def of_arguments(function: Callable[..., Any], declared: Mapping[str, Parameter]
     return lambda *args: function(*pick(args + defaults[len(args) :]))
 
 
-def _binds(function: Callable[..., Any], count: int) -> bool:
+def _with_keywords(
+    function: Callable[..., Any], names: Sequence[str], by_name: Sequence[str], declared: Mapping[str, Parameter]
+) -> Callable[..., Any]:
+    def chosen(*args: Any) -> Any:
+        given = {
+            **{name: parameter.default for name, parameter in declared.items()},
+            **dict(zip(declared, args, strict=False)),
+        }
+        return function(*(given[name] for name in names), **{name: given[name] for name in by_name})
+
+    return chosen
+
+
+def _binds(function: Callable[..., Any], count: int) -> bool | None:
+    """Whether a function takes so many arguments in order; ``None`` where its signature cannot be read."""
     try:
-        inspect.signature(function).bind(*range(count))
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*range(count))
     except TypeError:
         return False
     return True
 
 
-def _refuse_misspelt(names: Sequence[str], declared: Sequence[str]) -> None:
-    """Raise :class:`TypeError` for a name near a declared one, where a declared name at another place shows that the
-    function is not meant to take all in order.
+def _refuse_moved(names: Sequence[str], operands: Sequence[str], own: Sequence[str]) -> None:
+    """Raise :class:`TypeError` if a function that would get all operands in order names one at another place.
+
+    Args:
+        own: names that are not declared; none if the function takes ``*args``.
     """
-    moved = [name for at, name in enumerate(names) if name in declared and declared.index(name) != at]
-    for name in names if moved else ():
-        near = difflib.get_close_matches(name, [one for one in declared if one not in names], 1, cutoff=NEAR)
-        if name not in declared and near:
-            raise TypeError(f"'{name}' is no parameter of the declaration; did you mean '{near[0]}'?")
+    for place, name in zip(operands, names, strict=False):
+        if name not in operands or name == place:
+            continue
+        for each in own:
+            if near := difflib.get_close_matches(each, [one for one in operands if one not in names], 1, cutoff=NEAR):
+                raise TypeError(f"'{each}' is no parameter of the declaration; did you mean '{near[0]}'?")
+        why = f"'{own[0]}' is no parameter of the declaration" if own else "it takes all that come"
+        raise TypeError(f"{why}, so they come in order, and '{name}' would get '{place}'")

@@ -39,9 +39,9 @@ def declared(**helpers: Callable[..., Any]) -> Operator:
             id="all, in an order of its own",
         ),
         pytest.param(
-            lambda epsilon, weight, other, x: seen_by(epsilon, weight, other, x),
+            lambda x, other, weight, limit: seen_by(x, other, weight, limit),
             (X, None, WEIGHT, 0.5),
-            id="all but one, so by position",
+            id="some by other names, so in order",
         ),
         pytest.param(lambda x, *, epsilon: seen_by(x, epsilon), (X, 0.5), id="by keyword alone"),
         pytest.param(lambda x, limit=7: seen_by(x, limit), (X, 7), id="beside a default of its own"),
@@ -75,6 +75,29 @@ def test_a_misspelt_name_is_refused_with_the_nearest_one() -> None:
         declared(fake=lambda wieght: wieght)
     with pytest.raises(ValueError, match="operator scaled: its 'small_state' does not fit: 'wieght' is no parameter"):
         declared(small_state=SmallState(lambda wieght: {"weight": wieght}, lambda weight: (weight,)))
+
+
+def test_a_declared_name_at_the_place_of_another_is_refused_where_all_come_in_order() -> None:
+    for supports, why in (
+        (lambda weight, x, residual, other: True, "'other' is no parameter of the declaration"),
+        (lambda weight, *others: True, "it takes all that come"),
+    ):
+        with pytest.raises(RegistrationError, match=f"{why}, so they come in order, and 'weight' would get 'x'"):
+            manager_of(impl("vendor.a", normed, op=NORM, supports=supports))
+    with pytest.raises(ValueError, match="its 'work' does not fit: .* and 'scale' would get 'bias'"):
+        declared(work=lambda x, rows, scale, other: 1)
+
+
+def test_a_helper_of_a_declaration_may_name_parameters_by_keyword_alone() -> None:
+    assert declared(fake=lambda x, *, scale, bias: (x, scale, bias)).fake(X, WEIGHT, None, 5.0) == (X, 5.0, None)
+    assert declared(fake=lambda *, scale: scale).fake(X, WEIGHT) == 3.0
+    assert declared(fake=lambda x, weight, bias, *, scale: scale).fake(X, WEIGHT) == 3.0
+
+
+def test_a_helper_that_fits_no_call_is_refused_when_it_is_declared() -> None:
+    for fake in (lambda *args, scale: scale, lambda x, **others: x):
+        with pytest.raises(ValueError, match="operator scaled: its 'fake' does not fit: it takes .* neither by name"):
+            declared(fake=fake)
 
 
 def test_a_helper_of_a_declaration_gets_what_it_names() -> None:

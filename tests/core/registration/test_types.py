@@ -97,6 +97,15 @@ def test_properties_are_the_same_as_traits_and_by_their_names(properties: Traits
     assert found.properties.get("inductor") is None
 
 
+def test_a_property_at_its_default_is_in_the_mapping_that_gave_it() -> None:
+    given = {"graphs": True, "chunk": None, "kv_block": 32, "acme_clusters": 4}
+    found = impl("default.a", properties=given)
+    assert found.properties == given
+    assert found.properties["graphs"] is True
+    assert "inductor" not in found.properties
+    assert copy.deepcopy(found.traits) == pickle.loads(pickle.dumps(found.traits)) == given
+
+
 def test_traits_can_be_copied_and_pickled_and_extra_holds_no_trait() -> None:
     given = Traits(graphs=False, extra={"tile": 64})
     assert pickle.loads(pickle.dumps(given)) == copy.deepcopy(given) == given

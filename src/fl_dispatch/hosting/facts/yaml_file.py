@@ -32,6 +32,7 @@ from .fact import HostFact, Verb
 from .overrides import Overrides, overrides
 
 NAME = "host_facts.yaml"
+_VERSION = re.compile(r"\d+(\.\d+)*")
 _COMMA = re.compile(r",\s*(?![^(]*\))")
 """A comma that separates names, not parameters."""
 
@@ -73,15 +74,23 @@ def folder_of(plugin: str) -> Path:
 
 @cache
 def written(plugin: str) -> tuple[Section, ...]:
-    """The sections of a plugin's file."""
-    return parse((folder_of(plugin) / NAME).read_text(encoding="utf-8"))
+    """The sections of a plugin's file.
+
+    Raises:
+        ValueError: see :func:`parse`; the message names the file.
+    """
+    file = folder_of(plugin) / NAME
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def parse(text: str) -> tuple[Section, ...]:
     """The sections of a file's text.
 
     Raises:
-        ValueError: an entry does not have exactly one verb, or has an unknown key.
+        ValueError: an entry does not have exactly one verb, or has an unknown key or no version where one belongs.
     """
     return tuple(_section(owner, entries) for owner, entries in yaml.load(text, _Loader).items())
 
@@ -89,6 +98,9 @@ def parse(text: str) -> tuple[Section, ...]:
 def _section(owner: str, entries: list[dict[str, str]]) -> Section:
     own = entries[0] if not entries[0].keys() - {"since", "until"} else {}
     facts = []
+    for entry, key in ((entry, key) for entry in entries for key in ("since", "until") if key in entry):
+        if not isinstance(entry[key], str) or not _VERSION.fullmatch(entry[key]):
+            raise ValueError(f"{owner}: '{key}: {entry[key]}' is no version such as 0.32 or 0.5.23")
     for entry in entries[1:] if own else entries:
         rest = {**own, **entry}
         verbs = [verb for verb in get_args(Verb) if verb in rest]

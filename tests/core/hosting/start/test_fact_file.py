@@ -162,6 +162,23 @@ def test_an_entry_without_one_verb_or_with_an_unknown_key_is_refused(entry: str)
         yaml_file.parse(f"host.engine:\n{entry}\n")
 
 
+@pytest.mark.parametrize("value", ["banana", "0.33.x", "v0.33", "", "[0, 33]"])
+@pytest.mark.parametrize("key", ["since", "until"])
+@pytest.mark.parametrize("entry", ["- {}\n- reads: x", "- reads: x\n  {}"], ids=["section", "fact"])
+def test_a_version_that_is_none_is_refused_by_file_key_and_value(
+    facts: Callable[..., tuple[HostFact, ...]], tmp_path: Path, entry: str, key: str, value: str
+) -> None:
+    stated = entry.format(f"{key}: {value}")
+    with pytest.raises(ValueError, match=rf"plugged/host_facts\.yaml: host\.engine:Newer: '{key}: .*' is no version"):
+        facts("- since: 2.0", stated)
+
+
+def test_a_version_is_text_so_its_last_zero_stays() -> None:
+    (section,) = yaml_file.parse("host.engine:\n- since: 0.30\n- reads: x\n  until: 0.330\n")
+    (fact,) = section.facts
+    assert (fact.since, fact.until) == ("0.30", "0.330")
+
+
 @pytest.mark.parametrize("plugin", ["vllm_fl", "fl_transfer", "sglang_fl"])
 def test_each_class_or_module_of_a_host_has_one_section_in_alphabetical_order(plugin: str) -> None:
     lines = (yaml_file.folder_of(plugin) / yaml_file.NAME).read_text().splitlines()
