@@ -95,7 +95,7 @@ def _with_keywords(
 
 
 def _binds(function: Callable[..., Any], count: int) -> bool | None:
-    """Whether a function takes so many arguments in order; ``None`` where its signature cannot be read."""
+    """Whether a function takes ``count`` arguments in order; ``None`` where its signature cannot be read."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
