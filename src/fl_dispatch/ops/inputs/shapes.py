@@ -332,8 +332,12 @@ def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
     yield from _prefills(max(tokens), attend_in_full)
 
 
-INDEX_HEADS, INDEX_DIM, INDEX_TOPK = 64, 128, 2048
-"""Index heads, their dimension, and listed tokens of DeepSeek-V3.2."""
+INDEX_HEADS = 64
+"""Index heads of DeepSeek-V3.2."""
+INDEX_DIM = 128
+"""Dimension of its index heads."""
+INDEX_TOPK = 2048
+"""Tokens that it lists for a query."""
 SPARSE_DECODE = ((1, 4096), (1, 32768), (1, 131072), (8, 32768))
 
 

@@ -21,8 +21,10 @@ GROUP = 128
 """Elements of an index key that have one scale."""
 LARGEST_INTEGER = 2
 """Largest magnitude of the integers in queries and keys."""
-DEEPSEEK_V3_2, GLM_5 = (64, 128), (32, 128)
-"""Index heads and their dimension in two published models."""
+DEEPSEEK_V3_2 = (64, 128)
+"""Index heads of DeepSeek-V3.2, and their dimension."""
+GLM_5 = (32, 128)
+"""Index heads of GLM-5, and their dimension."""
 
 
 class _Paged(Source):
