@@ -15,9 +15,10 @@ from fl_dispatch.hosting.positions import configurations, rotary_tables, windows
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = get_logger(__name__)
+TEMPERATURE = "attn_temperature_tuning"
 
 
 def settle(vllm_config: VllmConfig) -> None:
@@ -37,6 +38,7 @@ def settle(vllm_config: VllmConfig) -> None:
             "sliding_window: none instead of %d, because %s has no such field, so its network has no window",
             *(window, type(text).__name__),
         )
+    _keep_temperature(model)
     longest = rotary_tables.limit(text)
     if longest is None or model.max_model_len <= longest:
         return
@@ -44,6 +46,19 @@ def settle(vllm_config: VllmConfig) -> None:
         raise ValueError(rotary_tables.too_long(model.max_model_len, longest, f"--max-model-len {longest}"))
     logger.warning(rotary_tables.too_long(model.max_model_len, longest, f"--max-model-len is {longest} now"))
     model.max_model_len = vllm_config.scheduler_config.max_model_len = longest
+
+
+def _keep_temperature(model: ModelConfig) -> None:
+    """Scale the queries of Llama 4's layers without rotation as the configuration states it, unless a user decides.
+
+    vLLM's class asks the generation's configuration alone, and scales none up to 32,768 tokens if it says nothing.
+    """
+    stated = getattr(model.hf_text_config, TEMPERATURE, None)
+    if stated is None or TEMPERATURE in {**model.try_get_generation_config(), **model.override_generation_config}:
+        return
+    model.override_generation_config[TEMPERATURE] = bool(stated)
+    if stated and model.max_model_len > model.hf_text_config.floor_scale:
+        logger.info("%s: on, because the model's configuration says so", TEMPERATURE)
 
 
 def correct(model: nn.Module, vllm_config: VllmConfig) -> None:

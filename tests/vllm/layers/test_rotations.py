@@ -30,6 +30,8 @@ def _vllm_config(kind: str, length: int = LONGEST, asked: int | None = None) -> 
         max_model_len=length,
         original_max_model_len=asked,
         hf_overrides={},
+        override_generation_config={},
+        try_get_generation_config=dict,
         model="",
         revision=None,
     )
@@ -123,10 +125,30 @@ def test_a_window_that_it_reads_stays() -> None:
     assert config.cache_config.sliding_window == 8
 
 
+@pytest.mark.parametrize("stated", [True, False])
+def test_llama_4_scales_queries_as_its_configuration_states(stated: bool) -> None:
+    from transformers import Llama4TextConfig
+
+    config = _vllm_config("default")
+    config.model_config.hf_text_config = Llama4TextConfig(attn_temperature_tuning=stated)
+    rotations.settle(config)
+    assert config.model_config.override_generation_config == {"attn_temperature_tuning": stated}
+
+
+def test_a_user_decides_whether_llama_4_scales_queries() -> None:
+    from transformers import Llama4TextConfig
+
+    config = _vllm_config("default")
+    config.model_config.hf_text_config = Llama4TextConfig(attn_temperature_tuning=True)
+    config.model_config.override_generation_config = asked = {"attn_temperature_tuning": False}
+    rotations.settle(config)
+    assert asked == {"attn_temperature_tuning": False}
+
+
 NAMES = (
     "dynamic",
     "qwen2_moe, layer_types",  # vLLM's class has no window
-    *drawn(("llama, field unread", "yarn, factor below the length"), 1, "fields that vLLM misreads"),
+    *drawn(("llama, field unread", "yarn, factor below the length", "llama4, attention_chunk_size"), 1, "fields that vLLM misreads"),
 )
 
 
