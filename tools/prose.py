@@ -2,11 +2,9 @@
 
     python tools/prose.py            # the pages, the fragments of the changelog, and the Python files of src
     python tools/prose.py FILE ...
-    python tools/prose.py --count    # how many problems each file has, for tools/prose_allowed.txt
 
 A page has one sentence a line, short lines and short cells. Every sentence keeps the rules in `WORDS` and `CLAUSES`; a
-docstring also keeps those in `SUBJECTS`. Code is not prose, and link targets do not count as length. A file passes with
-as many problems as `ALLOWED` still grants it.
+docstring also keeps those in `SUBJECTS`. Code is not prose, and link targets do not count as length.
 """
 
 from __future__ import annotations
@@ -69,9 +67,6 @@ SUBJECTS = (
     Rule(re.compile(r"(Are|Do|Does|Is|Was)\b"), "begin with 'Whether', or with what the module does"),
 )
 """Rules of a docstring's first words. Ruff's D401 is none of them, because it takes a noun phrase for an error."""
-
-ALLOWED = ROOT / "tools/prose_allowed.txt"
-"""Problems that stand in files which are still to be rewritten: ``COUNT PATH`` a line, from ``--count``."""
 
 CODE = re.compile(r"`+[^`]*`+")
 TARGET = re.compile(r"\]\([^)]*\)|\]\[[^\]]*\]")
@@ -265,14 +260,6 @@ def file_problems(path: Path) -> list[tuple[int, str]]:
     return list(fragment_problems(text) if path.resolve().parent == ROOT / "changes" else page_problems(text))
 
 
-def allowed() -> dict[Path, int]:
-    """The number of problems that each file may still have."""
-    if not ALLOWED.exists():
-        return {}
-    rows = (line.split(maxsplit=1) for line in ALLOWED.read_text(encoding="utf-8").splitlines())
-    return {ROOT / name: int(count) for count, name in rows}
-
-
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
@@ -281,18 +268,12 @@ def main(arguments: list[str]) -> int:
     """Print what is wrong; the exit code is 1 if anything is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--count", action="store_true")
     options = parser.parse_args(arguments)
     found = {path: file_problems(path) for path in options.files or pages() + fragments() + sources()}
-    if options.count:
-        print("".join(f"{len(listed)} {_name(path)}\n" for path, listed in found.items() if listed), end="")
-        return 0
-    granted = {} if options.files else allowed()
-    found = {path: listed for path, listed in found.items() if len(listed) > granted.get(path, 0)}
     for path, listed in found.items():
         for number, problem in listed:
             print(f"{_name(path)}:{number}: {problem}")
-    return 1 if found else 0
+    return 1 if any(found.values()) else 0
 
 
 if __name__ == "__main__":

@@ -165,22 +165,6 @@ def test_the_prose_of_the_project_passes(capsys: pytest.CaptureFixture[str]) -> 
     assert prose.main([]) == 0, capsys.readouterr().out
 
 
-def test_a_file_passes_with_the_problems_that_it_is_still_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page, allowed = tmp_path / "page.md", tmp_path / "allowed.txt"
-    page.write_text("It is told.\n\nIt is of ours.\n")
-    monkeypatch.setattr(prose, "ROOT", tmp_path)
-    monkeypatch.setattr(prose, "ALLOWED", allowed)
-    for name in ("pages", "fragments", "sources"):
-        monkeypatch.setattr(prose, name, lambda name=name: [page] if name == "pages" else [])
-    assert prose.main(["--count"]) == 0
-    assert capsys.readouterr().out == "2 page.md\n"
-    for grant, code in (("2", 0), ("3", 0), ("1", 1)):
-        allowed.write_text(f"{grant} page.md\n")
-        assert prose.main([]) == code
-
-
 @pytest.mark.parametrize("page", prose.pages(), ids=lambda page: str(page.relative_to(prose.ROOT)))
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
