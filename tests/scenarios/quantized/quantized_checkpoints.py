@@ -169,6 +169,7 @@ STATIC = 0.05
 """Scale of inputs that is found before."""
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 TOKEN8, TOKEN_FP8 = {**whole("int", "token"), "dynamic": True}, {**whole("float", "token"), "dynamic": True}
+BLOCK = {**whole("float", "block"), "block_structure": [128, 128]}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -192,6 +193,12 @@ SCHEMES: Mapping[str, Scheme] = {
         eight_bits(FP8, "channel"),
         "Fp8Layer",
         rows_of(FP8),
+    ),
+    "compressed-tensors W8A8 fp8, blocks of 128": Scheme(
+        compressed("float-quantized", BLOCK, {**whole("float", "group"), "group_size": 128, "dynamic": True}),
+        eight_bits(FP8, "block"),
+        "Fp8BlockLayer",
+        rows_of(FP8, group=128),
     ),
     "compressed-tensors W8A16 fp8": Scheme(
         compressed("float-quantized", whole("float", "channel"), None),

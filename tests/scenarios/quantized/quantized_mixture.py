@@ -22,6 +22,7 @@ EXPERTS = (
     "compressed-tensors W8A8 int8",
     "compressed-tensors W8A8 int8, static",
     "compressed-tensors W8A8 fp8",
+    "compressed-tensors W8A8 fp8, blocks of 128",
     "compressed-tensors W4A16",
     "compressed-tensors W4A16, zero points",
     "compressed-tensors W8A16 int8",

@@ -66,7 +66,6 @@ def _in_two_groups(first: str) -> dict[str, Any]:
 
 CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     **{name: scheme.config for name, scheme in SCHEMES.items()},
-    "compressed-tensors fp8, blocks of 128": compressed("float-quantized", BLOCK_WEIGHTS, BLOCK_ROWS),
     "compressed-tensors fp8, static": compressed("float-quantized", whole("float", "tensor"), STATIC_FP8),
     "compressed-tensors fp8, a scale a weight": compressed("float-quantized", whole("float", "tensor"), TOKEN_FP8),
     "compressed-tensors int8, a scale a weight": compressed("int-quantized", whole("int", "tensor"), TOKEN8),

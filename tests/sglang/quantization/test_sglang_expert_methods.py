@@ -21,9 +21,9 @@ REFUSED = {
         SCHEMES["compressed-tensors W8A16 fp8"].config,
         r"experts with weights of 8 bits \(float, channel\) for inputs as they are in 'float-quantized' of",
     ),
-    "fp8 in blocks of compressed-tensors": (
-        compressed("float-quantized", BLOCK_WEIGHTS, BLOCK_ROWS),
-        r"experts with weights of 8 bits \(float, blocks of 128 x 128\) for inputs of 8 bits \(float, groups of 128\)",
+    "fp8 in oblong blocks of compressed-tensors": (
+        compressed("float-quantized", {**BLOCK_WEIGHTS, "block_structure": [64, 128]}, BLOCK_ROWS),
+        r"experts with weights of 8 bits \(float, blocks of 64 x 128\) for inputs of 8 bits \(float, groups of 128\)",
     ),
     "int4 for inputs of int8": (
         compressed("int-quantized", W4, TOKEN8),

@@ -66,9 +66,9 @@ def compressed(weights: Any, inputs: Any, form: str = "pack-quantized", **more: 
         ),
         (
             "float-quantized",
-            {**CHANNEL, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+            {**CHANNEL, "type": "float", "strategy": "block", "block_structure": [64, 128]},
             {**TOKEN, "type": "float", "strategy": "group", "group_size": 128},
-            r"weights of 8 bits \(float, blocks of 128 x 128\) for inputs of 8 bits \(float, groups of 128\)",
+            r"weights of 8 bits \(float, blocks of 64 x 128\) for inputs of 8 bits \(float, groups of 128\)",
         ),
         (
             "int-quantized",

@@ -135,14 +135,19 @@ class Fp8Experts(ScaledExperts):
 
 
 class Fp8BlockExperts(ScaledExperts):
-    """``fp8`` with a scale for each square block, as DeepSeek-V3 has it."""
+    """``fp8`` with a scale for each square block, as DeepSeek-V3 has it.
 
-    fl_weights = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+    Args:
+        block: its rows and columns.
+        scale: the name that checkpoints of the format have for a weight's scales.
+    """
+
     fl_float8 = True
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, scale: str) -> None:
         super().__init__()
-        self.fl_block = block
+        self.fl_block, self._scale = block, scale
+        self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in ("weight", scale))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Scales of blocks stay as they are.
@@ -156,13 +161,13 @@ class Fp8BlockExperts(ScaledExperts):
             if inner % block:
                 parts, dim = ([inner] * gates, 1) if name == "w13" else ([inner], 2)
                 weight = blocks.padded(weight, parts, block, dim)
-            forms = {f"{name}_weight": weight, f"{name}_weight_scale_inv": scale.float(), f"{name}_input_scale": None}
+            forms = {f"{name}_weight": weight, f"{name}_{self._scale}": scale.float(), f"{name}_input_scale": None}
             self._keep(layer, **forms)
         if inner % block and (bias := getattr(layer, "w13_bias", None)) is not None:
             self._keep(layer, w13_bias=blocks.padded(bias.data, [inner] * gates, block, 1))
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
-        return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale_inv")
+        return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_{self._scale}")
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
     if weights.per == BLOCK:
         down, across = weights.block
         whole = weights.kind == "float" and inputs is not None and not scheme.given and down == across == inputs.group
-        return Kind.FP8_BLOCKS if whole and not (experts and form) else None
+        return Kind.FP8_BLOCKS if whole else None
     if weights.per not in (CHANNEL, TENSOR) or weights.kind not in ("int", "float"):
         return None
     if inputs is None:

@@ -106,7 +106,7 @@ class Fp8BlockExperts(Experts, experts.Fp8BlockExperts):
     """Blocks of ``fl_block`` by ``fl_block``."""
 
     def __init__(self, scheme: Scheme) -> None:
-        super().__init__(scheme.weights.block[0])
+        super().__init__(scheme.weights.block[0], "weight_scale" if scheme.form else "weight_scale_inv")
 
     def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
         block = self.fl_block
@@ -117,7 +117,7 @@ class Fp8BlockExperts(Experts, experts.Fp8BlockExperts):
             parameters.add(f"{name}_weight", stored)
             parts = sizes.gates if name == "w13" else 1
             scales = orders.unset(sizes.count, parts * -(-(columns // parts) // block), -(-inner // block))
-            parameters.add(f"{name}_weight_scale_inv", scales, BLOCK)
+            parameters.add(f"{name}_{self._scale}", scales, BLOCK)
         return ""
 
 

@@ -37,7 +37,7 @@ GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
         (schemes.fp8("dynamic", None), Kind.FP8, Kind.FP8),
         (schemes.fp8("static", None), Kind.FP8, Kind.FP8),
         (BLOCKS, Kind.FP8_BLOCKS, Kind.FP8_BLOCKS),
-        (replace(BLOCKS, form="float-quantized"), Kind.FP8_BLOCKS, None),
+        (replace(BLOCKS, form="float-quantized"), Kind.FP8_BLOCKS, Kind.FP8_BLOCKS),
         (schemes.fp8("dynamic", [64, 128]), None, None),
         (schemes.fp8("dynamic", [1, 128]), None, None),
         (PACKED, Kind.COMPRESSED, Kind.COMPRESSED),
