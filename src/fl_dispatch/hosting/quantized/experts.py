@@ -100,7 +100,7 @@ class ScaledExperts(QuantizedExperts):
     """Rows and weights of 8 bits: ``scaled_moe``. Rows have a scale each, or an expert has one for all."""
 
     fl_operator = "scaled_moe"
-    fl_weights = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    fl_weights: tuple[str, ...] = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
     fl_block = 0
 
     def process_weights_after_loading(self, layer: Any) -> None:
