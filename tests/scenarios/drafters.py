@@ -86,8 +86,8 @@ def eagle3(model: Path, target: Path) -> Path:
     return _write(target, model, whole, num_hidden_layers=1, architectures=["LlamaForCausalLMEagle3"])
 
 
-def with_mtp(model: Path, target: Path) -> Path:
-    """A DeepSeek-V3 with a layer that predicts one more token, which Hugging Face's class does not load."""
+def with_mtp(model: Path, target: Path, predictors: int = 1) -> Path:
+    """A DeepSeek-V3 with layers that predict one more token each, which Hugging Face's class does not load."""
     tensors = load_file(model / WEIGHTS)
     norm = tensors["model.norm.weight"]
     size = norm.shape[0]
@@ -100,12 +100,54 @@ def with_mtp(model: Path, target: Path) -> Path:
         "shared_head.head.weight": tensors["lm_head.weight"],
         "embed_tokens.weight": tensors["model.embed_tokens.weight"],
     }
-    whole = {**tensors, **{f"model.layers.3.{name}": tensor for name, tensor in layer.items()}}
+    further = {
+        f"model.layers.{3 + index}.{name}": tensor for index in range(predictors) for name, tensor in layer.items()
+    }
     shutil.copytree(model, target)
-    return _write(target, model, whole, num_nextn_predict_layers=1)
+    return _write(target, model, {**tensors, **further}, num_nextn_predict_layers=predictors)
 
 
-TARGETS = {"draft_model": "qwen3", "eagle": "llama", "eagle3": "llama", "mtp": "deepseek_v3"}
+def with_mtp_beside_states(model: Path, target: Path) -> Path:
+    """A Qwen3.5 with a layer that predicts one more token; its norms have weights that one is added to."""
+    tensors = load_file(model / WEIGHTS)
+    size = tensors["model.norm.weight"].shape[0]
+    norms = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+    further = {
+        **{f"layers.0.{name}": tensor for name, tensor in _layer(tensors, 1).items()},
+        **{name: torch.zeros(size) for name in norms},
+        "fc.weight": _second_half(size),
+    }
+    shutil.copytree(model, target)
+    return _write(target, model, {**tensors, **{f"mtp.{name}": tensor for name, tensor in further.items()}})
+
+
+REPEATED, UNSURE = 0.3, 0.02
+"""How much of the embedding its head has, so that a model repeats about half of its tokens; how far logits are apart.
+"""
+
+
+def repeating(model: Path, target: Path) -> Path:
+    """A model with a head of its own that repeats tokens now and then, and is not sure, so that drafts are right."""
+    tensors = load_file(model / WEIGHTS)
+    (embeddings,) = (
+        tensor for name, tensor in tensors.items() if name.endswith(("embed_tokens.weight", "embeddings.weight"))
+    )
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if name != "lm_head.weight":
+            return tensor
+        return UNSURE * (tensor + REPEATED * embeddings * (tensor.std() / embeddings.std()))
+
+    return changed(model, target, change)
+
+
+TARGETS = {
+    "draft_model": "qwen3",
+    "eagle": "llama",
+    "eagle3": "llama",
+    "mtp": "deepseek_v3",
+    "several predictors": "deepseek_v3",
+}
 """Who drafts, and the family that it drafts for."""
 TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
 LONG = 48
@@ -122,11 +164,13 @@ def pairs(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, tuple[Pa
     unsure = {name: changed(checkpoint(name), folder / name, _unsure) for name in {*TARGETS.values()}}
     qwen, llama = unsure["qwen3"], unsure["llama"]
     predicting = with_mtp(unsure["deepseek_v3"], folder / "mtp")
+    several = with_mtp(unsure["deepseek_v3"], folder / "several", 3)
     return {
         "draft_model": (qwen, noisy(qwen, folder / "noisy")),
         "eagle": (llama, eagle(llama, folder / "eagle")),
         "eagle3": (llama, eagle3(llama, folder / "eagle3")),
         "mtp": (predicting, predicting),
+        "several predictors": (several, several),
     }
 
 

@@ -53,6 +53,7 @@ from vllm.v1.worker.gpu.sample import (
     trace_replay,
 )
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
+from vllm.v1.worker.gpu.spec_decode.multi_module_mtp import speculator as predictors
 from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram_speculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as separate_drafter
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as dependent_drafter
@@ -517,6 +518,36 @@ def drafts_begin_apart(draw: Draw) -> Sequence[Any]:
     return [ids, places, last, buffers.query_start_loc, buffers.seq_lens]
 
 
+def several_predict(draw: Draw) -> Sequence[Any]:
+    """Several predictors draft: tokens and hidden states for the first one, what is kept of them, and the shift."""
+    target, buffers, _ = drafted_from(draw)
+    lengths = target.query_start_loc[:5].diff()
+    rejected = torch.minimum(draw.integers(0, DRAFTS, 4), lengths - 1)
+    buffers.query_start_loc[:5] = target.query_start_loc[:5]
+    last, kept = draw.integers(0, 9, SLOTS, dtype=torch.int64), DRAFTS - 1
+    ids, further = (draw.integers(0, 999, SLOTS, kept, dtype=torch.int64) for _ in range(2))
+    sampled, following = draw.integers(0, 999, SLOTS, 1, dtype=torch.int64), draw.integers(0, 999, DRAFTS, SLOTS)
+    count = draw.integers(0, 1, 4)
+    predictors.prepare_input_buffers(
+        4, target, ids, count, rejected, sampled, following, further, buffers, last, SLOTS, DRAFTS
+    )
+    found = [last.clone(), further.clone(), *(one.clone() for one in vars(buffers).values())]
+    states, targets, old = draw.normal(60, 8), draw.normal(60, 8), draw.normal(SLOTS, kept, 8)
+    embeds, old_embeds = draw.normal(60, 8), draw.normal(SLOTS, kept, 8)
+    predictors.prepare_input_hidden_states_and_embeddings(
+        4, int(lengths.max()), states, targets, old, embeds, old_embeds, target, buffers, rejected, DRAFTS
+    )
+    slots = draw.integers(0, 99, 2, 60, dtype=torch.int64)
+    predictors.pad_trailing_draft_slots(slots, buffers.query_start_loc, last[:4], 4)
+    found += [states.clone(), embeds.clone(), slots]
+    idx = target.idx_mapping.clone()
+    idx[1] = -1  # a request that pads the batch
+    predictors.cache_inputs(buffers, embeds, states, ids, old_embeds, old, last[:4], idx, 4, DRAFTS, True)
+    drafts, added = draw.integers(0, 999, 4, dtype=torch.int64), draw.normal(4, 8)
+    predictors.update_draft_inputs(drafts, added, buffers, embeds, last[:4], idx, 4)
+    return [*found, ids, old, old_embeds, embeds, buffers.input_ids]
+
+
 def drafts_kept(draw: Draw) -> Sequence[Any]:
     """Drafts are drawn, and their logits kept for the verification: in one column, or one for each row."""
     found = []
@@ -644,7 +675,7 @@ CASES: dict[str, Case] = {
         staged_writes, tables, prefill_inputs, positions_and_lengths, sampled_and_drafted, sampled_and_rejected, update,
         computed, expanded, rope_positions, temperatures, least_probability, biases, penalized, counted, words,
         chosen, greedy, replayed, likelihoods, prompt_tokens, supports, verified, judged,
-        looked_up, thought, embedded, drafts_begin, drafts_go_on, drafts_begin_apart, drafts_kept,
+        looked_up, thought, embedded, drafts_begin, drafts_go_on, drafts_begin_apart, several_predict, drafts_kept,
         accepted, states_go_on, states_are_kept, cleared_blocks,
     )
 }  # fmt: skip

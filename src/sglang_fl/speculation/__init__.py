@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .. import quantization
 from ..version import TESTED_HOSTS, host_version
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[
         return [(True, what if algorithm not in SERVED else f"{what} under SGLang {host_version()}")]
     backend, mode = args.speculative_draft_attention_backend, args.speculative_attention_mode
     cache, quantized = args.speculative_draft_kv_cache_dtype, args.speculative_draft_model_quantization
-    # SGLang has set a drafter's quantization to the target's before it asks us, where the user gave none.
-    as_target = (None, "unquant", args.quantization)
     return [
         (device.accelerator and not kernels, what),
         (args.speculative_adaptive, "--speculative-adaptive"),
@@ -61,7 +60,10 @@ def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[
         (args.speculative_ngram_external_corpus_path is not None, "--speculative-ngram-external-corpus-path"),
         (backend is not None, f"--speculative-draft-attention-backend {backend}"),
         (cache not in (None, args.kv_cache_dtype), f"--speculative-draft-kv-cache-dtype {cache}"),
-        (quantized not in as_target, f"--speculative-draft-model-quantization {quantized}"),
+        (
+            quantized not in (None, "unquant", *quantization.SERVED),
+            f"--speculative-draft-model-quantization {quantized}",
+        ),
         (args.speculative_token_map is not None, "--speculative-token-map"),
         (mode != "prefill", f"--speculative-attention-mode {mode}"),
         (args.enable_lora or args.lora_paths, f"LoRA and {what}"),

@@ -26,7 +26,7 @@ BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 VERIFICATIONS = ("", "standard", "synthetic")
 """How drafts are verified by forms; empty without speculation."""
 DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Speculation by a model with kernels that have forms; several predictors of one model (MTP) have none."""
+"""Speculation by a model with kernels that have forms."""
 HOST_AS_DEVICE = "vllm.v1.worker.cpu.shm"
 
 
@@ -109,7 +109,6 @@ def without_forms(config: VllmConfig) -> list[str]:
     method = getattr(speculation, "method", None)
     asked = {
         f"drafts by '{method}'": speculation is not None and not speculation.use_ngram() and method not in DRAFTS,
-        "drafts of several predictors": has_several_predictors(speculation),
         "drafts verified by blocks": getattr(speculation, "rejection_sample_method", "") not in VERIFICATIONS,
         "watermarks": getattr(config, "watermark_config", None) is not None,
         "sampling divided among ranks": getattr(parallel, "enable_batch_sharded_sampling", False),

@@ -59,6 +59,13 @@ ALL2ALL = "allgather_reducescatter"
 """The exchange of tokens between experts that is made of a communicator's own collectives."""
 SPECULATION = ("ngram", *model_runner.DRAFTS)
 
+BOTH_WAYS = {
+    "dflash": "use_non_causal in v1/worker/gpu/spec_decode/dflash/utils.py",
+    "dspark": "use_non_causal in v1/worker/gpu/spec_decode/dspark/utils.py",
+}
+"""Methods with drafts that see those behind them, which none of our operators of a paged cache computes → vLLM's line.
+"""
+
 
 def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Raise ``ValueError`` for the first feature that cannot be served."""
@@ -82,10 +89,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
     lacking = compile.lacked_by_compiled_models(vllm_config) if compiled else []
     speculation = getattr(vllm_config.speculative_config, "method", None)
     return [
-        (
-            speculation not in (None, *SPECULATION),
-            f"speculative decoding with '{speculation}' (only with {', '.join(SPECULATION)})",
-        ),
+        (speculation not in (None, *SPECULATION), _speculation(speculation)),
         *_draft_features(vllm_config, device),
         *_cache_features(vllm_config, device),
         *(feature for extension in extensions() for feature in extension.unserved(vllm_config)),
@@ -106,7 +110,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
             and not versions.is_tested(),
             f"LoRA with sleep mode with vLLM {versions.host_version()}",
         ),
-        (speculation is not None and _has_states(vllm_config.model_config), f"speculative decoding by {STATES}"),
+        *(_drafts_for_states(vllm_config) if speculation is not None else ()),
         (
             device.graphs and getattr(vllm_config.model_config, "sleep_mode_offload_cudagraph", False),
             "graphs that leave the device while an engine sleeps (sleep_mode_offload_cudagraph)",
@@ -114,6 +118,13 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
     ]
+
+
+def _speculation(method: str | None) -> str:
+    """Speculation by a method that is not served, with the line of vLLM's that asks for more than our attention has."""
+    line = BOTH_WAYS.get(method or "")
+    only = f"only with {', '.join(SPECULATION)}"
+    return f"speculative decoding with '{method}' ({f'its drafts attend both ways: {line}' if line else only})"
 
 
 def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
@@ -151,9 +162,24 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     draft = speculation.draft_model_config
     return [
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
-        (model_runner.has_several_predictors(speculation), "drafts of several predictors"),
+        (device.accelerator and model_runner.has_several_predictors(speculation), "drafts of several predictors"),
         (_has_states(draft), "a draft with layers that keep a state"),
         *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
+    ]
+
+
+def _drafts_for_states(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    """What a model with states cannot speculate with: a state has to go back to what was accepted."""
+    model = vllm_config.model_config
+    if not _has_states(model):
+        return []
+    runner, layer = model_runner.choice(vllm_config), STATE_MODELS.get(model.architecture)
+    return [
+        (runner.runner == "V1", f"speculative decoding by {STATES} by the V1 model runner ({runner.why})"),
+        (
+            layer == "MambaMixer",
+            "speculation by models with Mamba 1 (vLLM keeps no state a draft: mamba1_state_shape in mamba_utils.py)",
+        ),
     ]
 
 

@@ -13,6 +13,7 @@ from . import (
     logprobs,
     native,
     ngram,
+    predictors,
     prompts,
     rotary,
     sampling,
@@ -24,6 +25,8 @@ from . import (
 
 WORKER = "vllm.v1.worker"
 RUNNER = f"{WORKER}.gpu"
+SEVERAL = "gpu.spec_decode.multi_module_mtp.speculator"
+"""Several predictors of one model."""
 FORMS: Mapping[str, Callable[..., None]] = {
     "gpu.buffer_utils._apply_write_kernel": tables.apply_write,
     "gpu.block_table._gather_block_tables_kernel": tables.gather_block_tables,
@@ -54,6 +57,12 @@ FORMS: Mapping[str, Callable[..., None]] = {
     "gpu.sample.thinking_budget._thinking_budget_kernel": thinking.thinking_budget,
     "gpu.sample.thinking_budget._update_committed_marker_cache_kernel": thinking.update_committed_marker_cache,
     "gpu.sample.trace_replay._trace_replay_kernel": sampling.trace_replay,
+    f"{SEVERAL}._prepare_input_buffers_kernel": predictors.prepare_input_buffers,
+    f"{SEVERAL}._prepare_input_hidden_states_and_embeddings_kernel": predictors.prepare_hidden_states,
+    f"{SEVERAL}._pad_trailing_draft_slots_kernel": predictors.pad_trailing_slots,
+    f"{SEVERAL}._cache_inputs_kernel": predictors.cache_inputs,
+    f"{SEVERAL}._shift_input_ids_kernel": predictors.shift_input_ids,
+    f"{SEVERAL}._shift_input_embeds_kernel": predictors.shift_input_embeds,
     "gpu.spec_decode.ngram.speculator._ngram_scan_kernel": ngram.scan,
     "gpu.spec_decode.ngram.speculator._ngram_finalize_kernel": ngram.finalize,
     "gpu.spec_decode.rejection_sampler._flatten_sampled_kernel": verification.flatten_sampled,

@@ -27,7 +27,7 @@ from fl_dispatch.settings import get_settings
 
 from .. import checkpoint, quantization
 from ..attention import cache_slots, kv_layout
-from ..compat import generators, loaders, model_runner, versions
+from ..compat import generators, loaders, model_runner, state_drafts, versions
 from ..compilation import compile, one_token, quantized_results
 from ..layers import classes, linear, rotations
 from ..platform import startup
@@ -78,6 +78,8 @@ class WorkerFL(Worker):
             lora.tell_logits(self.model_runner, self.use_v2_model_runner)
         if not self.use_v2_model_runner:
             generators.rewind(self.model_runner, detect_device())
+        elif self.vllm_config.speculative_config is not None and self.fl_has_states():
+            state_drafts.put_in_order(self.model_runner)
         rotations.correct(self.get_model(), self.vllm_config)
         rotations.give_windows(self.get_model(), self.vllm_config)
         model = self.fl_models()
@@ -91,6 +93,10 @@ class WorkerFL(Worker):
         self.fl_survey.refuse_native_run(get_settings())
         aten.replace(get_settings(), detect_device())
         self._leave_record()
+
+    def fl_has_states(self) -> bool:
+        """Whether the model has layers that keep a state."""
+        return bool(self.model_config.is_hybrid or self.model_config.is_attention_free)
 
     def fl_dummy_options(self) -> dict[str, Any]:
         """Options of the V1 runner's dummy batches: with every adapter, which the V2 runner's have anyway."""

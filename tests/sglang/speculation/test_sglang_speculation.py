@@ -265,8 +265,8 @@ REFUSED = {
         "--speculative-draft-kv-cache-dtype fp8_e4m3",
     ),
     "a quantized drafter": (
-        {"speculative_draft_model_quantization": "fp8"},
-        "--speculative-draft-model-quantization fp8",
+        {"speculative_draft_model_quantization": "modelopt"},
+        "--speculative-draft-model-quantization modelopt",
     ),
     "a small vocabulary": ({"speculative_token_map": "tokens.pt"}, "--speculative-token-map"),
     "attention of single tokens": ({"speculative_attention_mode": "decode"}, "--speculative-attention-mode decode"),
@@ -305,10 +305,12 @@ def test_drafts_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(alg
         {},
         {"kv_cache_dtype": "bfloat16", "speculative_draft_kv_cache_dtype": "bfloat16"},
         {"quantization": "fp8", "speculative_draft_model_quantization": "fp8"},
+        {"quantization": "fp8", "speculative_draft_model_quantization": "awq"},
+        {"speculative_draft_model_quantization": "gptq"},
         {"speculative_draft_model_quantization": "unquant"},
     ],
 )
-def test_a_drafter_that_is_as_its_target_is_served(given: dict[str, str], host: None) -> None:
+def test_a_drafter_with_a_quantization_that_is_served_is(given: dict[str, str], host: None) -> None:
     refusals.refuse_unsupported(_asked(**given), CPU)
 
 

@@ -127,9 +127,9 @@ HOPPER, AMPERE = (
         ("qwen3_next", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
         ("qwen3_5", {"enable_lora": True}, "LoRA on models with layers that keep a state"),
         (
-            "qwen3_5",
+            "jamba",
             {"speculative_config": {"method": "ngram", **SPECULATION}},
-            "speculative decoding by models with layers that keep a state",
+            "speculation by models with Mamba 1 (vLLM keeps no state a draft: mamba1_state_shape in mamba_utils.py)",
         ),
         (
             "jamba",
@@ -340,16 +340,29 @@ def test_what_a_draft_is_made_of_is_asked_too(
         configure("llama", speculative_config=draft, dtype="bfloat16")
 
 
-def test_drafts_of_several_predictors_are_refused(
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_drafts_that_attend_both_ways_are_refused_with_the_line_of_vllms(method: str) -> None:
+    from vllm.v1.worker import gpu
+
+    said = refusals._speculation(method)
+    assert said.startswith(f"speculative decoding with '{method}' (its drafts attend both ways: use_non_causal in ")
+    folder, file = Path(*gpu.__path__), said.removesuffix(")").rpartition("/gpu/")[2]
+    assert "use_non_causal=" in (folder / file).read_text()
+
+
+def test_drafts_for_states_are_refused_in_the_v1_runner(
     configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafted = {"method": "mtp", **SPECULATION}
-    reason = "the V1 model runner (V2 lacks drafts of several predictors without Triton)"
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        configure("deepseek_v3", speculative_config=drafted)
-    monkeypatch.setattr(refusals, "refuse_unsupported", lambda *_: None)
-    vllm_config = configure("deepseek_v3", speculative_config=drafted)
-    monkeypatch.setattr(model_runner, "choice", lambda config: model_runner.Choice("V2", "Triton has a driver"))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    reason = "speculative decoding by models with layers that keep a state by the V1 model runner (VLLM_USE_V2_"
+    with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {reason}")):
+        configure("qwen3_5", speculative_config={"method": "ngram", **SPECULATION})
+
+
+def test_drafts_of_several_predictors_are_refused_on_an_accelerator(configure: Callable[..., Any]) -> None:
+    vllm_config = configure("deepseek_v3", speculative_config={"method": "mtp", **SPECULATION})
+    assert model_runner.has_several_predictors(vllm_config.speculative_config)
+    assert _asked(refusals._draft_features(vllm_config, CPU)) == []
     assert _asked(refusals._draft_features(vllm_config, HOPPER)) == ["drafts of several predictors"]
 
 

@@ -28,7 +28,10 @@ RUNS = {
     "eagle": Run(3, "greedy", compiled=True),
     "eagle3": Run(3, "probabilistic"),
     "mtp": Run(1),
+    "several predictors": Run(3, "probabilistic"),
 }
+METHODS = {"several predictors": "mtp"}
+"""vLLM's name of a way to draft, where it differs."""
 DRAWN = drawn(tuple(RUNS), 2, "who drafts")
 SAMPLES = 1500
 SPREAD = {"n": SAMPLES, "temperature": drafters.TEMPERATURE, "top_k": drafters.TOP, "seed": 3, "max_tokens": 2}
@@ -54,7 +57,7 @@ def results(models: dict[str, tuple[Path, Path]]) -> Runs:
             {"do": "metrics", "contains": "spec_decode"},
             {"do": "generate", "prompts": PROMPTS[:1], "sampling": SPREAD},
         ]
-        how = {"method": method, "model": str(drafter), "num_speculative_tokens": run.tokens}
+        how = {"method": METHODS.get(method, method), "model": str(drafter), "num_speculative_tokens": run.tokens}
         engine = {"enforce_eager": not run.compiled, "max_num_seqs": 64, "max_num_batched_tokens": 256}
         drafted = {"speculative_config": {**how, "draft_sample_method": run.sampled}, **engine}
         return start_features((target, steps, drafted), (target, steps[1:2], {}))

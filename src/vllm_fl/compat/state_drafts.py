@@ -1,0 +1,64 @@
+"""The V2 runner's batches with drafts, for models with layers that keep a state.
+
+vLLM tells requests that decode from prompts by their places in a batch, for all layers with a state but delta nets.
+Two kinds of requests stand at wrong places, and their states would take tokens that were not accepted:
+
+- requests that decode without drafts stand among short prompts;
+- a prompt of one token, which the scheduler fills up with placeholders beside requests with drafts, counts as a prompt.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+RUNNER = "vllm.v1.worker.gpu.model_runner"
+STATES = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
+
+
+def put_in_order(runner: Any) -> None:
+    """Have a runner's batches say which requests decode. Idempotent; one runner a process.
+
+    Args:
+        runner: vLLM's V2 runner with its model.
+    """
+    module, states = importlib.import_module(RUNNER), importlib.import_module(STATES)
+    sort: Any = module.sort_batch_req_ids
+    module.sort_batch_req_ids = _prompts_last(getattr(sort, "fl_hosts", sort), runner)
+    kind: Any = states.MambaHybridModelState
+    if not hasattr(kind.prepare_attn, "__wrapped__"):
+        kind.prepare_attn = _filled_up_decode(kind.prepare_attn)
+
+
+def _prompts_last(sort: Callable[..., list[str]], runner: Any) -> Callable[..., list[str]]:
+    @wraps(sort)
+    def sorted_ids(num_tokens: dict[str, int], drafts: dict[str, list[int]], *rest: Any) -> list[str]:
+        requests = runner.req_states  # vLLM makes them anew with the caches
+        rows, ordered = requests.req_id_to_index, sort(num_tokens, drafts, *rest)
+        if any(name not in rows for name in ordered):  # those of a later engine in this process, which needs no order
+            return ordered
+
+        def is_prompt(name: str) -> bool:
+            return bool(requests.num_computed_prefill_tokens[rows[name]] < requests.prefill_len.np[rows[name]])
+
+        return sorted(ordered, key=lambda name: not drafts.get(name) and is_prompt(name))
+
+    sorted_ids.fl_hosts = sort  # type: ignore[attr-defined]
+    return sorted_ids
+
+
+def _filled_up_decode(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(prepare)
+    def prepared(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = input_batch.num_draft_tokens_per_req
+        if drafts is not None:
+            filled = input_batch.is_prefilling_np & (drafts > 0)  # a new block of a state is zeros, so it can decode
+            known = input_batch.prefill_runs_as_decode_np
+            input_batch.prefill_runs_as_decode_np = filled if known is None else np.logical_or(known, filled)
+        return prepare(self, input_batch, *args, **kwargs)
+
+    return prepared
