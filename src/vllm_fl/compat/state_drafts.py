@@ -26,10 +26,11 @@ def put_in_order(runner: Any) -> None:
     Args:
         runner: vLLM's V2 runner with its model.
     """
-    module, states = importlib.import_module(RUNNER), importlib.import_module(STATES)
-    sort: Any = module.sort_batch_req_ids
+    module: Any = importlib.import_module(RUNNER)
+    states: Any = importlib.import_module(STATES)
+    sort = module.sort_batch_req_ids
     module.sort_batch_req_ids = _prompts_last(getattr(sort, "fl_hosts", sort), runner)
-    kind: Any = states.MambaHybridModelState
+    kind = states.MambaHybridModelState
     if not hasattr(kind.prepare_attn, "__wrapped__"):
         kind.prepare_attn = _filled_up_decode(kind.prepare_attn)
 
