@@ -20,5 +20,6 @@ imports the module that it needs:
 ``metrics``          the registry behind ``/metrics``
 ``ending``           running streams at the end of an engine's client
 ``models``           models that vLLM gets wrong, or runs by Transformers
+``state_drafts``     batches with drafts, for layers with a state
 ===================  ===================================================================================================
 """
