@@ -26,7 +26,9 @@ from vllm_fl.layers import delta_net, mamba2, short_conv
 
 pytestmark = pytest.mark.engine
 
-PAIRS = [(name, scheme) for name in SIZES for scheme in SCHEMES_OF_STATES]
+UNNAMED = ("granitemoehybrid", "gptq")
+"""vLLM calls Granite's layer ``mixer`` where a checkpoint says ``mamba``, and looks layers of GPTQ up by name."""
+PAIRS = [(name, scheme) for name in SIZES for scheme in SCHEMES_OF_STATES if (name, scheme) != UNNAMED]
 EAGER = [Run(scheme, kind="eager", model=name) for name, scheme in drawn(PAIRS, 2, "quantized states")]
 COMPILED = [
     Run(scheme, {"enforce_eager": False}, "compiled", name)
