@@ -29,7 +29,7 @@ import triton
 from shapes import SHAPES
 from torch import Tensor
 
-from fl_dispatch import following
+from fl_dispatch import successors
 from fl_dispatch.backends.triton.impl.attention import cache, paged
 from fl_dispatch.backends.triton.impl.fusion import fused_linear, quantized_rows, rotary_cache
 from fl_dispatch.backends.triton.impl.products import linear, prefetch, scaled_linear
@@ -253,7 +253,7 @@ def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 def compare(step: Step, chosen: Mapping[str, Patches], rounds: int) -> tuple[dict[str, list[float]], dict[str, bool]]:
     """Microseconds of a step in each way, by round; whether its logits are those of the first way."""
-    with following.recorded(), patched(() if step.quantized else ((Step, "fused", FUSED),)):
+    with successors.recorded(), patched(() if step.quantized else ((Step, "fused", FUSED),)):
         step()
     graphs, logits = {}, {}
     for name, patches in chosen.items():

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import triton
 
-from fl_dispatch import get_default_manager, prepared
+from fl_dispatch import get_default_manager, weight_forms
 from fl_dispatch.backends.triton.impl.products import scaled_linear, weight_only_linear
 from fl_dispatch.evidence.bench import calls_of, rotated
 from fl_dispatch.evidence.timing import Clock
@@ -152,7 +152,7 @@ def main() -> None:
         for rows in given.rows:
             for name, (columns, inner) in WEIGHTS[given.model].items():
                 args = operator.bind(arguments(kind, rows, columns, inner), {})
-                prepared.declare_all(operator.stay(args))
+                weight_forms.declare_all(operator.stay(args))
                 assert operator.work is not None
                 moved, times = operator.work(*args).bytes_moved, {}
                 for impl_id, function in rivals(operator.name, args):

@@ -97,7 +97,7 @@ PROMISES = {
         "manager/calls.py:explain",
     ),
     "choices can be frozen": (
-        "fixed.py",
+        "fixed_choices.py",
         "state.py:State.frozen State.choices State._choices_at",
         "manager/op_manager.py:OpManager._fix_new OpManager._fixed OpManager._require_unchanged OpManager.frozen",
         "manager/op_manager.py:OpManager.admit_registration",
@@ -107,7 +107,10 @@ PROMISES = {
     "compiled code is traced into the choice": (
         *("run/traced.py", "run/trial.py", "knowledge/traces.py", "run/plan.py:_Recipe"),
     ),
-    "backends may replace PyTorch's own operators": ("replaced.py", "registry.py:OpRegistry.register_replacement"),
+    "backends may replace PyTorch's own operators": (
+        "aten_replacement.py",
+        "registry.py:OpRegistry.register_replacement",
+    ),
     "policies hold in contexts": (
         "policy.py:_Entered policy_context _changed with_strict_mode with_preference with_allowed_vendors",
         "policy.py:with_denied_vendors",
@@ -133,8 +136,8 @@ PROMISES = {
         "global_policy.py:GlobalPolicy.restore",
         "knowledge/failures.py:FailureLog.restore",
     ),
-    "an implementation may keep a weight in a form of its own": ("prepared.py",),
-    "a product may know which weight comes next": ("following.py",),
+    "an implementation may keep a weight in a form of its own": ("weight_forms.py",),
+    "a product may know which weight comes next": ("successors.py",),
     "calls are counted": (
         "knowledge/counting.py",
         "manager/op_manager.py:OpManager.set_counting OpManager.reset_counts OpManager.call_counts",

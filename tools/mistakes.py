@@ -119,14 +119,14 @@ MISTAKES = (
     ),
     Mistake(
         "a second form of a weight stays old",
-        "fl_dispatch/prepared.py",
+        "fl_dispatch/weight_forms.py",
         "(_unwritten(weight) and len(forms.fresh) == len(forms.made))",
         "_unwritten(weight)",
         "tests/core/knowledge/test_prepared.py::test_a_second_form_follows_a_write_after_another_one_was_made_anew",
     ),
     Mistake(
         "a weight is prepared while an array has its memory",
-        "fl_dispatch/prepared.py",
+        "fl_dispatch/weight_forms.py",
         "    if _is_shared(weight):",
         "    if False:",
         "tests/core/knowledge/test_prepared.py::test_products_are_of_the_weight_as_it_is_also_where_an_older_alias_writes",
@@ -145,7 +145,7 @@ MISTAKES = (
     ),
     Mistake(
         "a residual is declared an output",
-        "fl_dispatch/ops/joined.py",
+        "fl_dispatch/ops/fused.py",
         'writes={"residual": Write(Access.UPDATE, given="residual")},',
         'writes={"residual": Write(Access.OUTPUT, given="residual")},',
         "tests/core/run/test_recovery.py::test_an_argument_that_is_declared_an_output_is_never_read",

@@ -55,11 +55,11 @@ from .policy import (
     with_preference,
     with_strict_mode,
 )
-from .prepared import weights_were_written
 from .registry import OpRegistry, OpRegistrySnapshot
 from .selection.decision import Decision
 from .types import BackendImplKind, BackendPriority, OpImpl, Traits, match_token
 from .version import __version__
+from .weight_forms import weights_were_written
 
 __all__ = [
     "PLUGIN_GROUP",

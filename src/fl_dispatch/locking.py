@@ -1,7 +1,7 @@
 """One lock for every change: registrations, policies, bans, tables; another for loading backends.
 
-Forms of weights (:mod:`.prepared`) and the costs of shadow mode have one each; a thread that holds one of these takes
-neither of the two above.
+Forms of weights (:mod:`.weight_forms`) and the costs of shadow mode have one each; a thread that holds one of these
+takes neither of the two above.
 
 Readers take no lock. With a single lock for all writers there is no order to get wrong. Code of backends runs without
 it while they load, because an import takes a lock of its own and its module may dispatch; one thread at a time loads

@@ -19,7 +19,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 _base: Callable[[Tensor], int] = getattr(torch._C, "_data_address", _storage)
-"""A storage's address. ``data_ptr`` asks for memory to write to, which would unmark a weight (``prepared``)."""
+"""A storage's address. ``data_ptr`` asks for memory to write to, which would unmark a weight (``weight_forms``)."""
 
 
 def addresses(read: Iterable[Tensor | None], written: Iterable[Tensor] = ()) -> list[int | None]:

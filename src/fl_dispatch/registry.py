@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
+from .aten_replacement import AtenReplacement, refuse_taken_name, register_replacement
 from .errors import RegistrationError
 from .locking import writers
 from .logger_manager import get_logger
 from .ops import OPERATORS
-from .replaced import AtenReplacement, refuse_taken_name, register_replacement
 from .settings.names import near_miss, suggestion
 from .signatures import Convention, convention_of
 from .types import TRAITS, OpImpl

@@ -11,7 +11,7 @@ from typing import Any
 
 from .devices import detect_device
 from .errors import NoImplementationError
-from .fixed import Choice, Choices, FixedChoices, Place
+from .fixed_choices import Choice, Choices, FixedChoices, Place
 from .knowledge.availability import Availability
 from .knowledge.counting import CallCounter
 from .knowledge.failures import FailureLog

@@ -7,9 +7,9 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from fl_dispatch.aten_replacement import AtenReplacement
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.replaced import AtenReplacement
 from fl_dispatch.types import BackendImplKind, OpImpl
 
 logger = get_logger(__name__)

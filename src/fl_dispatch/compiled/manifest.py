@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..fixed import Choices, Place, data, in_one_line
-from ..replaced import replaced_operators
+from ..aten_replacement import replaced_operators
+from ..fixed_choices import Choices, Place, data, in_one_line
 from ..selection.decision import Decision
 from ..types import OpImpl
 from ..version import __version__
@@ -30,7 +30,7 @@ class Manifest:
             that runs something else than the operator elsewhere.
         reasons: the same keys → why.
         versions: package → version: torch, this one, and those that the implementations come from.
-        aten: operator of PyTorch → the function that replaces it, see :mod:`fl_dispatch.replaced`.
+        aten: operator of PyTorch → the function that replaces it, see :mod:`fl_dispatch.aten_replacement`.
         untraceable: ``operator: implementation`` → why Dynamo cannot trace it, so that compiled code calls its view.
         whole: operators that compiled code calls by their views, because a host joins their calls.
         hash: of all of these but the reasons; equal in processes that run the same.

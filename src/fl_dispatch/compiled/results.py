@@ -63,7 +63,7 @@ def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
 def fresh(inputs: tuple[Tensor | None, ...], result: Any, weights: tuple[Tensor | None, ...] = ()) -> Any:
     """The results, none of which shares memory with an input or with another result.
 
-    The addresses of ``weights`` are not asked for: they would be prepared anew (:mod:`fl_dispatch.prepared`).
+    The addresses of ``weights`` are not asked for: they would be prepared anew (:mod:`fl_dispatch.weight_forms`).
     """
     results = result if isinstance(result, tuple) else () if result is None else (result,)
     if not results:

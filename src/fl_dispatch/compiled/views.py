@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ..locking import writers
 from ..ops import Operator
-from ..prepared import CALLED_BY_PYTORCH
 from ..run.generated import dispatched
 from ..run.recovery import recover
 from ..run.table import DispatchTable
 from ..state import unknown
+from ..weight_forms import CALLED_BY_PYTORCH
 from .results import broken, described, fresh, promised, store
 from .variants import Variant, decider_of, members_of, return_types, returns_tensors, schema, types_of, variants
 
@@ -123,7 +123,7 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
             lines += [f"    if _result is None or ({done}):", "        return None"]
         lines.append(f"    return _fresh(({', '.join(tensors)},), _store(({', '.join(targets)},), _result))")
     elif variant.returns == ("Tensor",):
-        # Who asks for a weight's address may write there: it would be prepared anew (fl_dispatch.prepared).
+        # Who asks for a weight's address may write there: it would be prepared anew (fl_dispatch.weight_forms).
         same = {
             name: f"_result.untyped_storage()._cdata == {name}.untyped_storage()._cdata"
             if name in operator.weights

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import prepared
+from .. import weight_forms
 
 Arguments = tuple[Any, ...]
 
@@ -20,7 +20,7 @@ Arguments = tuple[Any, ...]
 def copied(args: Sequence[Any]) -> Arguments:
     """Copy the arguments to memory of their own. Views that shared memory share it again, gaps included.
 
-    Declared weights (:mod:`fl_dispatch.prepared`) are declared again.
+    Declared weights (:mod:`fl_dispatch.weight_forms`) are declared again.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -32,8 +32,8 @@ def copied(args: Sequence[Any]) -> Arguments:
             storages[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
         new = torch.empty(0, dtype=value.dtype, device=value.device)
         new.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
-        if hasattr(value, prepared.ATTRIBUTE):
-            prepared.declare(new)
+        if hasattr(value, weight_forms.ATTRIBUTE):
+            weight_forms.declare(new)
         return new
 
     return tuple(copy(value) for value in args)

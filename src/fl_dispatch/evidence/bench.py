@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import prepared
+from .. import weight_forms
 from ..devices import detect_device
 from ..errors import text_of
 from ..manager import OpManager
@@ -120,7 +120,7 @@ def _measured(
     args = operator.bind(case.make(), {})
     weights = operator.stay(args)
     if declared:
-        prepared.declare_all(weights)
+        weight_forms.declare_all(weights)
     assert operator.work is not None
     work = operator.work(*args)
     note = ""

@@ -58,7 +58,7 @@ class Verification:
         seed: of the inputs.
         samples: number of inputs that were run.
         prepares: whether it asked for a form of any weight.
-        prepared: number of inputs that ran with weights in a prepared form (:mod:`fl_dispatch.prepared`).
+        prepared: number of inputs that ran with weights in a prepared form (:mod:`fl_dispatch.weight_forms`).
         plain: number of inputs that ran with weights as they are, or without weights.
         refused: why no form could be kept → number of weights.
         calls: number of calls under load.

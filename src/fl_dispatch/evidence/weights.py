@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from .. import prepared
+from .. import weight_forms
 from .arguments import Arguments, apart, copied
 from .inputs import Input
 
@@ -36,7 +36,7 @@ class Weights:
             places = {id(weight) for weight in given.operator.stay(given.args)}
             self._own = {at: apart(value) for at, value in enumerate(given.args) if id(value) in places}
             self.before = self._with(given.args, {at: apart(weight) for at, weight in self._own.items()})
-            prepared.declare_all(self._own.values())
+            weight_forms.declare_all(self._own.values())
 
     def arguments(self) -> Arguments:
         """Arguments of one more call: the declared weights themselves, and copies of all else."""
@@ -53,7 +53,7 @@ class Weights:
         for at, weight in self._own.items():
             weight.data.copy_(given.args[at])
             if compiled:
-                prepared.follow(weight, prepared.declare(weight))
+                weight_forms.follow(weight, weight_forms.declare(weight))
         self.before = self._with(given.args, {at: apart(weight) for at, weight in self._own.items()})
 
     @property
@@ -64,13 +64,13 @@ class Weights:
     @property
     def asked(self) -> bool:
         """Whether an implementation asked for a form of any of them."""
-        forms = map(prepared.declare, self._own.values())
+        forms = map(weight_forms.declare, self._own.values())
         return any(found.made or found.given_up or found.shared for found in forms)
 
     @property
     def refused(self) -> list[str]:
         """Why a form that an implementation asked for could not be kept, for each such weight."""
-        return [why for weight in self._own.values() if (why := prepared.declare(weight).given_up)]
+        return [why for weight in self._own.values() if (why := weight_forms.declare(weight).given_up)]
 
     @staticmethod
     def _with(args: Arguments, others: Mapping[int, Tensor | None]) -> Arguments:
@@ -79,7 +79,7 @@ class Weights:
 
 def are_prepared(weights: Iterable[Tensor]) -> bool:
     """Whether an implementation made a form of any of these declared weights."""
-    return any(form is not None for weight in weights for form in prepared.declare(weight).made.values())
+    return any(form is not None for weight in weights for form in weight_forms.declare(weight).made.values())
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def refusals_counted() -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
         return record.levelno > logging.INFO
 
-    prepared.logger.addFilter(passes)
+    weight_forms.logger.addFilter(passes)
     try:
         yield
     finally:
-        prepared.logger.removeFilter(passes)
+        weight_forms.logger.removeFilter(passes)

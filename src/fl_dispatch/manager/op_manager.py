@@ -14,7 +14,7 @@ from typing import Any
 
 from ..compiled.freezing import Freezer
 from ..errors import NoImplementationError
-from ..fixed import Choices
+from ..fixed_choices import Choices
 from ..global_policy import GLOBAL
 from ..locking import writers
 from ..ops import OPERATORS, Operator

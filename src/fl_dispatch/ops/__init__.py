@@ -8,8 +8,8 @@ from types import MappingProxyType
 from . import (
     activation,
     attention,
+    fused,
     fused_linear,
-    joined,
     linear,
     lora,
     mla,
@@ -55,7 +55,7 @@ FAMILIES = (
     routing,
     moe,
     quantized_moe,
-    joined,
+    fused,
     fused_linear,
 )
 """The modules that declare operators, in the catalogue's order."""

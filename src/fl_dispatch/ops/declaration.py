@@ -255,7 +255,7 @@ class Operator(Generic[Reference]):
         writes: the arguments that a call may write. Anything not named here is only read.
         small_state: how a call that writes a state runs a second time; without it no such call does.
         weights: parameters that get the same tensors in every call of a model, so an implementation may prepare them
-            (:mod:`fl_dispatch.prepared`).
+            (:mod:`fl_dispatch.weight_forms`).
         layer: the layer form, or ``None`` where no layer takes part.
         modes: where it may run.
         fake: computes outputs without data; ``None`` for a selection. Like ``terms``, ``narrow_terms``, ``workload``

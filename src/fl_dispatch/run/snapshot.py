@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..prepared import Forms
+from ..weight_forms import Forms
 
 MOST_THINGS = 10_000  # an argument that reaches more reaches the whole program, which is not worth a copy
 _CONTAINERS = (list, deque, dict, set, bytearray)

@@ -17,7 +17,7 @@ from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.layers.bound_layer import bind_for
 from fl_dispatch.hosting.layers.layer_kernels import kernels, weights
@@ -182,7 +182,7 @@ def prepare(model: nn.Module) -> Survey:
         ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
     latent.split(model)
     for layer, parameter in weights(model):
-        prepared.declare(getattr(layer, parameter))
+        weight_forms.declare(getattr(layer, parameter))
     said = tuple(replace(choice, count=count) for choice, count in choices.items())
     return Survey("SGLang", ours, dict(native), dict(attending), said)
 

@@ -20,14 +20,14 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import get_server_args
 
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting.quantized import joined, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized import layer_parts, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
 from fl_dispatch.hosting.quantized.schemes import LEFT, Scheme
 from fl_dispatch.hosting.start.first_choices import without_graphs
 
 from . import FP8_CACHE, latent, layers, refused
 from .cache import CacheScales
-from .experts import QuantizedExpertsMethod
+from .expert_method import QuantizedExpertsMethod
 from .layers import QuantizedMethod
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -148,10 +148,10 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
 
         SGLang knows the parts of joined layers for some models alone, and takes plain names for ends of names.
         """
-        parts = joined.names_of_parts(prefix, self.packed_modules_mapping)
+        parts = layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
         owner = type(layer).__name__.lower()
         classes = (self._read(target) for target in self._targets() if target.lower() in owner)
-        return joined.agreed(self._named, prefix, parts, next(classes, LEFT), str, refused)
+        return layer_parts.agreed(self._named, prefix, parts, next(classes, LEFT), str, refused)
 
     def _targets(self) -> list[str]:
         """The targets in the library's order."""
@@ -213,13 +213,13 @@ class GPTQConfigFL(Served, GPTQConfig):
         return made
 
     def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
-        parts = joined.names_of_parts(prefix, self.packed_modules_mapping)
+        parts = layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
         if isinstance(layer, FusedMoE):
             parts = [f"{prefix}.0.{product}" for product in PRODUCTS]
         usual = {"bits": self.weight_bits, "group_size": self.group_size, "desc_act": self.desc_act}
         usual["sym"] = self.is_symmetric
         scheme: Scheme | str = schemes.gptq(usual)
-        return joined.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, str, refused)
+        return layer_parts.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, str, refused)
 
     def fl_quantizes_head(self, prefix: str) -> bool:
         return bool(self.lm_head_quantized)
@@ -231,8 +231,8 @@ class AWQConfigFL(Served, AWQConfig):
     fl_format = "awq"
 
     def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
-        parts = [] if isinstance(layer, FusedMoE) else joined.names_of_parts(prefix, self.packed_modules_mapping)
-        if joined.agreed(self._named, prefix, parts, usual=False, said=joined.left, refused=refused):
+        parts = [] if isinstance(layer, FusedMoE) else layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
+        if layer_parts.agreed(self._named, prefix, parts, usual=False, said=layer_parts.left, refused=refused):
             return LEFT
         return schemes.awq(self.weight_bits, self.group_size, self.zero_point)
 

@@ -49,8 +49,8 @@ JOINED_BY_US: Mapping[str, str] = {
     "silu_and_mul": "fuse_act_quant",
     "rotary_embedding": "fuse_rope_kvcache",
 }
-"""Operator that our pass joins with the user of its result (:mod:`.joined`, :mod:`.rotary_cache`) → vLLM's switch for
-that.
+"""Operator that our pass joins with the user of its result (:mod:`.quantized_results`, :mod:`.rotary_cache`) → vLLM's
+switch for that.
 """
 ROTATIONS = JOINED_BY_US["rotary_embedding"]
 ROTATE_AND_WRITE = "rotary_embedding_kv_cache_write"

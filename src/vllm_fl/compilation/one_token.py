@@ -4,8 +4,8 @@ Such a step is bound by bytes, and by small kernels between the products. The ra
 apart, and all other graphs stay as they are. A row that a product of fp8 quantizes need not be quantized at all there,
 because each weight is multiplied once.
 
-Norms and gated activations are in a graph as views, where :mod:`.joined` keeps them whole, or as launches of Triton
-kernels, which Dynamo has traced.
+Norms and gated activations are in a graph as views, where :mod:`.quantized_results` keeps them whole, or as launches of
+Triton kernels, which Dynamo has traced.
 """
 
 from __future__ import annotations

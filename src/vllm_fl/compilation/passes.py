@@ -69,7 +69,7 @@ class JoinOneToken(VllmInductorPass):
 
 
 class JoinQuantization(VllmInductorPass):
-    """Joins norms and gated activations with the quantization of their results, see :mod:`.joined`."""
+    """Joins norms and gated activations with the quantization of their results, see :mod:`.quantized_results`."""
 
     def __call__(self, graph: Graph) -> None:
         """Replace the calls."""

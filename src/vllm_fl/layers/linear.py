@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_dispatch import bind_op, get_policy, prepared
+from fl_dispatch import bind_op, get_policy, weight_forms
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.layers import layer_kernels
 
@@ -73,7 +73,7 @@ class HeadLayer(LinearLayer):
 
 
 class Weights:
-    """The weights of a model's products and experts, declared as tensors that stay (:mod:`fl_dispatch.prepared`).
+    """The weights of a model's products and experts, declared as tensors that stay (:mod:`fl_dispatch.weight_forms`).
 
     Args:
         model: loaded, and bound.
@@ -85,7 +85,7 @@ class Weights:
         self._held = compiled or captured
         found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
         named = [*((layer, "weight") for layer in found), *layer_kernels.weights(model), *_experts(model)]
-        self.declared = [(layer, name, prepared.declare(getattr(layer, name))) for layer, name in named]
+        self.declared = [(layer, name, weight_forms.declare(getattr(layer, name))) for layer, name in named]
         self._places = [(vars(layer)["_parameters"], name, forms) for layer, name, forms in self.declared]
 
     def settled(self) -> AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class Weights:
         Compiled code uses the forms that are there, and takes marks away from weights that it reads.
         """
         found = [(own, forms) for place, name, forms in self._places if (own := place.get(name)) is not None]
-        return prepared.settled(found, self._held)
+        return weight_forms.settled(found, self._held)
 
     def try_heads(self) -> None:
         """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""

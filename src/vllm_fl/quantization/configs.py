@@ -26,12 +26,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
-from fl_dispatch.hosting.quantized import joined, orders, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized import layer_parts, orders, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
 
 from . import refused
 from .blocks import create_in_blocks
-from .experts import QuantizedMethod
+from .expert_method import QuantizedMethod
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -136,7 +136,7 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
         if not isinstance(layer, LinearBase):
             return None
         mapping = self.packed_modules_mapping
-        found = self._scheme(prefix, joined.names_of_parts(prefix, mapping))
+        found = self._scheme(prefix, layer_parts.names_of_parts(prefix, mapping))
         if found == LEFT or not is_layer_gptq_quantized(prefix, self.modules_in_block_to_quantize, mapping):
             return UnquantizedLinearMethod()
         return GPTQMethodFL(self._of_layer(found, prefix))
@@ -147,7 +147,7 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
     def _scheme(self, prefix: str, parts: list[str]) -> Scheme | str:
         usual = {"bits": self.weight_bits, "group_size": self.group_size, "desc_act": self.desc_act, "sym": self.is_sym}
         scheme: Scheme | str = schemes.gptq(usual)
-        return joined.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, str, refused)
+        return layer_parts.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, str, refused)
 
     def _of_layer(self, found: Any, prefix: str) -> GPTQConfigFL:
         """This configuration with a layer's own bits and groups."""
@@ -172,8 +172,8 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
-            parts = joined.names_of_parts(prefix, self.packed_modules_mapping)
-            if joined.agreed(self._named, prefix, parts, usual=False, said=joined.left, refused=refused):
+            parts = layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
+            if layer_parts.agreed(self._named, prefix, parts, usual=False, said=layer_parts.left, refused=refused):
                 return UnquantizedLinearMethod()
             schemes.served(self._scheme(), prefix, refused)
             return AWQMethodFL(self)
@@ -220,8 +220,10 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
         prefix = layer_name or ""
-        parts = joined.names_of_parts(prefix, self.packed_modules_mapping)
-        joined.check_equal(prefix, parts, [_read(self.get_scheme_dict(layer, part)) for part in parts], str, refused)
+        parts = layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
+        layer_parts.check_equal(
+            prefix, parts, [_read(self.get_scheme_dict(layer, part)) for part in parts], str, refused
+        )
         found = _read(self.get_scheme_dict(layer, layer_name))
         if isinstance(found, str):
             return None

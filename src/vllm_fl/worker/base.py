@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker
 
-from fl_dispatch import freeze_dispatch, get_default_manager, prepared
+from fl_dispatch import freeze_dispatch, get_default_manager, weight_forms
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.records import runs
 from fl_dispatch.hosting.records.report import dispatch_report
@@ -179,15 +179,15 @@ class WorkerFL(Worker):
 
     def update_weights(self, update_info: Any) -> None:
         super().update_weights(update_info)
-        prepared.weights_were_written()
+        weight_forms.weights_were_written()
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        prepared.weights_were_written()
+        weight_forms.weights_were_written()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
-        prepared.weights_were_written()
+        weight_forms.weights_were_written()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         drafts = self.vllm_config.speculative_config is not None  # models of theirs run here
@@ -203,7 +203,7 @@ class WorkerFL(Worker):
 
         vLLM's load balancing of experts moves them inside a call, on GPUs, where no forms of experts are kept.
         """
-        return self.fl_weights.settled() if prepared.in_use() else nullcontext()
+        return self.fl_weights.settled() if weight_forms.in_use() else nullcontext()
 
     # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------
 

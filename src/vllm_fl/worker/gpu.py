@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from fl_dispatch import following
+from fl_dispatch import successors
 from fl_dispatch.devices import DeviceSpec, detect_device
 from fl_dispatch.hosting.start import aten
 from fl_dispatch.logger_manager import get_logger
@@ -87,10 +87,10 @@ class GPUWorkerFL(WorkerFL):
                 if config.has_experts(self.vllm_config):  # they read so much that nothing asked for would be left
                     self._run_batch_without_cache(single)
                 else:
-                    with following.recorded():
+                    with successors.recorded():
                         self._run_batch_without_cache(single)
-                    if following.known():
-                        logger.info("%d products know the weight that the next one reads", following.known())
+                    if successors.known():
+                        logger.info("%d products know the weight that the next one reads", successors.known())
                         others.append(single)  # now they ask for it, in kernels compiled before a graph holds them
                 for tokens in others:
                     self._run_batch_without_cache(tokens)

@@ -23,10 +23,10 @@ from fl_dispatch import (
     freeze_dispatch,
     get_default_manager,
     policy_context,
-    prepared,
     resolve_op,
     set_global_policy,
     thaw_dispatch,
+    weight_forms,
     with_preference,
 )
 from fl_dispatch.compiled import views as opaque
@@ -284,14 +284,14 @@ def test_a_result_that_shares_memory_with_an_argument_is_copied(result: str) -> 
 @pytest.mark.parametrize("op", ["linear", "fused_linear"])
 def test_a_view_asks_for_no_weights_address_so_that_it_stays_prepared(op: str) -> None:
     weight = torch.randn(8, 16)
-    prepared.declare(weight)
-    made = [prepared.of(weight, "a", lambda now, before: now.clone())]
+    weight_forms.declare(weight)
+    made = [weight_forms.of(weight, "a", lambda now, before: now.clone())]
     set_global_policy(SelectionPolicy(prefer="reference"))
     call, x = opaque.view(ROOT, OPERATORS[op]), torch.randn(1, 16)
     more = (None,) if op == "linear" else (None, None, None, torch.randn(16), torch.randn(1, 16), 1e-6, True)
     for _ in range(3):
         call(x, weight, *more)
-        made.append(prepared.of(weight, "a", lambda now, before: now.clone()))
+        made.append(weight_forms.of(weight, "a", lambda now, before: now.clone()))
     assert all(one is made[0] for one in made)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS
 
@@ -316,7 +316,7 @@ def with_form(parameter: str, make: Callable[[Tensor, Any], Any]) -> Mutation:
 
     def mutation(right: Any, a: SimpleNamespace) -> Any:
         weight = a.__dict__.get(parameter)
-        form = None if weight is None else prepared.of(weight, f"default.tried {parameter}", make)
+        form = None if weight is None else weight_forms.of(weight, f"default.tried {parameter}", make)
         setattr(a, parameter, weight if form is None else form)
         return right(a)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import wrong_packing
 from builders import impl
 from command import fl
-from fl_dispatch import OpManager, get_default_manager, prepared
+from fl_dispatch import OpManager, get_default_manager, weight_forms
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.evidence.bench import Result, bench
@@ -53,7 +53,7 @@ def packing(pack: Any, name: str = "default.packing") -> OpImpl:
     """A right product that multiplies with a form of its weight."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        form = prepared.of(weight, name, pack)
+        form = weight_forms.of(weight, name, pack)
         right: Tensor = ReferenceBackend().linear(x, weight if form is None else form, bias)
         return right
 
@@ -95,7 +95,7 @@ def test_a_form_that_stays_old_when_its_weight_is_written_is_wrong() -> None:
 
 def test_a_packing_that_writes_the_weight_is_wrong() -> None:
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        prepared.of(weight, "default.packing", copied)
+        weight_forms.of(weight, "default.packing", copied)
         right: Tensor = ReferenceBackend().linear(x, weight, bias)
         weight[0, 0] += 1
         return right
@@ -109,7 +109,7 @@ def test_a_packing_that_writes_the_weight_is_wrong() -> None:
 
 def test_a_fault_of_the_plain_form_alone_is_found_too() -> None:
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        form = prepared.of(weight, "default.packing", copied)
+        form = weight_forms.of(weight, "default.packing", copied)
         right: Tensor = ReferenceBackend().linear(x, weight, bias)
         return right if form is not None else right + 1
 
@@ -132,7 +132,7 @@ def test_who_prepares_nothing_is_said_to_run_with_plain_weights_only() -> None:
 def test_a_weight_that_cannot_be_prepared_is_counted_with_its_reason_and_not_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prepared, "_as_it_is", lambda weight: (None, "this chip has no marks"))
+    monkeypatch.setattr(weight_forms, "_as_it_is", lambda weight: (None, "this chip has no marks"))
     with caplog.at_level("INFO", "fl_dispatch"):
         found = found_in(copied)
     assert (found.verdict, found.prepared, found.plain) == ("right", 0, 2)
@@ -181,8 +181,8 @@ def test_the_command_says_which_form_was_proven_and_logs_no_line_a_weight(tmp_pa
 
 
 def test_every_packing_function_of_a_backend_is_planted_wrong_in_a_test() -> None:
-    backends = Path(prepared.__file__).parent / "backends"
-    calls = [re.findall(r"prepared\.of\(\w+, [\w\".]+, (.+?)\)", file.read_text()) for file in backends.rglob("*.py")]
+    backends = Path(weight_forms.__file__).parent / "backends"
+    calls = [re.findall(r"weight_forms\.of\(\w+, [\w\".]+, (.+?)\)", file.read_text()) for file in backends.rglob("*.py")]
     known = set.union(ON_GPUS, *HERE.values(), *WHEEL.values())
     assert {call for found in calls for call in found} == known
 

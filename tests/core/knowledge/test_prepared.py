@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fl_dispatch
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda weight: weight.mul_(2.0),
@@ -40,7 +40,7 @@ class Maker:
 
 def form(weight: Tensor, name: str, make: Maker) -> Tensor:
     """The form, which there must be."""
-    found = prepared.of(weight, name, make)
+    found = weight_forms.of(weight, name, make)
     assert found is not None
     return found
 
@@ -48,24 +48,24 @@ def form(weight: Tensor, name: str, make: Maker) -> Tensor:
 @pytest.fixture
 def weight() -> Tensor:
     made = torch.nn.Parameter(torch.arange(12.0).view(3, 4), requires_grad=False)
-    prepared.declare(made)
+    weight_forms.declare(made)
     return made
 
 
 def test_a_form_is_made_in_the_first_call_and_kept(weight: Tensor) -> None:
     make = Maker()
-    first = prepared.of(weight, "a", make)
+    first = weight_forms.of(weight, "a", make)
     assert first is not None
-    assert prepared.of(weight, "a", make) is first
+    assert weight_forms.of(weight, "a", make) is first
     assert make.befores == [None]
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_form_follows_a_write_whoever_writes(weight: Tensor, write: Callable[[Tensor], object]) -> None:
     make = Maker()
-    before = prepared.of(weight, "a", make)
+    before = weight_forms.of(weight, "a", make)
     write(weight)
-    after = prepared.of(weight, "a", make)
+    after = weight_forms.of(weight, "a", make)
     assert after is not None
     assert torch.equal(after, weight)
     assert len(make.befores) == 2
@@ -77,7 +77,7 @@ def test_a_form_follows_a_write_whoever_writes(weight: Tensor, write: Callable[[
 def test_each_implementation_has_a_form_of_its_own_and_all_follow(weight: Tensor) -> None:
     makers = {"a": Maker(), "b": Maker()}
     for name, make in makers.items():
-        prepared.of(weight, name, make)
+        weight_forms.of(weight, name, make)
     weight.data.mul_(3.0)
     for name, make in makers.items():
         assert torch.equal(form(weight, name, make), weight)
@@ -86,11 +86,11 @@ def test_each_implementation_has_a_form_of_its_own_and_all_follow(weight: Tensor
 
 def test_reading_is_no_write(weight: Tensor) -> None:
     make = Maker()
-    prepared.of(weight, "a", make)
+    weight_forms.of(weight, "a", make)
     torch.nn.functional.linear(torch.ones(2, 4), weight)
     torch.nn.functional.embedding(torch.tensor([1]), weight)
     _ = weight.sum(), weight.t().contiguous(), weight.data.clone(), weight.tolist()
-    prepared.of(weight, "a", make)
+    weight_forms.of(weight, "a", make)
     assert len(make.befores) == 1
 
 
@@ -102,13 +102,13 @@ def test_a_maker_that_asks_for_memory_to_write_to_is_no_write(weight: Tensor) ->
         return now
 
     for _ in range(3):
-        prepared.of(weight, "a", make)
+        weight_forms.of(weight, "a", make)
     assert len(calls) == 1
 
 
 def test_a_weight_that_nobody_declared_has_no_form() -> None:
     make = Maker()
-    assert prepared.of(torch.ones(3, 4), "a", make) is None
+    assert weight_forms.of(torch.ones(3, 4), "a", make) is None
     assert make.befores == []
 
 
@@ -116,8 +116,8 @@ def test_a_weight_that_nobody_declared_has_no_form() -> None:
 def test_a_copy_begins_without_forms_because_a_form_may_be_an_address(
     weight: Tensor, copied: Callable[[Tensor], Tensor]
 ) -> None:
-    prepared.of(weight, "a", Maker())
-    forms = getattr(copied(weight), prepared.ATTRIBUTE, None)
+    weight_forms.of(weight, "a", Maker())
+    forms = getattr(copied(weight), weight_forms.ATTRIBUTE, None)
     assert forms is None or forms.made == {}
 
 
@@ -126,12 +126,12 @@ def test_a_weight_that_is_written_before_every_call_is_given_up(
 ) -> None:
     make = Maker()
     with caplog.at_level("INFO", "fl_dispatch"):
-        for _ in range(2 * prepared.IN_A_ROW):
+        for _ in range(2 * weight_forms.IN_A_ROW):
             weight.data.add_(1.0)
-            found = prepared.of(weight, "a", make)
+            found = weight_forms.of(weight, "a", make)
             assert found is None or torch.equal(found, weight)
     assert found is None
-    assert len(make.befores) == prepared.IN_A_ROW
+    assert len(make.befores) == weight_forms.IN_A_ROW
     assert caplog.text.count("is not prepared") == 1
 
 
@@ -161,11 +161,11 @@ def test_products_are_of_the_weight_as_it_is_also_where_an_older_alias_writes(
         form(weight, "a", make)
     alias = take(weight)
     for value in (5.0, 6.0):
-        found = prepared.of(weight, "a", make)
+        found = weight_forms.of(weight, "a", make)
         assert found is None or torch.equal(found, weight)
         write(alias, value)
         assert weight[1:].eq(value).all(), "the weight was moved away from its alias"
-        found = prepared.of(weight, "a", make)
+        found = weight_forms.of(weight, "a", make)
         assert found is None or torch.equal(found, weight)
     del alias
     assert torch.equal(form(weight, "a", make), weight), "nobody has the memory any more, so it is prepared"
@@ -178,25 +178,25 @@ def test_steps_use_the_weight_as_it_is_also_where_an_older_alias_writes(
     weight: Tensor, take: Callable[[Tensor], Any], held: bool, when: str
 ) -> None:
     """An engine serves while a trainer writes the next weights into the arrays that it keeps."""
-    make, forms = Maker(), prepared.declare(weight)
+    make, forms = Maker(), weight_forms.declare(weight)
     alias = take(weight) if when == "before the form" else None
-    with prepared.settled([(weight, forms)], held):
-        prepared.of(weight, "a", make)
+    with weight_forms.settled([(weight, forms)], held):
+        weight_forms.of(weight, "a", make)
         alias = take(weight) if when == "in its first step" else alias
     alias = take(weight) if when == "after the form" else alias
     for value in (5.0, 6.0, 7.0):
         write(alias, value)
         assert weight[1:].eq(value).all(), "the weight was moved away from its alias"
-        with prepared.settled([(weight, forms)], held):
-            found = prepared.of(weight, "a", make)
+        with weight_forms.settled([(weight, forms)], held):
+            found = weight_forms.of(weight, "a", make)
             assert found is None or torch.equal(found, weight)
             assert not held or torch.equal(forms.made["a"], weight), "compiled code reads it without asking"
     del alias
-    with prepared.settled([(weight, forms)], held):
+    with weight_forms.settled([(weight, forms)], held):
         form(weight, "a", make)
     made = len(make.befores)
     for _ in range(3):
-        with prepared.settled([(weight, forms)], held):
+        with weight_forms.settled([(weight, forms)], held):
             assert torch.equal(form(weight, "a", make), weight)
     assert len(make.befores) == made, "nobody has the memory any more, so it is prepared once"
 
@@ -207,28 +207,28 @@ def test_a_weight_whose_memory_stays_shared_is_given_up_and_the_log_says_why(
     make = Maker()
     alias = weight.data.numpy()
     with caplog.at_level("INFO", "fl_dispatch"):
-        for _ in range(2 * prepared.IN_A_ROW):
-            assert prepared.of(weight, "a", make) is None
-    assert not prepared.may_be(weight)
+        for _ in range(2 * weight_forms.IN_A_ROW):
+            assert weight_forms.of(weight, "a", make) is None
+    assert not weight_forms.may_be(weight)
     assert caplog.text.count("is not prepared") == caplog.text.count("a NumPy array") == 1
     del alias
-    prepared.weights_were_written([weight])
+    weight_forms.weights_were_written([weight])
     assert torch.equal(form(weight, "a", make), weight)
 
 
 @pytest.mark.parametrize("step", [True, False], ids=["in a step", "in a call"])
 def test_a_weight_that_was_given_up_is_tried_again_when_its_memory_has_one_owner(weight: Tensor, step: bool) -> None:
-    make, forms = Maker(), prepared.declare(weight)
+    make, forms = Maker(), weight_forms.declare(weight)
     alias = weight.data.numpy()
-    for _ in range(3 * prepared.IN_A_ROW):
-        assert prepared.of(weight, "a", make) is None
+    for _ in range(3 * weight_forms.IN_A_ROW):
+        assert weight_forms.of(weight, "a", make) is None
     del alias
-    for _ in range(prepared.IN_A_ROW):
+    for _ in range(weight_forms.IN_A_ROW):
         if step:
-            prepared.follow(weight, forms)
+            weight_forms.follow(weight, forms)
         else:
-            prepared.of(weight, "a", make)
-    assert prepared.may_be(weight)
+            weight_forms.of(weight, "a", make)
+    assert weight_forms.may_be(weight)
     assert torch.equal(form(weight, "a", make), weight)
 
 
@@ -236,21 +236,21 @@ def test_a_second_form_that_is_given_up_takes_the_first_one_along(weight: Tensor
     first, second = Maker(), Maker()
     form(weight, "a", first)
     alias = weight.data
-    for _ in range(prepared.IN_A_ROW):
-        assert prepared.of(weight, "b", second) is None
-    assert prepared.of(weight, "a", first) is None
+    for _ in range(weight_forms.IN_A_ROW):
+        assert weight_forms.of(weight, "b", second) is None
+    assert weight_forms.of(weight, "a", first) is None
     del alias
 
 
 def test_a_form_that_is_held_is_made_anew_in_every_step_while_memory_is_shared_and_the_log_says_so(
     weight: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, forms = Maker(), prepared.declare(weight)
+    make, forms = Maker(), weight_forms.declare(weight)
     form(weight, "a", make)
     alias = weight.data.numpy()
     with caplog.at_level("WARNING", "fl_dispatch"):
-        for _ in range(2 * prepared.IN_A_ROW):
-            with prepared.settled([(weight, forms)]):
+        for _ in range(2 * weight_forms.IN_A_ROW):
+            with weight_forms.settled([(weight, forms)]):
                 alias += 1.0
                 assert torch.equal(forms.made["a"], weight - 1.0)
     assert caplog.text.count("is prepared anew in every step") == 1
@@ -266,12 +266,12 @@ def write_to_the_address(address: int, value: float) -> None:
 def test_a_host_says_that_weights_were_written_through_an_address_that_somebody_kept(
     weight: Tensor, named: bool, step: bool
 ) -> None:
-    make, forms = Maker(), prepared.declare(weight)
+    make, forms = Maker(), weight_forms.declare(weight)
     address = weight.data_ptr()
     form(weight, "a", make)
     write_to_the_address(address, 5.0)
     fl_dispatch.weights_were_written([weight] if named else None)
-    with prepared.settled([(weight, forms)]) if step else nullcontext():
+    with weight_forms.settled([(weight, forms)]) if step else nullcontext():
         assert torch.equal(form(weight, "a", make), weight)
         assert weight.eq(5.0).all()
     assert len(make.befores) == 2
@@ -283,77 +283,77 @@ def test_weights_that_nobody_declared_may_be_named_as_written() -> None:
 
 def test_a_second_form_follows_a_write_after_another_one_was_made_anew(weight: Tensor) -> None:
     """The mark alone does not say whether all forms are new: making one anew sets it for all."""
-    makers, forms = {"a": Maker(), "b": Maker()}, prepared.declare(weight)
+    makers, forms = {"a": Maker(), "b": Maker()}, weight_forms.declare(weight)
     for name, make in makers.items():
-        prepared.of(weight, name, make)
+        weight_forms.of(weight, name, make)
     weight.data.mul_(3.0)
-    prepared.of(weight, "a", makers["a"])
-    prepared.follow(weight, forms)
+    weight_forms.of(weight, "a", makers["a"])
+    weight_forms.follow(weight, forms)
     for name in makers:
         assert torch.equal(forms.made[name], weight), "compiled code reads it without asking"
 
 
 def test_calls_between_two_writes_keep_a_weight_prepared(weight: Tensor) -> None:
     make = Maker()
-    for _ in range(2 * prepared.IN_A_ROW):
+    for _ in range(2 * weight_forms.IN_A_ROW):
         weight.data.add_(1.0)
-        prepared.of(weight, "a", make)
-        prepared.of(weight, "a", make)
-    assert prepared.of(weight, "a", make) is not None
+        weight_forms.of(weight, "a", make)
+        weight_forms.of(weight, "a", make)
+    assert weight_forms.of(weight, "a", make) is not None
 
 
 def test_memory_whose_writes_nobody_can_notice_is_not_prepared() -> None:
     shared = torch.ones(3, 4).share_memory_()
-    prepared.declare(shared)
-    assert prepared.of(shared, "a", Maker()) is None
+    weight_forms.declare(shared)
+    assert weight_forms.of(shared, "a", Maker()) is None
 
 
 def test_a_part_of_a_memory_is_not_prepared_because_a_mark_is_all_of_its() -> None:
     whole = torch.zeros(24)
     first, second = whole[:12], whole[12:]
     for part in (first, second):
-        prepared.declare(part)
-        assert prepared.of(part, "packed", Maker()) is None
-        assert not prepared.may_be(part)
+        weight_forms.declare(part)
+        assert weight_forms.of(part, "packed", Maker()) is None
+        assert not weight_forms.may_be(part)
     whole.fill_(7.0)
     assert first.sum() == second.sum() == 84.0
 
 
 def test_a_tensor_in_the_place_of_a_weight_gets_its_forms_anew(weight: Tensor) -> None:
-    make, forms = Maker(), prepared.declare(weight)
-    prepared.of(weight, "a", make)
+    make, forms = Maker(), weight_forms.declare(weight)
+    weight_forms.of(weight, "a", make)
     other = torch.nn.Parameter(torch.full((3, 4), 5.0), requires_grad=False)
-    prepared.follow(other, forms)
+    weight_forms.follow(other, forms)
     assert torch.equal(forms.made["a"], other)
     assert torch.equal(form(other, "a", make), other)
     assert len(make.befores) == 2
 
 
 def test_compiled_code_uses_what_was_followed_before(weight: Tensor) -> None:
-    make, forms = Maker(), prepared.declare(weight)
+    make, forms = Maker(), weight_forms.declare(weight)
 
     def double(x: Tensor) -> Tensor:
-        found = prepared.of(weight, "a", make)
+        found = weight_forms.of(weight, "a", make)
         return x if found is None else x + found
 
     compiled = torch.compile(double, fullgraph=True, backend="eager")
     zeros = torch.zeros(3, 4)
     assert torch.equal(double(zeros), compiled(zeros))
     weight.data.mul_(3.0)
-    prepared.follow(weight, forms)
+    weight_forms.follow(weight, forms)
     assert torch.equal(compiled(zeros), weight)
     assert len(make.befores) == 2
-    prepared.follow(weight, forms)
+    weight_forms.follow(weight, forms)
     assert len(make.befores) == 2
 
 
 def test_forms_that_are_held_are_never_given_up(weight: Tensor) -> None:
     """A captured graph would go on reading where they were."""
-    make, forms = Maker(), prepared.declare(weight)
-    prepared.of(weight, "a", make)
-    for _ in range(2 * prepared.IN_A_ROW):
+    make, forms = Maker(), weight_forms.declare(weight)
+    weight_forms.of(weight, "a", make)
+    for _ in range(2 * weight_forms.IN_A_ROW):
         weight.data.add_(1.0)
-        prepared.follow(weight, forms)
+        weight_forms.follow(weight, forms)
         assert torch.equal(forms.made["a"], weight)
     assert torch.equal(form(weight, "a", make), weight)
 
@@ -367,17 +367,17 @@ def read(weight: Tensor) -> int:
 
 
 def test_a_reader_in_a_step_costs_no_form_and_the_next_write_is_noticed(weight: Tensor) -> None:
-    make, forms = Maker(), prepared.declare(weight)
+    make, forms = Maker(), weight_forms.declare(weight)
     first = form(weight, "a", make)
     places = set()
     for _ in range(3):
-        with prepared.settled([(weight, forms)]):
+        with weight_forms.settled([(weight, forms)]):
             places.add(read(weight))
             assert form(weight, "a", make) is first
             places.add(read(weight))
     assert len(make.befores) == len(places) == 1, "made anew, or moved: captured graphs know addresses"
     weight.data.mul_(3.0)
-    with prepared.settled([(weight, forms)]):
+    with weight_forms.settled([(weight, forms)]):
         read(weight)
         assert torch.equal(form(weight, "a", make), weight)
     assert len(make.befores) == 2
@@ -387,12 +387,12 @@ def test_a_reader_in_a_step_costs_no_form_and_the_next_write_is_noticed(weight: 
 def test_a_step_begins_with_what_was_written_since_the_last_one(
     weight: Tensor, write: Callable[[Tensor], object]
 ) -> None:
-    make, forms = Maker(), prepared.declare(weight)
-    prepared.of(weight, "a", make)
-    with prepared.settled([(weight, forms)]):
+    make, forms = Maker(), weight_forms.declare(weight)
+    weight_forms.of(weight, "a", make)
+    with weight_forms.settled([(weight, forms)]):
         read(weight)
     write(weight)
-    with prepared.settled([(weight, forms)]):
+    with weight_forms.settled([(weight, forms)]):
         assert torch.equal(forms.made["a"], weight)
     write(weight)  # and without a step
     assert torch.equal(form(weight, "a", make), weight)
@@ -400,9 +400,9 @@ def test_a_step_begins_with_what_was_written_since_the_last_one(
 
 
 def test_a_step_that_fails_is_over(weight: Tensor) -> None:
-    make, forms = Maker(), prepared.declare(weight)
-    prepared.of(weight, "a", make)
-    with pytest.raises(ZeroDivisionError), prepared.settled([(weight, forms)]):
+    make, forms = Maker(), weight_forms.declare(weight)
+    weight_forms.of(weight, "a", make)
+    with pytest.raises(ZeroDivisionError), weight_forms.settled([(weight, forms)]):
         read(weight)
         _ = 1 / 0
     weight.data.mul_(3.0)
@@ -412,18 +412,18 @@ def test_a_step_that_fails_is_over(weight: Tensor) -> None:
 def test_a_step_that_cannot_begin_is_over(weight: Tensor) -> None:
     """Memory runs out while the second weight is made anew."""
     other = torch.ones(3, 4)
-    weights = [(tensor, prepared.declare(tensor)) for tensor in (weight, other)]
+    weights = [(tensor, weight_forms.declare(tensor)) for tensor in (weight, other)]
     make = Maker()
-    prepared.of(weight, "a", make)
+    weight_forms.of(weight, "a", make)
 
     def fail(now: Tensor, before: Tensor | None) -> Tensor:
         if before is not None:
             raise torch.OutOfMemoryError("no memory")
         return now.clone()
 
-    prepared.of(other, "a", fail)
+    weight_forms.of(other, "a", fail)
     other.add_(1.0)
-    with pytest.raises(torch.OutOfMemoryError), prepared.settled(weights):
+    with pytest.raises(torch.OutOfMemoryError), weight_forms.settled(weights):
         pytest.fail("the step began")
     weight.data.mul_(3.0)
     assert torch.equal(form(weight, "a", make), weight)
@@ -431,46 +431,46 @@ def test_a_step_that_cannot_begin_is_over(weight: Tensor) -> None:
 
 def test_a_step_inside_another_one_does_not_end_it(weight: Tensor) -> None:
     """vLLM's warm-up runs steps."""
-    make, forms = Maker(), prepared.declare(weight)
-    prepared.of(weight, "a", make)
-    with prepared.settled([(weight, forms)]):
-        with prepared.settled([(weight, forms)]):
+    make, forms = Maker(), weight_forms.declare(weight)
+    weight_forms.of(weight, "a", make)
+    with weight_forms.settled([(weight, forms)]):
+        with weight_forms.settled([(weight, forms)]):
             read(weight)
         read(weight)
-        prepared.of(weight, "a", make)
+        weight_forms.of(weight, "a", make)
     assert len(make.befores) == 1
     weight.data.mul_(3.0)
     assert torch.equal(form(weight, "a", make), weight)
 
 
 def test_a_form_that_is_first_made_in_a_step_leaves_the_others_as_they_are(weight: Tensor) -> None:
-    makers, forms = {"a": Maker(), "b": Maker()}, prepared.declare(weight)
-    with prepared.settled([(weight, forms)]):
+    makers, forms = {"a": Maker(), "b": Maker()}, weight_forms.declare(weight)
+    with weight_forms.settled([(weight, forms)]):
         for name in ("a", "b", "a"):
-            prepared.of(weight, name, makers[name])
+            weight_forms.of(weight, name, makers[name])
             read(weight)
     for name, make in makers.items():
-        prepared.of(weight, name, make)
+        weight_forms.of(weight, name, make)
         assert len(make.befores) == 1
 
 
 def test_a_tensor_in_the_place_of_a_weight_is_not_taken_for_it_in_a_step(weight: Tensor) -> None:
-    make, forms = Maker(), prepared.declare(weight)
-    prepared.of(weight, "a", make)
+    make, forms = Maker(), weight_forms.declare(weight)
+    weight_forms.of(weight, "a", make)
     other = torch.full((3, 4), 5.0)
-    with prepared.settled([(other, forms)]):
+    with weight_forms.settled([(other, forms)]):
         assert torch.equal(form(other, "a", make), other)
     assert len(make.befores) == 2
 
 
 def test_a_copy_that_is_made_in_a_step_has_no_step(weight: Tensor) -> None:
-    forms = prepared.declare(weight)
-    prepared.of(weight, "a", Maker())
-    with prepared.settled([(weight, forms)]):
+    forms = weight_forms.declare(weight)
+    weight_forms.of(weight, "a", Maker())
+    with weight_forms.settled([(weight, forms)]):
         copied = copy.deepcopy(weight)
     make = Maker()
-    prepared.declare(copied)
-    prepared.of(copied, "a", make)
+    weight_forms.declare(copied)
+    weight_forms.of(copied, "a", make)
     copied.data.mul_(3.0)
     assert torch.equal(form(copied, "a", make), copied)
 
@@ -479,14 +479,14 @@ def test_what_is_made_in_a_capture_is_made_again_because_nothing_has_run(
     weight: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = Maker()
-    prepared._say_captured.cache_clear()
+    weight_forms._say_captured.cache_clear()
     with monkeypatch.context() as patch, caplog.at_level("WARNING", "fl_dispatch"):
-        patch.setattr(prepared, "detect_device", lambda: SimpleNamespace(captures=lambda: True))
+        patch.setattr(weight_forms, "detect_device", lambda: SimpleNamespace(captures=lambda: True))
         for _ in range(2):
             assert torch.equal(form(weight, "a", make), weight)
     assert caplog.text.count("while a graph was captured") == 1
-    first = prepared.of(weight, "a", make)
-    assert prepared.of(weight, "a", make) is first
+    first = weight_forms.of(weight, "a", make)
+    assert weight_forms.of(weight, "a", make) is first
     assert make.befores == [None, None, None]
 
 

@@ -29,9 +29,9 @@ from fl_dispatch import (
     call_op,
     get_default_manager,
     locking,
-    prepared,
     reset_default_manager,
     set_global_policy,
+    weight_forms,
     with_preference,
 )
 from fl_dispatch.knowledge.failures import ArgumentKind, FailureLog
@@ -395,11 +395,11 @@ def test_a_fork_while_a_weight_is_prepared_prepares_it_in_the_child(monkeypatch:
         return "a form" if os.getpid() != parent or go_on.wait(30) else ""
 
     for weight in (one, two):
-        prepared.declare(weight)
-    thread = threading.Thread(target=lambda: prepared.of(one, "mine", make))
+        weight_forms.declare(weight)
+    thread = threading.Thread(target=lambda: weight_forms.of(one, "mine", make))
     thread.start()
     inside.wait(10)
-    code = fork_and_wait(lambda: prepared.of(two, "mine", make) == "a form")
+    code = fork_and_wait(lambda: weight_forms.of(two, "mine", make) == "a form")
     go_on.set()
     thread.join(10)
     assert code == 0

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from engines import STEP, ran, start
 
 import quantized_checkpoints as checkpoints
-from fl_dispatch import following
+from fl_dispatch import successors
 from fl_dispatch.backends.triton.impl import launch
 from fl_dispatch.backends.triton.impl.products import prefetch, scaled_linear
 from fl_dispatch.backends.triton.impl.rows import quantization
@@ -42,7 +42,7 @@ def forgotten() -> Iterator[None]:
     if (launch.capability(CUDA) or (0, 0)) < prefetch.CAPABILITY:
         pytest.skip("needs an NVIDIA GPU of compute capability 9")
     yield
-    with following.recorded():
+    with successors.recorded():
         pass
 
 
@@ -78,9 +78,9 @@ def test_results_are_the_same_bits_and_the_instruction_runs(
         for asked in (16, 1 << 20, 24 << 20):
             monkeypatch.setattr(prefetch, "BYTES", asked)
             scaled_linear._launch_row._compiled.clear()
-            with following.recorded():
-                following.after(weight)
-                following.after(following_weight)
+            with successors.recorded():
+                successors.after(weight)
+                successors.after(following_weight)
             for _ in range(3):
                 assert torch.equal(product(), expected)
             assert (
@@ -92,10 +92,10 @@ def test_results_are_the_same_bits_and_the_instruction_runs(
 def test_a_graph_that_asks_has_the_same_bits_while_weights_change_in_place() -> None:
     products = [made(4096, 4096) for _ in range(4)]
     before = [product().clone() for _, _, product in products]
-    with following.recorded():
+    with successors.recorded():
         for _, _, product in products:
             product()
-    assert following.known() == 3
+    assert successors.known() == 3
 
     def step() -> list[Tensor]:
         return [product() for _, _, product in products]

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from fl_dispatch import BackendImplKind, OpImpl, OpManager, get_default_manager, prepared
+from fl_dispatch import BackendImplKind, OpImpl, OpManager, get_default_manager, weight_forms
 from fl_dispatch.evidence.verify import Verification, implementations, verify
 from fl_dispatch.ops import OPERATORS, Sample
 from wrong_packing import OPERATORS_WITH_WEIGHTS, planted, spoiled
@@ -48,7 +48,7 @@ def with_forms(op_name: str, fault: str, make: Callable[[Tensor, Any], Any]) -> 
     def product(*args: Any) -> Any:
         values = dict(zip(names, args, strict=True))
         for name in set(operator.weights) & set(values):
-            form = None if values[name] is None else prepared.of(values[name], f"default.{fault} {name}", make)
+            form = None if values[name] is None else weight_forms.of(values[name], f"default.{fault} {name}", make)
             values[name] = values[name] if form is None else form
         return reference.fn(*values.values())
 

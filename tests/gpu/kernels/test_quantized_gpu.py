@@ -19,7 +19,7 @@ from engines import MAX_TOKENS, PROMPTS, ran, start_features
 
 import quantized_checkpoints as checkpoints
 import scoring
-from fl_dispatch import get_default_manager, prepared
+from fl_dispatch import get_default_manager, weight_forms
 from fl_dispatch.backends.triton.impl.products import scaled_linear
 from fl_dispatch.evidence.verify import DTYPES, implementations, verify
 from fl_dispatch.ops import OPERATORS
@@ -125,7 +125,7 @@ def test_a_kernel_is_right_for_a_models_weights(kind: str, weight: tuple[int, in
     answered_by, wrong = set(), []
     for rows in ROWS:
         args = operator.bind(large(kind, rows, *weight, dtype), {})
-        prepared.declare_all(operator.stay(args))
+        weight_forms.declare_all(operator.stay(args))
         (right,) = flat(reference.fn(*[_wide(arg) for arg in args]))
         for impl in kernels():
             if impl.op_name != name:
@@ -247,7 +247,7 @@ def test_a_graph_holds_experts(kind: str, tokens: int) -> None:
 def test_a_repacked_weight_that_is_written_keeps_its_place() -> None:
     """Captured graphs read the form at its address."""
     args = OPERATORS["weight_only_linear"].bind(large("4 bits", 4, 256, 256, torch.bfloat16), {})
-    forms = [prepared.declare(tensor) for tensor in args[1:3]]
+    forms = [weight_forms.declare(tensor) for tensor in args[1:3]]
     for impl in kernels():
         if impl.op_name == "weight_only_linear" and impl.impl_id != "default.triton":
             before = impl.fn(*args)

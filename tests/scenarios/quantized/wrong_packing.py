@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch import get_default_manager, prepared
+from fl_dispatch import get_default_manager, weight_forms
 from fl_dispatch.evidence.verify import DTYPES, Verification, implementations, verify
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.types import OpImpl
@@ -36,7 +36,7 @@ def spoiled(weight: Tensor) -> Tensor:
 def watched(wrong: str = "", stale: str = "") -> Iterator[set[str]]:
     """Inside, one packing function packs another weight, or keeps the first form; the names of all that ran."""
     names: set[str] = set()
-    of = prepared.of
+    of = weight_forms.of
 
     def watching(weight: Tensor, name: str, make: Make) -> Any:
         called = name_of(make)
@@ -50,7 +50,7 @@ def watched(wrong: str = "", stale: str = "") -> Iterator[set[str]]:
         return of(weight, name, made)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "of", watching)
+        patch.setattr(weight_forms, "of", watching)
         yield names
 
 

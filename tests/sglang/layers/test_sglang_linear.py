@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_dispatch import SelectionPolicy, get_default_manager, policy_context, prepared
+from fl_dispatch import SelectionPolicy, get_default_manager, policy_context, weight_forms
 from fl_dispatch.hosting.layers.layer_kernels import KERNEL, kernels, weights
-from fl_dispatch.prepared import ATTRIBUTE
 from fl_dispatch.settings import reset_settings
+from fl_dispatch.weight_forms import ATTRIBUTE
 
 INNER, COLUMNS = 32, 48
 
@@ -160,11 +160,11 @@ def test_new_weights_are_used_also_where_an_update_writes_to_an_address(model: L
     from sglang_fl.quantization import updates
 
     weight = model.plain.weight
-    prepared.declare(weight)
+    weight_forms.declare(weight)
     address = weight.data_ptr()
 
     def form() -> Tensor | None:
-        return prepared.of(weight, "a", lambda weight, before: weight.clone())
+        return weight_forms.of(weight, "a", lambda weight, before: weight.clone())
 
     def original(updater: Any, request: Any) -> str:
         (ctypes.c_float * weight.numel()).from_address(address)[:] = [3.0] * weight.numel()

@@ -113,7 +113,7 @@ ELSEWHERE = [name.replace("layers.0", "layers.1") for name in NAMED]
 def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(host: None, config: Any, left: bool) -> None:
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
-    from sglang_fl.quantization.experts import QuantizedExpertsMethod
+    from sglang_fl.quantization.expert_method import QuantizedExpertsMethod
 
     method = mixture(config).quant_method
     assert isinstance(method, UnquantizedFusedMoEMethod if left else QuantizedExpertsMethod)

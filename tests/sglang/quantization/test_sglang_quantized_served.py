@@ -17,7 +17,7 @@ def ask(config: dict[str, Any], kind: str, prefix: str) -> str:
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
     from sglang_fl.quantization.cache import CacheScales
-    from sglang_fl.quantization.experts import QuantizedExpertsMethod
+    from sglang_fl.quantization.expert_method import QuantizedExpertsMethod
     from sglang_fl.quantization.layers import QuantizedMethod
 
     with torch.device("meta"):

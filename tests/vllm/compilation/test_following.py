@@ -13,7 +13,7 @@ from engines import start_features
 from vllm.v1.worker.gpu_worker import Worker
 
 import quantized_checkpoints as checkpoints
-from fl_dispatch import following
+from fl_dispatch import successors
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from vllm_fl.compilation import compile
 from vllm_fl.platform import config
@@ -48,7 +48,7 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     asked: list[tuple[Any, ...]] = []
 
     def run(tokens: int) -> None:
-        after = [following.after(weight) for weight in (first, second) if model != "not quantized"]
+        after = [successors.after(weight) for weight in (first, second) if model != "not quantized"]
         batches.append((tokens, any(found is second for found in after)))
 
     worker: Any = object.__new__(gpu.GPUWorkerFL)
@@ -70,7 +70,7 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     worker.available_kv_cache_memory_bytes = 7
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 7, raising=False)
     monkeypatch.setattr(prompt_graphs, "add", lambda *given: asked.append(given) or 2)  # bytes that they take
-    with following.recorded():
+    with successors.recorded():
         pass  # forgets what other tests have recorded
     assert worker.determine_available_memory() == worker.available_kv_cache_memory_bytes == 5
     assert asked == [(None, models, worker._run_drawn_batch, 7, 4)]

@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers import linear as vllm_linear
 from vllm.platforms import current_platform
 
-from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, policy_context, prepared
+from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, policy_context, weight_forms
 from fl_dispatch.hosting.start import first_choices
 from fl_dispatch.settings import Settings
 from vllm_fl.compat import layer_classes
@@ -101,7 +101,7 @@ def test_a_weight_that_a_trainer_replaced_is_followed() -> None:
         made.append(float(weight.sum()))
         return made[-1]
 
-    prepared.of(layer.weight, "a", make)
+    weight_forms.of(layer.weight, "a", make)
     layer.weight = torch.nn.Parameter(torch.full((4, 8), 2.0), requires_grad=False)
     for _ in range(2):
         with weights.settled():

@@ -4,14 +4,14 @@ A rotation and the write of the cache are joined only where one vendor has all t
 """
 
 from fl_dispatch import BackendImplKind, OpImpl
-from fl_dispatch.backends.reference.impl import attention, joined, rotary
+from fl_dispatch.backends.reference.impl import attention, fused, rotary
 
 
 def register_builtins(registry):
     functions = (
-        joined.rms_norm_quantize,
-        joined.silu_and_mul_quantize,
-        joined.rotary_embedding_kv_cache_write,
+        fused.rms_norm_quantize,
+        fused.silu_and_mul_quantize,
+        fused.rotary_embedding_kv_cache_write,
         rotary.rotary_embedding,
         attention.kv_cache_write,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from fl_dispatch import following
+from fl_dispatch import successors
 
 stopped = []
 
@@ -37,10 +37,10 @@ class TrainerExtension:
 
     def record_step(self) -> list[str]:
         """Record a step of one token; the names of the weights in the order that is known then."""
-        with following.recorded():
+        with successors.recorded():
             self.model_runner._dummy_run(1)
         names = {id(parameter): name for name, parameter in self.model_runner.model.named_parameters()}
-        nexts = {name: following.after(parameter) for name, parameter in self.model_runner.model.named_parameters()}
+        nexts = {name: successors.after(parameter) for name, parameter in self.model_runner.model.named_parameters()}
         order = {name: names[id(found)] for name, found in nexts.items() if found is not None}
         (first,) = set(order) - set(order.values())
         found = [first]

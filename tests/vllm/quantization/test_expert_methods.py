@@ -26,7 +26,7 @@ from fl_dispatch.devices import ASCEND
 from fl_dispatch.hosting.quantized import experts, layers, orders
 from fl_dispatch.ops import OPERATORS
 from quantized_checkpoints import SCHEMES
-from vllm_fl.quantization import experts as methods
+from vllm_fl.quantization import expert_method as methods
 from vllm_fl.quantization.configs import AWQConfigFL, CompressedTensorsConfigFL, Fp8ConfigFL, GPTQConfigFL
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}

@@ -23,7 +23,7 @@ from fl_dispatch.hosting.quantized.layers import QuantizedLayer
 from quantized_served import OWN, SIZE, described
 from vllm_fl import quantization
 from vllm_fl.quantization.configs import CONFIGS
-from vllm_fl.quantization.experts import QuantizedMethod
+from vllm_fl.quantization.expert_method import QuantizedMethod
 
 METHODS = {"gptq": "auto_gptq", "awq": "auto_awq", "compressed-tensors": "compressed-tensors"}
 KINDS: dict[str, type[nn.Module]] = {

@@ -22,7 +22,7 @@ from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embeddin
 from vllm.v1.worker.gpu_worker import Worker
 
 import variants
-from fl_dispatch import call_op, get_default_manager, prepared
+from fl_dispatch import call_op, get_default_manager, weight_forms
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from vllm_fl.layers import classes, linear
 from vllm_fl.layers.mixture import ExpertsLayer
@@ -78,14 +78,14 @@ def test_new_weights_are_used_also_where_a_transfer_writes_to_an_address(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False)
-    prepared.declare(weight)
+    weight_forms.declare(weight)
     address = weight.data_ptr()
 
     def write(self: Any, *arguments: Any) -> None:
         (ctypes.c_float * weight.numel()).from_address(address)[:] = [3.0] * weight.numel()
 
     def form() -> Tensor | None:
-        return prepared.of(weight, "a", lambda weight, before: weight.clone())
+        return weight_forms.of(weight, "a", lambda weight, before: weight.clone())
 
     form()
     monkeypatch.setattr(Worker, method, write)
@@ -121,10 +121,10 @@ def test_whatever_runs_the_model_is_a_step(method: str, drafts: str | None, monk
 
     def run(self: Any, *arguments: Any) -> None:
         layer.weight.data_ptr()
-        prepared.of(layer.weight, "a", lambda weight, before: made.append(weight.clone()))
+        weight_forms.of(layer.weight, "a", lambda weight, before: made.append(weight.clone()))
 
     monkeypatch.setattr(Worker, method, run)
-    prepared.of(layer.weight, "a", lambda weight, before: made.append(weight.clone()))
+    weight_forms.of(layer.weight, "a", lambda weight, before: made.append(weight.clone()))
     arguments = () if method == "execute_dummy_batch" else (SimpleNamespace(total_num_scheduled_tokens=1),)
     for _ in range(3):
         getattr(ours, method)(*arguments)

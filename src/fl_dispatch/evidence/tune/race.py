@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ... import prepared
+from ... import weight_forms
 from ...errors import NotSupported, text_of
 from ...hosting.memory.kv_layout import LAYOUT, KVLayout
 from ...manager import OpManager
@@ -149,7 +149,7 @@ def _race(
 ) -> None:
     operator = OPERATORS[case.op_name]
     args = operator.bind(case.make(), {})
-    prepared.declare_all(operator.stay(args))
+    weight_forms.declare_all(operator.stay(args))
     assert operator.work is not None
     moved = operator.work(*args).bytes_moved
     shared: dict[str, _Shared] = {}

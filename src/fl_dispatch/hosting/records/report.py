@@ -6,7 +6,7 @@ import os
 from operator import is_not
 from typing import Any
 
-from ...fixed import data
+from ...fixed_choices import data
 from ...manager import OpManager, get_default_manager
 from ...settings import ITEMS, get_settings
 from ...shadow.sampling import Sampling
@@ -23,7 +23,7 @@ def dispatch_report() -> dict[str, Any]:
     ``settings`` is their JSON with the policy that holds, and the origin of each value. ``counts`` is ``"operator
     implementation"`` → calls; ``decisions`` is operator → the output of ``fl explain --json``; ``failed`` is operator →
     ids. ``communication`` is group → collective → calls; ``manifest`` is the frozen choice, or ``None``; ``aten`` is
-    backend → the operators of PyTorch that it replaces, see :class:`~fl_dispatch.replaced.ReplacementReport`.
+    backend → the operators of PyTorch that it replaces, see :class:`~fl_dispatch.aten_replacement.ReplacementReport`.
     """
     manager = get_default_manager()
     manifest = manager.freezer.manifest

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...aten_replacement import ReplacementReport, replacements
 from ...devices import DeviceSpec
 from ...errors import DispatchError
 from ...manager import get_default_manager
-from ...replaced import ReplacementReport, replacements
 from ...settings import Settings
 
 

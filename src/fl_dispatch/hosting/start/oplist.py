@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...aten_replacement import replaced_operators
 from ...manager import OpManager
-from ...replaced import replaced_operators
 from ...selection.refusals import FLAGGEMS_ID
 from ...settings import Settings
 from ..records.private_file import write_private

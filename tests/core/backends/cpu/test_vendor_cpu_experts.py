@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch import get_default_manager, prepared
+from fl_dispatch import get_default_manager, weight_forms
 from fl_dispatch.backends.reference.impl import moe as reference
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.impl import experts, limits, own_experts
@@ -32,7 +32,7 @@ def arguments(tokens: int, dtype: torch.dtype = torch.float32, plain: bool = Fal
 
     w13 = normal(EXPERTS, INNER if plain else 2 * INNER, HIDDEN, scale=HIDDEN**-0.5)
     w2 = normal(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5)
-    prepared.declare_all((w13, w2))
+    weight_forms.declare_all((w13, w2))
     scores = torch.randn(tokens, EXPERTS, generator=generator).softmax(-1)
     weights, ids = scores.topk(CHOICES)
     return [normal(tokens, HIDDEN), w13, w2, weights, ids.int()]
@@ -88,7 +88,7 @@ def test_the_repacked_weights_follow_the_weights() -> None:
         args[1].data[2:5].mul_(-1.5)
         args[2].data[0].add_(0.25)
     for weight in args[1:3]:
-        assert prepared.declare(weight).made["vendor.cpu"] is not None
+        assert weight_forms.declare(weight).made["vendor.cpu"] is not None
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -208,7 +208,7 @@ def test_weights_of_other_sizes_are_declined(kernel: Any) -> None:
     args = arguments(4)
     for place, weight in ((1, args[1][:, :, :64].contiguous()), (1, args[1][:, 1:].contiguous()), (2, args[2][:4])):
         changed = [*args[:place], weight, *args[place + 1 :]]
-        prepared.declare_all(changed[1:3])
+        weight_forms.declare_all(changed[1:3])
         assert "w13 is" in str(kernel.supports_fused_moe(*changed)), (place, weight.shape)
 
 
@@ -231,7 +231,7 @@ def test_ours_leaves_the_marks_of_weights_whose_forms_others_keep() -> None:
         return 1
 
     for _ in range(3):
-        assert [prepared.of(weight, "vendor.other", make) for weight in args[1:3]] == [1, 1]
+        assert [weight_forms.of(weight, "vendor.other", make) for weight in args[1:3]] == [1, 1]
         own_experts.fused_moe(*args)
     assert len(made) == 2
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.impl import linear
 from fl_dispatch.ops import OPERATORS, Sample
@@ -40,7 +40,7 @@ def test_every_sample_agrees_with_the_plain_product(name: str, product: object, 
     packed = 0
     for sample in samples(dtype):
         x, weight, bias = sample.args
-        forms = prepared.declare(weight)
+        forms = weight_forms.declare(weight)
         found = product(x, weight, bias)
         exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
         assert (found.shape, found.dtype) == (exact.shape, dtype), sample.label
@@ -54,18 +54,18 @@ def test_every_sample_agrees_with_the_plain_product(name: str, product: object, 
 def test_a_product_follows_its_weight(name: str, product: object) -> None:
     assert callable(product)
     weight, x = torch.randn(48, 32), torch.randn(3, 32)
-    prepared.declare(weight)
+    weight_forms.declare(weight)
     for _ in range(3):
         close(product(x, weight), x @ weight.t(), torch.float32)
         weight.data[5:9].copy_(torch.randn(4, 32))
-    assert prepared.declare(weight).made[name] is not None
+    assert weight_forms.declare(weight).made[name] is not None
 
 
 @each_product
 def test_another_dtype_or_width_is_the_plain_products_to_refuse(name: str, product: object) -> None:
     assert callable(product)
     weight = torch.randn(48, 32)
-    prepared.declare(weight)
+    weight_forms.declare(weight)
     product(torch.randn(3, 32), weight)
     for x in (torch.randn(2, 64), torch.randn(3, 32, dtype=torch.float64)):
         with pytest.raises(RuntimeError, match="mat|dtype"):
@@ -75,7 +75,7 @@ def test_another_dtype_or_width_is_the_plain_products_to_refuse(name: str, produ
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_compiled_code_multiplies_with_the_repacked_weight_and_follows_it() -> None:
     weight, x = torch.nn.Parameter(torch.randn(48, 32), requires_grad=False), torch.randn(3, 32)
-    forms, targets = prepared.declare(weight), list[str]()
+    forms, targets = weight_forms.declare(weight), list[str]()
     linear.linear(x, weight)
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
@@ -87,5 +87,5 @@ def test_compiled_code_multiplies_with_the_repacked_weight_and_follows_it() -> N
         close(compiled(x), x @ weight.t(), torch.float32)
         assert any("onednn_mm" in target for target in targets)
         weight.data.mul_(3.0)
-        prepared.follow(weight, forms)
+        weight_forms.follow(weight, forms)
         close(compiled(x), x @ weight.t(), torch.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from builders import as_called
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.impl import own_integers, quantization
@@ -61,7 +61,7 @@ def test_every_supported_sample_agrees_with_float64(name: str, implementation: s
             args = operator.bind(sample.args, {})
             if impl.supports(*args) is not True:
                 continue
-            prepared.declare_all(operator.stay(args))
+            weight_forms.declare_all(operator.stay(args))
             wanted = tensors(getattr(ReferenceBackend(), name)(*map(double, args)))
             for got, exact in zip(tensors(impl.fn(*args)), wanted, strict=True):
                 assert got.shape == exact.shape
@@ -83,7 +83,7 @@ def test_rows_that_are_a_part_of_wider_ones_give_the_same(
         x, *rest = operator.bind(sample.args, {})
         wide = torch.cat((x, x), -1)[..., : x.shape[-1]]
         if impl.supports(x, *rest) is True:
-            prepared.declare_all(operator.stay((x, *rest)))
+            weight_forms.declare_all(operator.stay((x, *rest)))
             ran += 1
             if impl.supports(wide, *rest) is True:
                 for got, right in zip(tensors(impl.fn(wide, *rest)), tensors(impl.fn(x, *rest)), strict=True):
@@ -214,7 +214,7 @@ def test_weights_of_4_bits_are_kept_for_the_kernel() -> None:
     for sample in samples("weight_only_linear", torch.bfloat16):
         args = OPERATORS["weight_only_linear"].bind(sample.args, {})
         if args[1].dtype is torch.uint8 and impl.supports(*args) is True and args[0].numel():
-            forms = [prepared.declare(weight) for weight in args[1:3]]
+            forms = [weight_forms.declare(weight) for weight in args[1:3]]
             impl.fn(*args)
             assert all(form.made["vendor.cpu.onednn"] is not None for form in forms)
             kept += 1

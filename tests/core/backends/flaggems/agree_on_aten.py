@@ -14,11 +14,11 @@ from torch import Tensor
 import flaggems_standin
 import two_ranks
 from fl_dispatch import RankDivergenceError, freeze_dispatch, thaw_dispatch
+from fl_dispatch.aten_replacement import register_replacement
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import replacement
 from fl_dispatch.devices import CPU
 from fl_dispatch.hosting.ranks.agreement import agree_on_replaced_operators, refuse_other_manifest
-from fl_dispatch.replaced import register_replacement
 from fl_dispatch.settings import Settings
 
 CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip", triton=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import flaggems_standin
 from fl_dispatch import DispatchError, freeze_dispatch, get_default_manager, thaw_dispatch
+from fl_dispatch.aten_replacement import register_replacement, replaced_operators
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import names, replacement
 from fl_dispatch.backends.flaggems.aten.decision import why_not
@@ -32,7 +33,6 @@ from fl_dispatch.hosting.layers.survey import Survey
 from fl_dispatch.hosting.records import runs
 from fl_dispatch.hosting.records.report import dispatch_report
 from fl_dispatch.hosting.start import aten, oplist
-from fl_dispatch.replaced import register_replacement, replaced_operators
 from fl_dispatch.settings import Settings, load_settings
 from flaggems_standin import CONFIG, log
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from builders import impl
-from fl_dispatch import replaced
+from fl_dispatch import aten_replacement
+from fl_dispatch.aten_replacement import AtenReplacement, ReplacementReport, register_replacement, replaced_operators
 from fl_dispatch.devices import CPU, DeviceSpec
 from fl_dispatch.errors import DispatchError, RegistrationError
 from fl_dispatch.hosting.records.report import dispatch_report
 from fl_dispatch.hosting.start import aten
 from fl_dispatch.registry import OpRegistry
-from fl_dispatch.replaced import AtenReplacement, ReplacementReport, register_replacement, replaced_operators
 from fl_dispatch.settings import Settings
 
 
@@ -57,7 +57,7 @@ class Vendor:
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, AtenReplacement]:
     """Only what a test registers, and the built-in backends when it makes a manager."""
     found: dict[str, AtenReplacement] = {}
-    monkeypatch.setattr(replaced, "_registered", found)
+    monkeypatch.setattr(aten_replacement, "_registered", found)
     return found
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
-from fl_dispatch import following
+from fl_dispatch import successors
 from fl_dispatch.backends.triton.impl.products import prefetch, scaled_linear
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
@@ -30,67 +30,67 @@ def weights(count: int) -> list[Tensor]:
 
 
 def recorded(*order: Tensor) -> None:
-    with following.recorded():
+    with successors.recorded():
         for weight in order:
-            assert following.after(weight) is None
+            assert successors.after(weight) is None
 
 
 def test_weights_follow_in_the_order_of_the_recorded_step() -> None:
     first, second, third = weights(3)
     recorded(second, first, third)
-    assert following.known() == 2
-    assert [following.after(weight) for weight in (second, first, third)] == [first, third, None]
-    assert following.after(second[:32]) is first  # compiled code has a tensor of its own over the same memory
+    assert successors.known() == 2
+    assert [successors.after(weight) for weight in (second, first, third)] == [first, third, None]
+    assert successors.after(second[:32]) is first  # compiled code has a tensor of its own over the same memory
 
 
 def test_products_of_int8_neither_ask_nor_are_recorded() -> None:
     first, second = weights(2)
     integers = torch.zeros(64, 64, dtype=torch.int8)
-    with following.recorded():
+    with successors.recorded():
         for weight in (first, integers, second):
             prefetch.after(weight, 8)
-    assert following.after(first) is second
-    following._next[integers.data_ptr()] = following._next[first.data_ptr()]
+    assert successors.after(first) is second
+    successors._next[integers.data_ptr()] = successors._next[first.data_ptr()]
     assert prefetch.after(integers, 8) == (integers, *prefetch.NOTHING)
 
 
 def test_a_call_that_is_tried_twice_is_one_call() -> None:
     first, second = weights(2)
     recorded(first, first, second, second)
-    assert following.known() == 1
-    assert following.after(first) is second
+    assert successors.known() == 1
+    assert successors.after(first) is second
 
 
 def test_a_weight_that_is_gone_is_not_asked_for_and_one_that_has_moved_is_where_it_is() -> None:
     first, second, third = weights(3)
     recorded(first, second, third)
     del third
-    assert following.after(second) is None
-    assert following.known() == 1
+    assert successors.after(second) is None
+    assert successors.known() == 1
     second.data = torch.zeros(64, 64)
-    found = following.after(first)
+    found = successors.after(first)
     assert found is second
     assert found.data_ptr() == second.data_ptr()
 
 
 def test_products_of_other_threads_are_not_recorded() -> None:
     first, other, second = weights(3)
-    with following.recorded(), ThreadPoolExecutor(1) as pool:
-        following.after(first)
-        pool.submit(following.after, other).result()
-        following.after(second)
-    assert following.after(first) is second
-    assert following.known() == 1
+    with successors.recorded(), ThreadPoolExecutor(1) as pool:
+        successors.after(first)
+        pool.submit(successors.after, other).result()
+        successors.after(second)
+    assert successors.after(first) is second
+    assert successors.known() == 1
 
 
 def test_another_step_takes_the_place_of_the_recorded_one_and_one_that_fails_too() -> None:
     first, second = weights(2)
     recorded(first, second)
     recorded(second, first)
-    assert (following.after(first), following.after(second)) == (None, first)
-    with pytest.raises(RuntimeError, match="step"), following.recorded():
+    assert (successors.after(first), successors.after(second)) == (None, first)
+    with pytest.raises(RuntimeError, match="step"), successors.recorded():
         raise RuntimeError("step")
-    assert following.after(second) is first
+    assert successors.after(second) is first
 
 
 # -- who asks for what ------------------------------------------------------------------------------------------------

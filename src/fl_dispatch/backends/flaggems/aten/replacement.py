@@ -17,11 +17,11 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+from fl_dispatch.aten_replacement import ReplacementReport
 from fl_dispatch.backends.flaggems.library import gems
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.errors import DispatchError
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.replaced import ReplacementReport
 from fl_dispatch.settings import Settings
 
 from . import names
@@ -32,7 +32,7 @@ from .slot import Slot, slot_of
 logger = get_logger(__name__)
 
 NAME = "FlagGems"
-"""The replacement's name; this module is an :class:`~fl_dispatch.replaced.AtenReplacement`."""
+"""The replacement's name; this module is an :class:`~fl_dispatch.aten_replacement.AtenReplacement`."""
 
 
 @dataclass

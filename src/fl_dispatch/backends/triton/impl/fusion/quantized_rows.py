@@ -138,7 +138,7 @@ def rms_norm_quantize(
     group_size: int = 0,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """See :data:`fl_dispatch.ops.joined.rms_norm_quantize`. A contiguous residual is overwritten."""
+    """See :data:`fl_dispatch.ops.fused.rms_norm_quantize`. A contiguous residual is overwritten."""
     if x.dtype is torch.float64:
         raise NotSupported("float64")
     hidden = x.shape[-1]
@@ -177,7 +177,7 @@ def rms_norm_quantize(
 def silu_and_mul_quantize(
     x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.joined.silu_and_mul_quantize`."""
+    """See :data:`fl_dispatch.ops.fused.silu_and_mul_quantize`."""
     if x.dtype is torch.float64:
         raise NotSupported("float64")
     width = x.shape[-1] // 2

@@ -135,7 +135,7 @@ def rotary_embedding_kv_cache_write(
     key_scale: float | None = None,
     value_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.joined.rotary_embedding_kv_cache_write`."""
+    """See :data:`fl_dispatch.ops.fused.rotary_embedding_kv_cache_write`."""
     tokens, heads, dim = query.shape
     _, kv_heads, dim_v = value.shape
     query_strides, key_strides, cos_strides, sin_strides = query.stride(), key.stride(), cos.stride(), sin.stride()

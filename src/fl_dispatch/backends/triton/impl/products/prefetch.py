@@ -2,7 +2,7 @@
 
 Between two such products small kernels run, and the device's memory is idle. A program's last act is to have a slice of
 the next weight brought into the L2 cache; no program waits for that, and no result depends on it.
-:mod:`fl_dispatch.following` knows the next weight. The instruction is one of NVIDIA GPUs from compute capability 9 on.
+:mod:`fl_dispatch.successors` knows the next weight. The instruction is one of NVIDIA GPUs from compute capability 9 on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fl_dispatch import following
+from fl_dispatch import successors
 from fl_dispatch.settings import get_settings
 
 from ..launch import INTERPRETED, capability, processors
@@ -76,7 +76,7 @@ def after(weight: Tensor, programs: int) -> tuple[Tensor, tuple[int, int, int], 
     """
     if not weight.is_floating_point():  # int8 was not timed: its kernel would need more registers
         return weight, *NOTHING
-    found = following.after(weight)
+    found = successors.after(weight)
     if found is None or found.device != weight.device or not get_settings().chip_features:
         return weight, *NOTHING
     asking = min(programs, _programs(found.device, ASKING))

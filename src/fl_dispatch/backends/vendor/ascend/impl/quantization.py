@@ -2,7 +2,7 @@
 
 The chips that the documentation calls Atlas A2 and A3 have no fp8. Their form of 4 bits
 (``npu_convert_weight_to_int4pack``) is not used: it would have to be kept beside the weight, and PyTorch cannot tell on
-this device whether a weight was written (:mod:`fl_dispatch.prepared`). So 4 bits become int8 in each call.
+this device whether a weight was written (:mod:`fl_dispatch.weight_forms`). So 4 bits become int8 in each call.
 """
 
 from __future__ import annotations

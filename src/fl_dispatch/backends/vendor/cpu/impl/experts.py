@@ -1,11 +1,11 @@
-"""The experts of a mixture by the wheel's kernel, with weights repacked once (:mod:`fl_dispatch.prepared`)."""
+"""The experts of a mixture by the wheel's kernel, with weights repacked once (:mod:`fl_dispatch.weight_forms`)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 from fl_dispatch.ops import moe as declared
 
 from .. import library
@@ -56,7 +56,7 @@ def supports_fused_moe(
     for name, tensor in {"hidden_states": hidden_states, **tensors}.items():
         if tensor is not None and (why := problem(name, tensor, like=hidden_states)):
             return why
-    if not (prepared.may_be(w13) and prepared.may_be(w2)):
+    if not (weight_forms.may_be(w13) and weight_forms.may_be(w2)):
         return (
             "the weights cannot be repacked, because the host did not declare them, or writes to them are not noticed"
         )
@@ -89,7 +89,7 @@ def fused_moe(
     Raises:
         IndexError: a choice names an expert that there is not. Nothing was written.
     """
-    packed13, packed2 = (prepared.of(weight, "vendor.cpu", pack) for weight in (w13, w2))
+    packed13, packed2 = (weight_forms.of(weight, "vendor.cpu", pack) for weight in (w13, w2))
     least, most = (int(end) for end in topk_ids.aminmax()) if topk_ids.numel() else (-1, -1)
     if most >= len(w13):
         raise IndexError(f"a choice names none of {len(w13)} experts")

