@@ -182,9 +182,10 @@ def test_the_command_says_which_form_was_proven_and_logs_no_line_a_weight(tmp_pa
 
 def test_every_packing_function_of_a_backend_is_planted_wrong_in_a_test() -> None:
     backends = Path(weight_forms.__file__).parent / "backends"
-    calls = [re.findall(r"weight_forms\.of\(\w+, [\w\".]+, (.+?)\)", file.read_text()) for file in backends.rglob("*.py")]
+    call = re.compile(r"weight_forms\.of\(\w+, [\w\".]+, (.+?)\)")
+    calls = [call.findall(file.read_text()) for file in backends.rglob("*.py")]
     known = set.union(ON_GPUS, *HERE.values(), *WHEEL.values())
-    assert {call for found in calls for call in found} == known
+    assert {packing for found in calls for packing in found} == known
 
 
 @pytest.mark.parametrize("op_name", OPERATORS_WITH_WEIGHTS)
