@@ -19,6 +19,7 @@ from processes import pool
 from running import expected_tokens
 
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite(*(path.stem for path in (HERE / "scenarios").rglob("*.py")))  # they hold rules
 
 # A host that is not installed; its folder here would pass for a namespace package of that name.
 collect_ignore = [host for host in ("vllm", "sglang") if getattr(find_spec(host), "origin", None) is None]

@@ -8,7 +8,7 @@ from pathlib import Path
 import processes
 
 TESTS = Path(__file__).parents[1]
-OF_VLLM = ("vllm", "vllm/plugins", "vllm/quantization")
+OF_VLLM = ("vllm", "vllm/plugins")
 OF_SGLANG = ("sglang", "sglang/entrypoints", "sglang/layers", "sglang/speculation")
 sys.path[:0] = [str(TESTS / folder) for folder in (*OF_VLLM, *OF_SGLANG)]
 

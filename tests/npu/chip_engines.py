@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fl_dispatch.cli.checkpoints import VOCABULARY
-from processes import finish, pool
+from host_engines import Answer, Call, Engine, NamesOfVLLM, Pass, Served, rows_of_vllm
+from processes import finish, pool, then
 from running import MAX_TOKENS, PROMPTS
 
 SCRIPT = Path(__file__).with_name("run_npu_vllm.py")
@@ -44,3 +46,39 @@ def counts(report: Mapping[str, Any]) -> dict[str, set[str]]:
     for operator, impl_id in (key.split(" ") for key in report["counts"]):
         found.setdefault(operator, set()).add(impl_id)
     return found
+
+
+class VLLMOnNPU(NamesOfVLLM):
+    """vLLM on ``npu:0`` as scenarios ask it (a :class:`Host`); ``environment`` makes that of an engine."""
+
+    def __init__(self, environment: Callable[..., dict[str, str]]) -> None:
+        self._environment = environment
+
+    def serve(
+        self, *engines: Engine, plugins: Sequence[str] = (), deny: str = "", **variables: str
+    ) -> Sequence[Future[Served]]:
+        assert not plugins
+        assert not deny
+        return [self._start(engine, variables) for engine in engines]
+
+    def _start(self, engine: Engine, variables: Mapping[str, str]) -> Future[Served]:
+        options = dict(engine.options)
+        steps = [_step(one) for one in engine.asked]
+        started = start(engine.model, options.pop("dtype"), steps, self._environment(**variables), **options)
+        return then(started, partial(_served, engine))
+
+
+def _step(asked: Pass | Call) -> Mapping[str, Any]:
+    assert isinstance(asked, Pass)
+    wrong = {"wrong": asked.kernel, "reset": True} if asked.kernel else {}
+    return {"prompts": asked.prompts, "max_tokens": asked.max_tokens, "scores": asked.scores, **wrong}
+
+
+def _served(engine: Engine, result: Mapping[str, Any]) -> Served:
+    answers = []
+    for asked, step in zip(engine.asked, result["steps"], strict=True):
+        assert isinstance(asked, Pass)
+        rows = rows_of_vllm(asked.prompts, step["answers"]) if asked.scores else ()
+        numbers = {"kernels": step["kernels"], "waits": step["waits"]}
+        answers.append(Answer(asked.prompts, step["tokens"], step["cached"], rows, **numbers))
+    return Served(answers, result["reports"], result["log"])

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from host_engines import Host
+
 collect_ignore_glob = [] if find_spec("torch_npu") else ["test_*.py"]
 
 
@@ -60,3 +62,10 @@ def npu_environment() -> Callable[..., dict[str, str]]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     return lambda **variables: {**kept, **fixed, **variables}
+
+
+@pytest.fixture(scope="session")
+def host(npu_environment: Callable[..., dict[str, str]]) -> Host:
+    from chip_engines import VLLMOnNPU
+
+    return VLLMOnNPU(npu_environment)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from processes import finish
+from host_engines import Answer, Call, Engine, NamesOfSGLang, Pass, Served
+from processes import finish, pool, then
 
 HERE = Path(__file__).parent
 MEMORY = 16 << 30
@@ -56,3 +59,34 @@ def run(
         **(engine or {}),
     }
     return finish(HERE / "run_npu_sglang.py", {"engine": arguments, "steps": list(steps)}, environment, cold)
+
+
+class SGLangOnNPU(NamesOfSGLang):
+    """SGLang on ``npu:0`` as scenarios ask it (a :class:`Host`)."""
+
+    def serve(
+        self, *engines: Engine, plugins: Sequence[str] = (), deny: str = "", **variables: str
+    ) -> Sequence[Future[Served]]:
+        assert not plugins
+        assert not deny
+        given = {"SGLANG_FL_PLUGIN_MODULES": "wrong_kernels", "SGLANG_FL_PREFER": "vendor", **variables}
+        return [_start(engine, given) for engine in engines]
+
+
+def _start(engine: Engine, variables: Mapping[str, str]) -> Future[Served]:
+    steps = [_step(one) for one in engine.asked]
+    return then(pool.submit(run, engine.model, steps, engine.options, **variables), partial(_served, engine))
+
+
+def _step(asked: Pass | Call) -> Mapping[str, Any]:
+    assert isinstance(asked, Pass)
+    wrong = {"wrong": asked.kernel} if asked.kernel else {}
+    return {"prompts": asked.prompts, "max_tokens": asked.max_tokens, "scores": asked.scores, **wrong}
+
+
+def _served(engine: Engine, result: Mapping[str, Any]) -> Served:
+    answers = []
+    for asked, step in zip(engine.asked, result["steps"], strict=True):
+        assert isinstance(asked, Pass)
+        answers.append(Answer(asked.prompts, step["tokens"], step["cached"], step["scores"]))
+    return Served(answers, result["reports"], result["log"])

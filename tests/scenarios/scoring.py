@@ -8,6 +8,7 @@ from typing import Any
 
 from fl_dispatch.cli import small_model
 from fl_dispatch.evidence.perplexity import perplexity, relative_difference, rows_of
+from host_engines import Answer
 
 SLIGHTLY_WRONG = {"per_op_order": {"rms_norm": ["impl:reference.sample_variance"]}}
 """A policy for the norm of ``plugins/sample_variance.py``, which is 0.4 % too small."""
@@ -43,6 +44,11 @@ def found(answers: Sequence[Mapping[str, Any]]) -> float:
 def found_by_sglang(step: Mapping[str, Any]) -> float:
     """The perplexity by an answered step of ``sglang/run_sglang.py``: :data:`SGLANG_STEP` with :func:`rows`."""
     return perplexity([scores[:-1] for scores in step["scores"]], 1).value  # the last token is the engine's own
+
+
+def perplexity_of(answer: Answer) -> float:
+    """The perplexity by a scenario's answer to :func:`rows`, whose one token is the engine's own."""
+    return perplexity([scores[:-1] for scores in answer.rows], 1).value
 
 
 def difference(answers: Sequence[Mapping[str, Any]], right: float | None = None) -> float:

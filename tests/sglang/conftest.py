@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from host_engines import Host
+
 collect_ignore_glob = [] if find_spec("sglang") else ["*test_*.py"]
 
 MODEL = {
@@ -26,7 +28,7 @@ MODEL = {
 
 
 @pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """SGLang as in a scheduler process: its plugins loaded, its arguments published. Nothing of it is compiled."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -43,3 +45,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._dynamo.config, "disable", True)
         yield
+
+
+@pytest.fixture(scope="session")
+def host() -> Host:
+    from host_of_scenarios import SGLang
+
+    return SGLang()

@@ -1,4 +1,4 @@
-"""Layers and arguments of SGLang in this process, without an engine; tests that use them ask for ``host``."""
+"""Layers and arguments of SGLang in this process, without an engine; tests that use them ask for ``scheduler``."""
 
 from __future__ import annotations
 

@@ -15,12 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 AT_ONCE = 1 if "FL_SUITE" in os.environ else max(2, (os.cpu_count() or 2) // 4)
 """Processes that this one starts at a time: an engine needs a core of its own, and the suite has two units at work."""
@@ -85,6 +88,20 @@ class Runs(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._started)
+
+
+def then(started: Future[S], change: Callable[[S], T]) -> Future[T]:
+    """What ``change`` makes of a result, as soon as that is there; an error of either is the error."""
+    found: Future[T] = Future()
+
+    def answer(ended: Future[S]) -> None:
+        try:
+            found.set_result(change(ended.result()))
+        except BaseException as error:
+            found.set_exception(error)
+
+    started.add_done_callback(answer)
+    return found
 
 
 class Process(Protocol):

@@ -10,13 +10,14 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import processes
-from processes import AT_ONCE, Finished, Runs, pool
+from processes import AT_ONCE, Finished, Runs, pool, then
 from running import MAX_TOKENS, PROMPTS, expected_tokens, ran
 from sampling import drawn
 
@@ -188,21 +189,7 @@ def start_compiled(
         return _finish("run_compiled.py", {"engines": job, **STEP}, variables, cold)
 
     process = pool.submit(run)
-    return {name: _part(process, name) for name in engines}
-
-
-def _part(process: Future[dict[str, Any]], name: str) -> Future[dict[str, Any]]:
-    """One of the answers of a process."""
-    part: Future[dict[str, Any]] = Future()
-
-    def answer(ended: Future[dict[str, Any]]) -> None:
-        if (error := ended.exception()) is not None:
-            part.set_exception(error)
-        else:
-            part.set_result(ended.result()[name])
-
-    process.add_done_callback(answer)
-    return part
+    return {name: then(process, itemgetter(name)) for name in engines}
 
 
 def start_data_parallel(

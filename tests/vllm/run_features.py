@@ -1,8 +1,8 @@
 """Engines in one process, one after the other: ``python run_features.py job.json result.json``.
 
 A job is ``{"runs": [{"engine": arguments of LLM, "steps": [{"do": name, ...arguments}, ...]}, ...]}``; the names are
-the functions in :data:`STEPS`. The result's ``runs`` have what each step returned, and the report of the
-engine's process.
+the functions in :data:`STEPS`. The result's ``runs`` have what each step returned, and the ``reports`` of the engine's
+ranks; the first one is the ``report``.
 """
 
 from __future__ import annotations
@@ -540,7 +540,8 @@ def run(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
     llm = LLM(**engine)
     llm.collective_rpc("fl_set_counting", args=(True,))
     results = [STEPS[do](llm, **arguments) for do, arguments in ((step.pop("do"), step) for step in steps)]
-    return {"steps": results, "report": llm.collective_rpc("fl_report")[0]}
+    reports = llm.collective_rpc("fl_report")
+    return {"steps": results, "report": reports[0], "reports": reports}
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:

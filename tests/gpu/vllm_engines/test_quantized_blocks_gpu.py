@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,20 +9,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from test_quantized_blocks import (
-    TestNumbers,
-    answers,
-    compared,
-    models,
-    test_its_products_in_blocks_are_all_ours,
-)
-
-pytestmark = pytest.mark.gpu
+from quantized_blocks import QuantizedBlocks
 
 
-@pytest.fixture(scope="module")
-def memory() -> dict[str, Any]:
-    return {"gpu_memory_utilization": 0.1}
+@pytest.mark.gpu
+class TestBlocks(QuantizedBlocks):
+    """Each of the models."""
 
-
-__all__ = ["TestNumbers", "answers", "compared", "models", "test_its_products_in_blocks_are_all_ours"]
+    OPTIONS = {"gpu_memory_utilization": 0.1}

@@ -1,15 +1,18 @@
-"""Models whose merged layers, inputs and experts are no whole number of blocks of 128."""
+"""Blocks of fp8 that fit no merged layer: models whose layers, inputs and experts are no whole number of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import quantized_engines
 from fl_dispatch.cli.checkpoints import build_checkpoint
+from host_engines import Host, Served
 from quantized_checkpoints import FP8, SCHEMES, Scheme, compressed, eight_bits, rows_of, whole
+from quantized_engines import QuantizedEngines
+from quantized_mixture import LAYERS as MIXED
 from quantized_mixture import mixture
 
 LAYERS = 3
@@ -69,3 +72,27 @@ DENSE = (
     Run("compressed-tensors", model=UNEVEN, written=COMPRESSED),
     Run("fp8", model=ODD),
 )
+
+
+class QuantizedBlocks(QuantizedEngines):
+    """Each of the models."""
+
+    RUNS = ALONE = (*DENSE, Run("fp8", model=EXPERTS))
+
+    def model(self, run: quantized_engines.Run, folder: Path) -> Path:
+        assert isinstance(run, Run)
+        place = folder / str(self.RUNS.index(run))
+        return place if place.exists() else build(run.model, place)
+
+    def counted(self, run: quantized_engines.Run, host: Host) -> Mapping[str, int]:
+        assert isinstance(run, Run)
+        if run.model == EXPERTS:
+            return {"Fp8BlockLayer": 2 * MIXED, "Fp8BlockExperts": MIXED}
+        return {"Fp8BlockLayer": 4 * LAYERS}
+
+    def test_no_other_kernel_of_blocks_is_in_it(
+        self, run: Run, host: Host, served: Callable[[quantized_engines.Run], Served]
+    ) -> None:
+        for report in served(run).reports:
+            found = {name: count for name, count in report["layers"].items() if "Block" in name}
+            assert found == self.counted(run, host)

@@ -1,20 +1,24 @@
-"""A quantized KV cache: what an engine with one should compute, whoever the host is, and what it must not.
+"""Engines with a quantized KV cache: what one should compute, whoever the host is, and what it must not.
 
-Right is Hugging Face's network whose keys and values are rounded.
+Right is Hugging Face's network whose keys and values are rounded. Prompts are read in chunks, and a second pass finds
+them in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
 import quantized_checkpoints as checkpoints
 from fl_dispatch.cli import small_model
+from host_engines import WRONG, Call, Engine, Host, Pass, Scenario, Served, clean, ran
 from quantized_checkpoints import CACHE_SCALES, CACHE_SCHEME, SCHEMES, Scheme
 from quantized_network import (
     Computed,
@@ -26,6 +30,7 @@ from quantized_network import (
     with_fp8_cache,
     with_int8_cache,
 )
+from running import MAX_TOKENS, PROMPTS
 
 OPERATORS = ("kv_cache_write", "paged_attention")
 ONES = ((1.0, 1.0),) * len(CACHE_SCALES)
@@ -50,10 +55,11 @@ class Cache:
     def scales(self) -> Scales:
         return CACHE_SCALES if self.owner else ONES
 
-    def checkpoint(self, folder: Path) -> Path:
+    def checkpoint(self, folder: Path | None = None) -> Path:
         """The checkpoint, written into a folder that is not there yet unless it is the package's own."""
         if self.scheme is None:
             return small_model.CHECKPOINT
+        assert folder is not None
         return checkpoints.write_checkpoint(folder, self.scheme, self.owner)
 
     def right(self, scales: Scales, dtype: torch.dtype = torch.float32) -> Any:
@@ -100,3 +106,100 @@ HOSTS_NAMES = Cache(COMPRESSED.scheme, "self_attn.attn")
 """The same checkpoint with the scales' names in hosts' own models."""
 FP8 = Cache(SCHEMES["fp8"], "self_attn.{}_proj")
 """An ``fp8`` checkpoint that has scales for one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """An engine with such a cache; ``engine``: further arguments of the host's."""
+
+    name: str
+    cache: Cache
+    engine: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+WRONG_ORDER = tuple(reversed(OPERATORS))
+"""A write that writes nothing finds what a wrong attention has led to, and not the right pass's keys and values."""
+
+
+class QuantizedCaches(Scenario):
+    """Runs in float32 and in bfloat16, which start together; some are asked with wrong implementations too."""
+
+    SINGLE: ClassVar[Sequence[Run]]
+    HALVES: ClassVar[Sequence[Run]]
+    ALONE: ClassVar[Sequence[Run]]
+    """Runs with wrong passes, of those in float32."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        operators = [(run, operator) for operator in OPERATORS for run in self.ALONE]
+        runs = [*self.SINGLE, *self.HALVES]
+        return {"run,operator": operators, "single": self.SINGLE, "half": self.HALVES, "run": runs}
+
+    def calls(self) -> Sequence[Call]:
+        """Further questions, behind both right passes."""
+        return ()
+
+    @pytest.fixture(scope="class")
+    def served(self, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Served]:
+        """A right pass, one that finds its prompts in the cache, calls, and a pass for each wrong implementation."""
+        folder, runs = tmp_path_factory.mktemp("cache"), [*self.SINGLE, *self.HALVES]
+        wrong = [Pass(orders={operator: WRONG}) for operator in WRONG_ORDER]
+        asked = {run: [Pass(scores=True), Pass(), *self.calls(), *(wrong if run in self.ALONE else ())] for run in runs}
+        engines = (
+            Engine(run.cache.checkpoint(folder / run.name.replace(" ", "-")), asked[run], run.engine) for run in runs
+        )
+        started = dict(zip(runs, host.serve(*engines, plugins=["wrong_plugin"], deny="wrong"), strict=True))
+        return lambda run: started[run].result()
+
+    @pytest.fixture(scope="class")
+    def right(self, served: Callable[[Run], Served]) -> Callable[[Run], tuple[Tensor, Computed, list[list[int]]]]:
+        """A run's log-probabilities, what the network computes there, and the texts."""
+
+        @cache
+        def of(run: Run) -> tuple[Tensor, Computed, list[list[int]]]:
+            texts, got = served(run).answers[0].scored()
+            return got, run.cache.computed(texts), texts
+
+        return of
+
+    def test_it_computes_what_the_network_with_rounded_keys_and_values_does(
+        self, single: Run, right: Callable[[Run], Any]
+    ) -> None:
+        got, there, texts = right(single)
+        assert distance(got, there.scores) <= there.rounding
+        for other, error in single.cache.distances_of_others(texts, got).items():
+            assert error > there.rounding, other
+
+    def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
+        self, single: Run, right: Callable[[Run], Any]
+    ) -> None:
+        _, there, _ = right(single)
+        assert there.decides(PROMPTS, MAX_TOKENS)
+
+    def test_in_bfloat16_it_is_as_near_as_hugging_faces_network(
+        self, half: Run, served: Callable[[Run], Served]
+    ) -> None:
+        assert half.cache.is_as_near_in_bfloat16(*served(half).answers[0].scored())
+
+    def test_a_prompt_found_in_the_cache_has_the_same_answer(self, run: Run, served: Callable[[Run], Served]) -> None:
+        first, again = served(run).answers[:2]
+        assert first.cached == [0] * len(PROMPTS)
+        assert max(again.cached) >= 320
+        if run not in self.HALVES:
+            assert again.tokens == first.tokens
+
+    def test_the_operators_ran_on_a_quantized_cache(
+        self, run: Run, host: Host, served: Callable[[Run], Served]
+    ) -> None:
+        for report in served(run).reports:
+            assert all(ran(report).get(operator) for operator in OPERATORS)
+            assert clean(report, host)
+
+    def test_a_wrong_implementation_changes_the_tokens(
+        self, run: Run, operator: str, served: Callable[[Run], Served]
+    ) -> None:
+        wrong = served(run).answers[WRONG_ORDER.index(operator) - len(WRONG_ORDER)]
+        assert wrong.tokens != served(run).answers[0].tokens
+        assert served(run).counted(operator) > 0

@@ -1,6 +1,7 @@
 """The rules for every engine with a quantized checkpoint, whichever host serves it and whatever is quantized.
 
-A test file has its engines, a fixture ``compared`` made by :func:`comparisons`, and a subclass of :class:`Rules`.
+A test file has a subclass of :class:`QuantizedEngines` with its engines; or, for engines that are no :class:`Host`'s, a
+fixture ``compared`` made by :func:`comparisons`, and a subclass of :class:`Rules`.
 """
 
 from __future__ import annotations
@@ -8,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 from torch import Tensor
 
+import quantized_checkpoints as checkpoints
 from fl_dispatch.cli import small_model
 from fl_dispatch.cli.checkpoints import build_checkpoint
+from host_engines import WRONG, Call, Engine, Host, Pass, Scenario, Served, clean, ran
 from quantized_checkpoints import SCHEMES, Scheme
 from quantized_network import UNIT, Comparison
 from running import MAX_TOKENS, PROMPTS
@@ -86,3 +91,111 @@ class Rules:
         self, run: Run, compared: Callable[[Run], Comparison]
     ) -> None:
         assert compared(run).right.decides(PROMPTS, MAX_TOKENS)
+
+
+class QuantizedEngines(Rules, Scenario):
+    """Engines of a host with checkpoints of one model.
+
+    A subclass has the runs. Those of a kind start together; each of ``ALONE`` is also asked with a wrong implementation
+    of each operator of ``wrong``, which needs choices that are not frozen.
+    """
+
+    RUNS: ClassVar[Sequence[Run]]
+    ALONE: ClassVar[Sequence[Run]]
+    NEVER: ClassVar[Sequence[str]] = ()
+    """Operators that no run calls."""
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    """Further arguments of every engine."""
+    ABSORBED: ClassVar[bool] = False
+    """Whether the host's latent attention is absorbed for prompts too."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        operators = [(run, operator) for run in self.ALONE for operator in self.wrong(run)]
+        return {"run,operator": operators, "alone": self.ALONE, "run": self.RUNS}
+
+    def model(self, run: Run, folder: Path) -> Path:
+        """A run's model, not quantized; ``folder`` is there for it."""
+        return small_model.CHECKPOINT
+
+    def wrong(self, run: Run) -> Sequence[str]:
+        """Operators that it is asked with wrong implementations of, in this order."""
+        return run.made.operators
+
+    def operators(self, run: Run) -> Sequence[str]:
+        """Operators that it calls."""
+        return run.made.operators
+
+    def counted(self, run: Run, host: Host) -> Mapping[str, int]:
+        """Kernel of ours → how many layers have it."""
+        raise NotImplementedError
+
+    def calls(self, run: Run) -> Sequence[Pass | Call]:
+        """Further questions, between the right pass and the wrong ones."""
+        return ()
+
+    @pytest.fixture(scope="class")
+    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Path]:
+        folder = tmp_path_factory.mktemp("models")
+        return cache(lambda run: self.model(run, folder))
+
+    @pytest.fixture(scope="class")
+    def served(
+        self, host: Host, models: Callable[[Run], Path], tmp_path_factory: pytest.TempPathFactory
+    ) -> Callable[[Run], Served]:
+        """Each run's answers: a right pass with scores, then those of ``calls``, then the wrong ones."""
+        folder, found = tmp_path_factory.mktemp("quantized"), {}
+
+        def written(run: Run) -> Path:
+            place = folder / models(run).name / run.scheme.replace(" ", "-")
+            return place if place.exists() else checkpoints.write_checkpoint(place, run.made, model=models(run))
+
+        def engine(run: Run) -> Engine:
+            wrong = [Pass(orders={operator: WRONG}) for operator in (self.wrong(run) if run in self.ALONE else ())]
+            return Engine(written(run), [Pass(scores=True), *self.calls(run), *wrong], {**run.engine, **self.OPTIONS})
+
+        for _, runs in groupby(self.RUNS, lambda run: run.kind):
+            together = list(runs)
+            started = host.serve(*map(engine, together), plugins=["wrong_plugin"], deny="wrong")
+            found |= dict(zip(together, started, strict=True))
+        return lambda run: found[run].result()
+
+    @pytest.fixture(scope="class")
+    def compared(self, served: Callable[[Run], Served], models: Callable[[Run], Path]) -> Callable[[Run], Comparison]:
+        def of(run: Run) -> Comparison:
+            answered = comparisons(lambda one: served(one).answers[0].scored(), models(run), absorbed=self.ABSORBED)
+            return answered(run)
+
+        return cache(of)
+
+    def test_its_layers_are_all_ours(self, run: Run, host: Host, served: Callable[[Run], Served]) -> None:
+        expected = self.counted(run, host)
+        for report in served(run).reports:
+            assert {name: report["layers"].get(name) for name in expected} == expected
+            assert clean(report, host)
+            called = ran(report)
+            assert [operator for operator in self.operators(run) if not called.get(operator)] == []
+            assert not called.keys() & {*self.NEVER}
+
+    def test_a_wrong_implementation_changes_what_it_computes(
+        self, run: Run, operator: str, served: Callable[[Run], Served]
+    ) -> None:
+        first, *_ = served(run).answers
+        wrong = served(run).answers[self.wrong(run).index(operator) - len(self.wrong(run))]
+        assert wrong.tokens != first.tokens
+        assert served(run).counted(operator) > 0
+
+
+class QuantizedModels(QuantizedEngines):
+    """The small model, or for two ranks one whose products they divide into whole blocks of 128."""
+
+    DIVIDED: ClassVar[Sequence[Run]] = ()
+    """Runs of the latter."""
+    PRODUCTS = 4 * 4
+    """Those of a layer, merged as hosts do, in all layers of either model."""
+
+    def model(self, run: Run, folder: Path) -> Path:
+        place = folder / "divisible"
+        return super().model(run, folder) if run not in self.DIVIDED else place if place.exists() else divisible(place)
+
+    def counted(self, run: Run, host: Host) -> Mapping[str, int]:
+        return {host.layers.get(run.scheme, run.made.layer): self.PRODUCTS}

@@ -1,13 +1,18 @@
-"""A small Qwen3-MoE of random weights, all of whose layers have experts, for engines with quantized ones."""
+"""Engines with quantized experts: of a small Qwen3-MoE, and of a DeepSeek-V3 with latent attention.
+
+Their weights are random. All layers of the former have experts, all but one of the latter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
+from host_engines import Host
 from quantized_checkpoints import SCHEMES, Scheme
+from quantized_engines import QuantizedEngines, Run
 
 LAYERS = 2
 SHAPE = {
@@ -86,3 +91,51 @@ def experts_kernel(name: str) -> str:
     """The kernel of ours that a scheme's experts have."""
     packed = {"gptq": "GptqExperts", "awq": "AwqExperts"}
     return packed.get(name.partition(",")[0]) or SCHEMES[name].layer.replace("Layer", "Experts")
+
+
+class QuantizedMixtures(QuantizedEngines):
+    """The Qwen3-MoE."""
+
+    NEVER = ("fused_moe",)
+
+    def model(self, run: Run, folder: Path) -> Path:
+        place = folder / "mixture"
+        return place if place.exists() else mixture(place)
+
+    def wrong(self, run: Run) -> Sequence[str]:
+        return (operator(run.made),)
+
+    def operators(self, run: Run) -> Sequence[str]:
+        return (operator(run.made),)
+
+    def counted(self, run: Run, host: Host) -> Mapping[str, int]:
+        return {experts_kernel(run.scheme): LAYERS}
+
+
+class QuantizedLatent(QuantizedEngines):
+    """The DeepSeek-V3.
+
+    A step of one token takes the absorbed form, which has the weight of ``kv_b_proj`` dequantized, so it does not
+    quantize that product's input (:mod:`quantized_network`).
+    """
+
+    NEVER = ("fused_moe",)
+    ATTENTION: ClassVar[Sequence[str]]
+    """Operators of the host's attention."""
+    PLAIN: ClassVar[Sequence[str]] = ()
+    """Schemes whose model does not compress queries."""
+
+    def model(self, run: Run, folder: Path) -> Path:
+        plain = run.scheme in self.PLAIN
+        place = folder / ("plain" if plain else "latent")
+        return place if place.exists() else latent(place, **({"q_lora_rank": None} if plain else {}))
+
+    def wrong(self, run: Run) -> Sequence[str]:
+        return run.made.operators[-1:]
+
+    def operators(self, run: Run) -> Sequence[str]:
+        return (*run.made.operators, operator(run.made), *self.ATTENTION)
+
+    def counted(self, run: Run, host: Host) -> Mapping[str, int]:
+        products = host.layers.get(run.scheme, run.made.layer)
+        return {products: LATENT_PRODUCTS, experts_kernel(run.scheme): LATENT_LAYERS - 1}

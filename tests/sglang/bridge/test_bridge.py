@@ -39,7 +39,7 @@ NATIVE_BF16 = {"rtol": 3e-2, "atol": 4e-2}
 
 
 @pytest.fixture(autouse=True)
-def in_sglang(host: None) -> Iterator[None]:
+def in_sglang(scheduler: None) -> Iterator[None]:
     reset_default_manager()
     get_default_manager().set_counting(True)
     bridges.fallen_through.clear()

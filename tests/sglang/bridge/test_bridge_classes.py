@@ -151,7 +151,7 @@ def test_classes_of_models_that_wrap_a_bridged_forward_call_it(layers: dict[str,
 
 
 @pytest.mark.parametrize("row", BRIDGES, ids=lambda row: row.name)
-def test_a_class_finds_its_row(host: None, row: object) -> None:
+def test_a_class_finds_its_row(scheduler: None, row: object) -> None:
     assert find(getattr(importlib.import_module(row.module), row.name)) is row  # type: ignore[attr-defined]
 
 
@@ -168,12 +168,12 @@ def test_a_class_finds_its_row(host: None, row: object) -> None:
         ("sglang.srt.layers.rotary_embedding.rope_variant", "DualChunkRotaryEmbedding", None),
     ],
 )
-def test_a_subclass_finds_the_row_of_what_it_inherits(host: None, module: str, name: str, row: str | None) -> None:
+def test_a_subclass_finds_the_row_of_what_it_inherits(scheduler: None, module: str, name: str, row: str | None) -> None:
     found = find(getattr(importlib.import_module(module), name))
     assert (None if found is None else found.name) == row
 
 
-def test_a_subclass_that_computes_in_a_way_of_its_own_finds_none(host: None) -> None:
+def test_a_subclass_that_computes_in_a_way_of_its_own_finds_none(scheduler: None) -> None:
     from sglang.srt.layers.layernorm import RMSNorm
 
     class Shifted(RMSNorm):

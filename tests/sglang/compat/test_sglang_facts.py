@@ -14,13 +14,13 @@ from sglang_fl.version import SMOKE_TESTED_HOSTS, host_version
 
 
 def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_a_fact_with_the_parameters_that_ours_takes(
-    host: None,
+    scheduler: None,
 ) -> None:
     assert assert_listed(HOST.facts(), list(overridden(sglang_fl, "sglang")), host_version()) > 25
 
 
 @pytest.mark.parametrize("version", [*SMOKE_TESTED_HOSTS, host_version()])
-def test_what_is_hooked_is_what_the_facts_say(version: str, host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_hooked_is_what_the_facts_say(version: str, scheduler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_fl import hook_table as compat
 
     monkeypatch.setattr(compat, "host_version", lambda: version)
@@ -31,7 +31,7 @@ def test_what_is_hooked_is_what_the_facts_say(version: str, host: None, monkeypa
 
 
 def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_features_need(
-    host: None, monkeypatch: pytest.MonkeyPatch
+    scheduler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_fl import hook_table as compat
     from sglang_fl.speculation.kernel_hooks import HOOKED as SPECULATIVE
@@ -48,7 +48,7 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_feature
     }
 
 
-def test_a_model_on_a_cpu_keeps_the_sizes_of_its_checkpoint(host: None) -> None:
+def test_a_model_on_a_cpu_keeps_the_sizes_of_its_checkpoint(scheduler: None) -> None:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor import model_runner

@@ -19,7 +19,7 @@ from fl_dispatch.devices.cpu import CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.settings import get_settings
 
-pytestmark = pytest.mark.usefixtures("host")
+pytestmark = pytest.mark.usefixtures("scheduler")
 HEADS, KV_HEADS, SIZE, PAGE, PAGES, LENGTH = 4, 2, 16, 4, 24, 40
 REQUESTS = ([3, 9, 1], [17, 2, 30])
 """Lengths of the requests of two batches."""

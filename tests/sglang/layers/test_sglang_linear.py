@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
 
 @pytest.fixture
-def model(host: None) -> Layers:
+def model(scheduler: None) -> Layers:
     return Layers()
 
 

@@ -15,7 +15,7 @@ from fl_dispatch.devices import CUDA
 from fl_dispatch.settings import get_settings
 from quantized_checkpoints import AWQ, GPTQ, SCHEMES
 
-pytestmark = pytest.mark.usefixtures("host")
+pytestmark = pytest.mark.usefixtures("scheduler")
 
 
 @pytest.fixture(autouse=True)

@@ -38,14 +38,14 @@ each = pytest.mark.parametrize("case", REFUSED)
 
 
 @each
-def test_it_is_refused_in_one_sentence(case: str, host: None) -> None:
+def test_it_is_refused_in_one_sentence(case: str, scheduler: None) -> None:
     given, feature, line = REFUSED[case]
     because = f", because SGLang {re.escape(refusals.BY_HOST[line])}" if line else ""
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {feature} on cpu yet \(model m\){because}$"):
         refusals.refuse_unsupported(asked_of_sglang(given), CPU)
 
 
-def test_batch_invariance_is_refused(host: None) -> None:
+def test_batch_invariance_is_refused(scheduler: None) -> None:
     with (
         policy_context(SelectionPolicy(batch_invariant=True)),
         pytest.raises(ValueError, match=r"^sglang_fl does not support VLLM_BATCH_INVARIANT=1 on cpu yet"),
@@ -53,24 +53,24 @@ def test_batch_invariance_is_refused(host: None) -> None:
         refusals.refuse_unsupported(asked_of_sglang({}), CPU)
 
 
-def test_without_any_of_them_nothing_is_refused(host: None) -> None:
+def test_without_any_of_them_nothing_is_refused(scheduler: None) -> None:
     refusals.refuse_unsupported(asked_of_sglang({}), CPU)
 
 
-def test_adapters_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(host: None) -> None:
+def test_adapters_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(scheduler: None) -> None:
     asked = asked_of_sglang({"enable_lora": True})
     with pytest.raises(ValueError, match=r"^sglang_fl does not support LoRA on ascend yet \(model m\)$"):
         refusals.refuse_unsupported(asked, ASCEND)
     refusals.refuse_unsupported(asked, CUDA)
 
 
-def test_data_parallel_attention_is_refused_on_an_accelerator(host: None) -> None:
+def test_data_parallel_attention_is_refused_on_an_accelerator(scheduler: None) -> None:
     with pytest.raises(ValueError, match=r"^sglang_fl does not support data-parallel attention on cuda yet"):
         refusals.refuse_unsupported(asked_of_sglang({"enable_dp_attention": True}), CUDA)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=lambda device: device.name)
-def test_layers_with_a_state_are_refused_before_weights_load(device: DeviceSpec, host: None) -> None:
+def test_layers_with_a_state_are_refused_before_weights_load(device: DeviceSpec, scheduler: None) -> None:
     from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 
     text = Qwen3NextConfig(num_hidden_layers=4)
@@ -83,7 +83,7 @@ def test_layers_with_a_state_are_refused_before_weights_load(device: DeviceSpec,
         refusals.check_model(runner, device)
 
 
-def test_cross_attention_is_refused_in_the_first_batch_that_has_it(host: None) -> None:
+def test_cross_attention_is_refused_in_the_first_batch_that_has_it(scheduler: None) -> None:
     from sglang_fl.attention.attention_backend import AttentionFLBackend
 
     batch: Any = SimpleNamespace(encoder_lens=torch.tensor([3]), forward_mode=None)
@@ -91,7 +91,7 @@ def test_cross_attention_is_refused_in_the_first_batch_that_has_it(host: None) -
         AttentionFLBackend.init_forward_metadata(AttentionFLBackend.__new__(AttentionFLBackend), batch)
 
 
-def test_every_line_of_sglangs_has_a_case_and_says_nothing_of_an_accelerator(host: None) -> None:
+def test_every_line_of_sglangs_has_a_case_and_says_nothing_of_an_accelerator(scheduler: None) -> None:
     assert {line for _, _, line in REFUSED.values() if line} == {*refusals.BY_HOST}
     with pytest.raises(ValueError, match=r"a cache of several levels on ascend yet \(model m\)$"):
         refusals.refuse_unsupported(asked_of_sglang({"enable_hierarchical_cache": True}), ASCEND)

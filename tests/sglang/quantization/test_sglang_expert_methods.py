@@ -53,7 +53,7 @@ def dispatched(x: torch.Tensor, expert: int) -> Any:
 @pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("scheme", EXPERTS)
 def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(
-    host: None, scheme: str, rank: int | None
+    scheduler: None, scheme: str, rank: int | None
 ) -> None:
     """``rank``: of two that share each expert."""
     layer = mixture(SCHEMES[scheme].config)
@@ -76,13 +76,13 @@ def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_kind_of_experts_that_is_not_served_is_refused_in_the_checkpoints_words(host: None, name: str) -> None:
+def test_a_kind_of_experts_that_is_not_served_is_refused_in_the_checkpoints_words(scheduler: None, name: str) -> None:
     config, said = REFUSED[name]
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support .*{said}.* yet(;|$)"):
         mixture(config)
 
 
-def test_experts_whose_products_differ_are_refused(host: None) -> None:
+def test_experts_whose_products_differ_are_refused(scheduler: None) -> None:
     config = compressed("pack-quantized", W4, None)
     other = {**config["config_groups"]["group_0"], "targets": [r"re:.*down_proj"]}
     other["weights"] = {**other["weights"], "num_bits": 8}
@@ -110,7 +110,9 @@ ELSEWHERE = [name.replace("layers.0", "layers.1") for name in NAMED]
     ],
     ids=lambda value: str(value) if isinstance(value, bool) else value["quant_method"],
 )
-def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(host: None, config: Any, left: bool) -> None:
+def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(
+    scheduler: None, config: Any, left: bool
+) -> None:
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
     from sglang_fl.quantization.expert_method import QuantizedExpertsMethod
@@ -120,7 +122,7 @@ def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(host: No
 
 
 @pytest.mark.parametrize("scheme", EXPERTS)
-def test_a_scale_that_the_checkpoint_lacks_is_noticed(host: None, scheme: str) -> None:
+def test_a_scale_that_the_checkpoint_lacks_is_noticed(scheduler: None, scheme: str) -> None:
     scales = [name for name, _ in mixture(SCHEMES[scheme].config).named_parameters() if "scale" in name]
     assert len(scales) == (4 if "static" in scheme else 2)
     for without in scales:
@@ -138,12 +140,14 @@ def test_a_scale_that_the_checkpoint_lacks_is_noticed(host: None, scheme: str) -
         ("compressed-tensors W8A16 int8", 128, 42, "42 elements on a rank, not a multiple of a word's 4"),
     ],
 )
-def test_parts_that_do_not_stand_alone_are_refused(host: None, scheme: str, hidden: int, inner: int, said: str) -> None:
+def test_parts_that_do_not_stand_alone_are_refused(
+    scheduler: None, scheme: str, hidden: int, inner: int, said: str
+) -> None:
     with pytest.raises(ValueError, match=rf"sglang_fl does not support experts with {said} \({MIXTURE}\) yet"):
         mixture(SCHEMES[scheme].config, hidden, inner)
 
 
-def test_ranks_divide_experts_between_blocks(host: None) -> None:
+def test_ranks_divide_experts_between_blocks(scheduler: None) -> None:
     from fl_dispatch.hosting.quantized import schemes
     from fl_dispatch.hosting.quantized.stored_experts import Fp8BlockExperts, Parameters, Sizes
 
@@ -156,7 +160,7 @@ def test_ranks_divide_experts_between_blocks(host: None) -> None:
     assert not kind.create_weights(parameters, Sizes(2, 128, 64, 2, ranks=1, dtype=torch.float32))
 
 
-def test_experts_that_are_loaded_in_a_way_of_their_own_are_refused(host: None) -> None:
+def test_experts_that_are_loaded_in_a_way_of_their_own_are_refused(scheduler: None) -> None:
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
     class Own(FusedMoE):
@@ -173,7 +177,7 @@ def test_experts_that_are_loaded_in_a_way_of_their_own_are_refused(host: None) -
         mixture(AWQ, activation="tanh")
 
 
-def test_quantized_experts_are_scaled_once(host: None) -> None:
+def test_quantized_experts_are_scaled_once(scheduler: None) -> None:
     """By us, unless the block around them does it."""
     from sglang_fl.layers import classes
 
@@ -199,7 +203,7 @@ def test_quantized_experts_are_scaled_once(host: None) -> None:
 
 
 def test_quantized_experts_are_refused_where_their_references_come_first_on_an_accelerator(
-    host: None, monkeypatch: pytest.MonkeyPatch
+    scheduler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fl_dispatch.devices import ASCEND, CPU
     from fl_dispatch.hosting.quantized import layers

@@ -1,131 +1,36 @@
-"""A KV cache in fp8 under SGLang: it computes what Hugging Face's network does whose keys and values fp8 has rounded.
-
-Prompts are read in chunks, and a second pass finds them in the cache.
-"""
+"""A KV cache in fp8 in SGLang's engines: what Hugging Face's network computes whose keys and values fp8 has rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from serving import STEP, answered, start
-from torch import Tensor
 
-from quantized_cache import COMPRESSED, FP8, HOSTS_NAMES, OPERATORS, PLAIN, Cache
-from quantized_network import Computed, distance
-from running import MAX_TOKENS, PROMPTS, ran
+from quantized_cache import COMPRESSED, FP8, HOSTS_NAMES, PLAIN, QuantizedCaches, Run
 from sampling import drawn
 
-WRONG = tuple(reversed(OPERATORS))
-"""A write that writes nothing finds what a wrong attention has led to, and not the right pass's keys and values."""
-PLUGINS = {"SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method", "SGLANG_FL_DENY_VENDORS": "wrong"}
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """An engine with such a cache; ``engine``: further arguments of ``sglang.Engine``."""
-
-    name: str
-    cache: Cache = PLAIN
-    engine: Mapping[str, Any] = field(default_factory=lambda: {"kv_cache_dtype": "fp8_e4m3"})
-
-    def __str__(self) -> str:
-        return self.name
-
-
-FLOAT32 = Run("float32")
-PAGES = Run("pages of 16", engine={"kv_cache_dtype": "fp8_e4m3", "page_size": 16})
-HALF = Run("bfloat16", engine={"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"})
+IN_FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+FLOAT32 = Run("float32", PLAIN, IN_FP8)
+PAGES = Run("pages of 16", PLAIN, {**IN_FP8, "page_size": 16})
+HALF = Run("bfloat16", PLAIN, {**IN_FP8, "dtype": "bfloat16"})
 SCALED = Run("scales of a compressed-tensors checkpoint", COMPRESSED, {})
-OWN_SCALES = Run("scales of an fp8 checkpoint", FP8)
+OWN_SCALES = Run("scales of an fp8 checkpoint", FP8, IN_FP8)
 NAMED = Run("scales with SGLang's names", HOSTS_NAMES, {})
-RUNS = [FLOAT32, *drawn((PAGES, HALF, SCALED, OWN_SCALES, NAMED), 1, "a cache in fp8, SGLang")]
-EXACT = [run for run in RUNS if run is not HALF]
-exact = pytest.mark.parametrize("run", EXACT, ids=str)
-each_run = pytest.mark.parametrize("run", RUNS, ids=str)
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], dict[str, Any]]:
-    """A right pass, one that finds its prompts in the cache; and one for each operator with a wrong implementation."""
-    folder, runs = tmp_path_factory.mktemp("cache"), {}
-    orders = [{operator: ["impl:vendor.wrong"]} for operator in WRONG]
-    wrong = [{**STEP, "policy": {"prefer": "reference", "per_op_order": order}} for order in orders]
-    for run in RUNS:
-        steps = ({**STEP, "scores": True}, STEP, *(wrong if run is FLOAT32 else ()))
-        model = run.cache.checkpoint(folder / run.name.replace(" ", "-"))
-        runs[run] = start(model, *steps, variables=PLUGINS, engine=run.engine)
-    return lambda run: runs[run].result()
-
-
-@pytest.fixture(scope="module")
-def right(answers: Callable[[Run], Any]) -> Callable[[Run], tuple[Tensor, Computed, list[list[int]]]]:
-    """A run's log-probabilities, what the network computes there, and the texts."""
-
-    @cache
-    def of(run: Run) -> tuple[Tensor, Computed, list[list[int]]]:
-        texts, got = answered(PROMPTS, answers(run)["steps"][0])
-        return got, run.cache.computed(texts), texts
-
-    return of
+DRAWN = drawn((PAGES, HALF, SCALED, OWN_SCALES, NAMED), 1, "a cache in fp8, SGLang")
 
 
 @pytest.mark.engine
-@exact
-def test_it_computes_what_the_network_with_rounded_keys_and_values_does(run: Run, right: Callable[[Run], Any]) -> None:
-    got, there, texts = right(run)
-    assert distance(got, there.scores) <= there.rounding
-    for other, error in run.cache.distances_of_others(texts, got).items():
-        assert error > there.rounding, other
-
-
-@pytest.mark.engine
-@exact
-def test_its_tokens_are_the_networks_where_rounding_does_not_decide(run: Run, right: Callable[[Run], Any]) -> None:
-    _, there, _ = right(run)
-    assert there.decides(PROMPTS, MAX_TOKENS)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("run", [run for run in RUNS if run is HALF], ids=str)
-def test_in_bfloat16_it_is_as_near_as_hugging_faces_network(run: Run, answers: Callable[[Run], Any]) -> None:
-    assert run.cache.is_as_near_in_bfloat16(*answered(PROMPTS, answers(run)["steps"][0]))
-
-
-@pytest.mark.engine
-@each_run
-def test_a_prompt_found_in_the_cache_has_the_same_answer(run: Run, answers: Callable[[Run], Any]) -> None:
-    first, again = answers(run)["steps"][:2]
-    assert first["cached"] == [0] * len(PROMPTS)
-    assert max(again["cached"]) >= 320
-    if run is not HALF:
-        assert again["tokens"] == first["tokens"]
-
-
-@pytest.mark.engine
-@each_run
-def test_the_operators_ran_on_a_quantized_cache(run: Run, answers: Callable[[Run], Any]) -> None:
-    report = answers(run)["report"]
-    assert all(ran(answers(run), operator) - {"vendor.wrong"} for operator in OPERATORS)
-    assert report["native_layers"] == report["failed"] == report["undispatched"] == {}
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_wrong_implementation_changes_the_tokens(operator: str, answers: Callable[[Run], Any]) -> None:
-    first, _, *wrong = answers(FLOAT32)["steps"]
-    assert wrong[WRONG.index(operator)]["tokens"] != first["tokens"]
-    assert answers(FLOAT32)["report"]["counts"][f"{operator} vendor.wrong"] > 0
+class TestCaches(QuantizedCaches):
+    ALONE = [FLOAT32]
+    SINGLE = [FLOAT32, *(run for run in DRAWN if run is not HALF)]
+    HALVES = [run for run in DRAWN if run is HALF]
 
 
 # -- without an engine ------------------------------------------------------------------------------------------------
 
 
-def test_scales_that_a_checkpoint_announces_must_be_loaded(host: None) -> None:
+def test_scales_that_a_checkpoint_announces_must_be_loaded(scheduler: None) -> None:
     from sglang_fl.quantization.cache import CacheScales
 
     def scales(announced: bool, key: float, value: float) -> tuple[float, float]:
@@ -149,7 +54,7 @@ def test_scales_that_a_checkpoint_announces_must_be_loaded(host: None) -> None:
     "name",
     ["k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale", "attn.k_scale"],
 )
-def test_each_name_of_a_scale_is_that_of_sglangs_parameter(host: None, name: str) -> None:
+def test_each_name_of_a_scale_is_that_of_sglangs_parameter(scheduler: None, name: str) -> None:
     from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
 
     from sglang_fl.quantization.cache import keep_own_name
@@ -179,7 +84,7 @@ def test_sglangs_own_attention_has_no_cache_in_fp8(monkeypatch: pytest.MonkeyPat
         ({"quantization_param_path": "scales.json"}, "scales of a KV cache in a file of their own on cpu"),
     ],
 )
-def test_other_caches_are_refused(host: None, asked: dict[str, str], said: str) -> None:
+def test_other_caches_are_refused(scheduler: None, asked: dict[str, str], said: str) -> None:
     from sglang.srt.runtime_context import get_server_args
 
     from fl_dispatch.devices import ASCEND, CPU

@@ -1,37 +1,28 @@
 """Quantized models with latent attention in SGLang: what the dequantized network computes, within its own rounding.
 
-As :mod:`test_sglang_quantized`, with the DeepSeek-V3 of :mod:`quantized_mixture`. SGLang's engine takes the absorbed
-form for prompts too, so nothing quantizes the input of ``kv_b_proj``.
+SGLang's engine takes the absorbed form for prompts too, so nothing quantizes the input of ``kv_b_proj``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving import STEP, answered, start
 from torch import nn
 
 import quantized_checkpoints as checkpoints
-import quantized_engines
 from fl_dispatch.devices import CPU, CUDA, DeviceSpec
 from fl_dispatch.hosting.quantized import schemes
+from host_engines import Call, Engine, Host, Pass, Served
 from quantized_checkpoints import SCHEMES
-from quantized_engines import Rules, comparisons
-from quantized_mixture import LATENT_LAYERS, LATENT_PRODUCTS, latent, operator
-from quantized_network import Comparison
-from running import PROMPTS, ran
+from quantized_engines import Run
+from quantized_mixture import QuantizedLatent, latent
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
-PLUGINS = {
-    "SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method,unwritten_memory",
-    "SGLANG_FL_DENY_VENDORS": "wrong",
-}
 BLOCKS = "fp8, blocks of 128"
 FINE = (
     "compressed-tensors W4A16",
@@ -46,28 +37,12 @@ PLAIN_QUERIES = ("gptq", "gptq, 8 bits")
 """Schemes that are served if queries are not compressed."""
 
 
-class Run(quantized_engines.Run):
-    """As the host names its layers."""
-
-    @property
-    def layer(self) -> str:
-        return {"gptq": "GptqLayer", "gptq, 8 bits": "GptqLayer", "awq": "AwqLayer"}.get(self.scheme, self.made.layer)
-
-    @property
-    def plain(self) -> bool:
-        return self.scheme in PLAIN_QUERIES
-
-
-ALONE = [
-    Run(name)
-    for name in (
-        BLOCKS,
-        *drawn(FINE, 1, "latent, fine, SGLang"),
-        *drawn((*OTHERS, *PLAIN_QUERIES), 0, "latent, others, SGLang"),
-    )
-]
-RANKS = drawn([Run(name, {"tp_size": 2}, "two ranks") for name in (BLOCKS, "awq")], 1, "latent, ranks, SGLang")
-RUNS = [*ALONE, *RANKS]
+NAMES = (
+    BLOCKS,
+    *drawn(FINE, 1, "latent, fine, SGLang"),
+    *drawn((*OTHERS, *PLAIN_QUERIES), 0, "latent, others, SGLang"),
+)
+RANKS = [Run(name, {"tp_size": 2}, "two ranks") for name in (BLOCKS, "awq")]
 NO_TENSORS: dict[str, Any] = {"names": [], "dtypes": [], "shapes": []}
 UPDATES: Mapping[str, dict[str, Any]] = {
     "begin_weight_update": {},
@@ -77,93 +52,39 @@ UPDATES: Mapping[str, dict[str, Any]] = {
     "update_weights_from_disk": {"model_path": "another"},
 }
 """SGLang's ways to new weights, with arguments."""
-each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
-    """A DeepSeek-V3; ``plain``: without compressed queries."""
-    folder = tmp_path_factory.mktemp("latent")
-    return cache(lambda plain: latent(folder / str(plain), **({"q_lora_rank": None} if plain else {})))
+class TestLatent(QuantizedLatent):
+    ABSORBED = True
+    ATTENTION = ("mla_decode",)
+    PLAIN = PLAIN_QUERIES
+    ALONE = [Run(name) for name in NAMES]
+    RUNS = [*ALONE, *drawn(RANKS, 1, "latent, ranks, SGLang")]
 
+    def calls(self, run: Run) -> Sequence[Pass | Call]:
+        return [Pass(), *(Call(*call) for call in UPDATES.items())] if run in self.ALONE else []
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, model: Callable[[bool], Path]) -> Callable[[Run], dict[str, Any]]:
-    """An engine's right pass; and one with a wrong implementation of the products."""
-    folder = tmp_path_factory.mktemp("quantized")
-
-    @cache
-    def checkpoint(run: str) -> Path:
-        plain = run in PLAIN_QUERIES
-        return checkpoints.write_checkpoint(folder / run.replace(" ", "-"), SCHEMES[run], model=model(plain))
-
-    runs = {}
-    for run in RUNS:
-        order = {run.made.operators[-1]: ["impl:vendor.wrong"]}
-        wrong = [{**STEP, "policy": {"prefer": "reference", "per_op_order": order}}] if run in ALONE else []
-        asked, again = {**STEP, "scores": True}, [STEP] if run in ALONE else []
-        updates = [{**STEP, "call": call} for call in UPDATES.items()] if run in ALONE else []
-        steps = (asked, *again, *updates, *wrong)
-        runs[run] = start(checkpoint(run.scheme), *steps, variables=PLUGINS, engine=run.engine)
-    return lambda run: runs[run].result()
-
-
-@pytest.fixture(scope="module")
-def compared(answers: Callable[[Run], dict[str, Any]], model: Callable[[bool], Path]) -> Callable[[Run], Comparison]:
-    def of(run: Run) -> Comparison:
-        found = comparisons(lambda one: answered(PROMPTS, answers(one)["steps"][0]), model(run.plain), absorbed=True)
-        return found(run)
-
-    return cache(of)
-
-
-@each_run
-class TestNumbers(Rules):
-    """They are right."""
-
-
-@each_run
-def test_its_products_and_experts_are_all_ours(run: Run, answers: Callable[[Run], dict[str, Any]]) -> None:
-    for report in answers(run)["reports"]:
-        assert report["layers"][run.layer] == LATENT_PRODUCTS
-        assert report["layers"][run.layer.replace("Layer", "Experts")] == LATENT_LAYERS - 1
-        assert report["native_layers"] == report["fallen_through"] == report["undispatched"] == report["failed"] == {}
-        found = {"report": report}
-        assert all(ran(found, name) - {"vendor.wrong"} for name in (*run.made.operators, operator(run.made)))
-        assert ran(found, "mla_decode")
-        assert not ran(found, "fused_moe")
-
-
-@pytest.mark.parametrize("run", ALONE, ids=str)
-def test_a_wrong_product_changes_what_it_computes(run: Run, answers: Callable[[Run], dict[str, Any]]) -> None:
-    first, *_, wrong = answers(run)["steps"]
-    assert wrong["tokens"] != first["tokens"]
-    assert answers(run)["report"]["counts"][f"{run.made.operators[-1]} vendor.wrong"] > 0
-
-
-@pytest.mark.parametrize("run", ALONE, ids=str)
-def test_new_weights_are_refused_in_one_sentence_and_the_old_ones_answer(
-    run: Run, answers: Callable[[Run], dict[str, Any]]
-) -> None:
-    _, again, *updates, _ = answers(run)["steps"]
-    method = run.scheme.replace(",", "").split()[0]
-    said = f"sglang_fl does not support new weights for a model that is quantized by '{method}' yet (model "
-    for way, step in zip(UPDATES, updates, strict=True):
-        assert not step["answer"][0], way
-        assert step["answer"][1].startswith(said), way
-        assert step["tokens"] == again["tokens"], way
+    def test_new_weights_are_refused_in_one_sentence_and_the_old_ones_answer(
+        self, alone: Run, served: Callable[[Run], Served]
+    ) -> None:
+        _, again, *updates, _ = served(alone).answers
+        method = alone.scheme.replace(",", "").split()[0]
+        said = f"sglang_fl does not support new weights for a model that is quantized by '{method}' yet (model "
+        for way, answer in zip(UPDATES, updates, strict=True):
+            assert not answer.returned[0], way
+            assert answer.returned[1].startswith(said), way
+            assert answer.tokens == again.tokens, way
 
 
 JOINED = "latent attention with compressed queries and weights that SGLang's loader cannot join"
 GIVEN = "latent attention with scales for inputs in the checkpoint"
 
 
-def test_weights_that_sglangs_loader_would_join_wrongly_end_the_start(
-    tmp_path: Path, model: Callable[[bool], Path]
-) -> None:
-    path = checkpoints.write_checkpoint(tmp_path / "quantized", SCHEMES["gptq"], model=model(False))
+def test_weights_that_sglangs_loader_would_join_wrongly_end_the_start(host: Host, tmp_path: Path) -> None:
+    written = checkpoints.write_checkpoint(tmp_path / "quantized", SCHEMES["gptq"], model=latent(tmp_path / "whole"))
+    (started,) = host.serve(Engine(written, [Pass()]))
     with pytest.raises(AssertionError, match=rf"sglang_fl does not support {JOINED} \(model.layers.0.*\) yet"):
-        start(path, STEP).result()
+        started.result()
 
 
 TOKEN, STATIC = (schemes.Numbers(8, "float", per, dynamic=per == "token") for per in ("token", "tensor"))

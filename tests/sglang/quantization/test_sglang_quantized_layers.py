@@ -58,19 +58,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_in_the_checkpoints_words(host: None, name: str) -> None:
+def test_what_is_not_served_is_refused_in_the_checkpoints_words(scheduler: None, name: str) -> None:
     config, said = REFUSED[name]
     with pytest.raises(ValueError, match=f"^sglang_fl does not support .*{said}.* yet(;|$)"):
         made(config).get_quant_method(linear(), PREFIX)
 
 
 @pytest.mark.parametrize("order", [None, "static", "weight"])
-def test_an_order_of_columns_that_is_the_checkpoints_own_is_served(host: None, order: str | None) -> None:
+def test_an_order_of_columns_that_is_the_checkpoints_own_is_served(scheduler: None, order: str | None) -> None:
     config = compressed("pack-quantized", {**W4, "actorder": order}, None)
     assert made(config).get_quant_method(linear(), PREFIX).scheme.fl_bits == 4
 
 
-def test_a_cache_in_fp8_that_a_checkpoint_asks_for_has_its_scales(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_in_fp8_that_a_checkpoint_asks_for_has_its_scales(
+    scheduler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from fl_dispatch.devices import ASCEND
@@ -88,7 +90,7 @@ def test_a_cache_in_fp8_that_a_checkpoint_asks_for_has_its_scales(host: None, mo
 
 
 @pytest.mark.parametrize("scheme", [name for name, kind in SCHEMES.items() if kind.layer.startswith("Fp8")])
-def test_fp8_is_refused_on_a_chip_without_it(host: None, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_refused_on_a_chip_without_it(scheduler: None, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from fl_dispatch.devices import ASCEND
     from fl_dispatch.hosting.quantized import layers
 
@@ -97,7 +99,7 @@ def test_fp8_is_refused_on_a_chip_without_it(host: None, scheme: str, monkeypatc
         made(dict(SCHEMES[scheme].config)).get_quant_method(linear(), PREFIX)
 
 
-def test_a_quantized_head_is_refused_and_another_one_is_sglangs(host: None) -> None:
+def test_a_quantized_head_is_refused_and_another_one_is_sglangs(scheduler: None) -> None:
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
     head, gptq = layer_of(ParallelLMHead), {**GPTQ, "bits": 4, "group_size": 32}
@@ -111,7 +113,7 @@ def test_a_quantized_head_is_refused_and_another_one_is_sglangs(host: None) -> N
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_layer_without_its_scales_is_not_computed(host: None, scheme: str) -> None:
+def test_a_layer_without_its_scales_is_not_computed(scheduler: None, scheme: str) -> None:
     layer = linear()
     method = made(dict(SCHEMES[scheme].config)).get_quant_method(layer, PREFIX)
     method.create_weights(layer, 128, [128], 128, 128, torch.float32, weight_loader=print)
@@ -128,7 +130,7 @@ def test_a_layer_without_its_scales_is_not_computed(host: None, scheme: str) -> 
     ],
 )
 def test_ranks_that_divide_no_whole_groups_are_refused(
-    host: None, scheme: str, sizes: tuple[int, list[int]], said: str
+    scheduler: None, scheme: str, sizes: tuple[int, list[int]], said: str
 ) -> None:
     layer, (inner, parts) = linear(), sizes
     method = made(dict(SCHEMES[scheme].config)).get_quant_method(layer, PREFIX)

@@ -80,7 +80,7 @@ QKV, MLP, DOWN = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"
     ],
 )  # fmt: skip
 def test_a_layer_is_what_the_library_makes_of_its_parts(
-    host: None, config: dict[str, Any], name: str, expected: int
+    scheduler: None, config: dict[str, Any], name: str, expected: int
 ) -> None:
     assert bits(config, name) == expected
 
@@ -99,7 +99,7 @@ def test_a_layer_is_what_the_library_makes_of_its_parts(
     ],
 )  # fmt: skip
 def test_parts_that_differ_are_refused_in_one_sentence(
-    host: None, config: dict[str, Any], name: str, said: str
+    scheduler: None, config: dict[str, Any], name: str, said: str
 ) -> None:
     whole = (
         rf"^sglang_fl does not support one layer with parts .* in different ways \(.*{said}.*; {LAYER}.{name}\) yet$"

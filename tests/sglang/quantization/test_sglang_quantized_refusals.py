@@ -50,7 +50,9 @@ SENTENCES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("sentence", "config"), SENTENCES, ids=[sentence[25:60] for sentence, _ in SENTENCES])
-def test_each_sentence_says_what_is_refused_and_what_works(host: None, sentence: str, config: dict[str, Any]) -> None:
+def test_each_sentence_says_what_is_refused_and_what_works(
+    scheduler: None, sentence: str, config: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match="does not support") as refused:
         made(config).get_quant_method(linear(), PREFIX)
     assert str(refused.value) == sentence
@@ -65,7 +67,7 @@ def test_each_sentence_says_what_is_refused_and_what_works(host: None, sentence:
         ("bitsandbytes", "quantize with llm-compressor's scheme 'W4A16'"),
     ],
 )
-def test_a_method_that_is_not_served_is_refused_with_what_works(host: None, method: str, works: str) -> None:
+def test_a_method_that_is_not_served_is_refused_with_what_works(scheduler: None, method: str, works: str) -> None:
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
     from fl_dispatch.devices import CPU
@@ -80,7 +82,7 @@ def test_a_method_that_is_not_served_is_refused_with_what_works(host: None, meth
     assert next(sentence for refused, sentence in found if refused) == f"quantization '{method}' ({works})"
 
 
-def test_a_scale_of_the_cache_for_each_head_is_refused(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scale_of_the_cache_for_each_head_is_refused(scheduler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from sglang_fl.quantization import configs
@@ -100,7 +102,7 @@ def test_a_scale_of_the_cache_for_each_head_is_refused(host: None, monkeypatch: 
 
 
 @pytest.mark.parametrize("order", [torch.arange(128) // 32, (torch.arange(128) // 32).flip(0)], ids=["in", "out of"])
-def test_columns_of_gptq_out_of_order_are_refused_when_they_are_loaded(host: None, order: torch.Tensor) -> None:
+def test_columns_of_gptq_out_of_order_are_refused_when_they_are_loaded(scheduler: None, order: torch.Tensor) -> None:
     layer, taken = linear(), []
     method = made(GPTQ4).get_quant_method(layer, PREFIX)
     method.create_weights(layer, 128, [64], 128, 64, torch.float32, weight_loader=lambda *given: taken.append(given))

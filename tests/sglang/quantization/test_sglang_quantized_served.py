@@ -46,7 +46,7 @@ def ask(config: dict[str, Any], kind: str, prefix: str) -> str:
 
 
 def test_each_layer_of_each_checkpoint_is_served_or_refused_as_recorded(
-    host: None, monkeypatch: pytest.MonkeyPatch
+    scheduler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_fl.quantization import configs
 

@@ -285,14 +285,14 @@ def _asked(**given: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_covered_is_refused_in_one_sentence(case: str, host: None) -> None:
+def test_what_is_not_covered_is_refused_in_one_sentence(case: str, scheduler: None) -> None:
     given, said = REFUSED[case]
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} on cpu yet \(model m\)$"):
         refusals.refuse_unsupported(_asked(**given), detect_device())
 
 
 @pytest.mark.parametrize("algorithm", speculation.SERVED)
-def test_drafts_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(algorithm: str, host: None) -> None:
+def test_drafts_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(algorithm: str, scheduler: None) -> None:
     said = f"speculative decoding with '{algorithm}' on ascend"
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} yet \(model m\)$"):
         refusals.refuse_unsupported(_asked(speculative_algorithm=algorithm), ASCEND)
@@ -310,11 +310,11 @@ def test_drafts_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(alg
         {"speculative_draft_model_quantization": "unquant"},
     ],
 )
-def test_a_drafter_with_a_quantization_that_is_served_is(given: dict[str, str], host: None) -> None:
+def test_a_drafter_with_a_quantization_that_is_served_is(given: dict[str, str], scheduler: None) -> None:
     refusals.refuse_unsupported(_asked(**given), CPU)
 
 
-def test_another_version_of_sglang_is_refused(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_sglang_is_refused(scheduler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "host_version", lambda: "0.5.21")
     with pytest.raises(ValueError, match="speculative decoding with 'EAGLE' under SGLang 0.5.21 on cpu yet"):
         refusals.refuse_unsupported(_asked(), detect_device())
@@ -325,7 +325,7 @@ def test_an_algorithm_that_sglang_puts_in_the_place_of_another_is_refused() -> N
         kernel_hooks.prepare("FROZEN_KV_MTP")
 
 
-def test_drafts_are_chains_where_the_user_says_nothing(host: None) -> None:
+def test_drafts_are_chains_where_the_user_says_nothing(scheduler: None) -> None:
     changes: list[str] = []
 
     def change(args: Any, field: str, value: Any, reason: str) -> None:

@@ -85,7 +85,7 @@ def test_a_wrong_attention_changes_the_tokens_of_each_rank(
 
 
 @pytest.mark.parametrize("from_offset", [False, True])
-def test_rows_are_copied_where_no_triton_kernel_runs(host: None, from_offset: bool) -> None:
+def test_rows_are_copied_where_no_triton_kernel_runs(scheduler: None, from_offset: bool) -> None:
     from sglang.srt.layers import dp_attention
 
     every, own = torch.arange(12.0).view(6, 2), 100 + torch.arange(8.0).view(4, 2)
@@ -97,7 +97,7 @@ def test_rows_are_copied_where_no_triton_kernel_runs(host: None, from_offset: bo
         assert torch.equal(target, torch.cat((every[:2], own[:3], every[5:])))
 
 
-def test_sglangs_kernel_copies_where_triton_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglangs_kernel_copies_where_triton_runs(scheduler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_fl.ranks import data_parallel
 
     monkeypatch.setattr(data_parallel, "why_unserved", lambda: "")
@@ -109,7 +109,7 @@ def test_sglangs_kernel_copies_where_triton_runs(host: None, monkeypatch: pytest
 
 @pytest.mark.parametrize("pins", [False, True])
 def test_a_batch_pins_memory_only_where_that_is_possible(
-    host: None, monkeypatch: pytest.MonkeyPatch, pins: bool
+    scheduler: None, monkeypatch: pytest.MonkeyPatch, pins: bool
 ) -> None:
     from sglang_fl.ranks import data_parallel
 
@@ -133,7 +133,7 @@ def test_a_batch_pins_memory_only_where_that_is_possible(
     ],
 )
 def test_a_rank_has_a_number_of_its_own(
-    host: None, monkeypatch: pytest.MonkeyPatch, place: dict[str, Any], rank: int
+    scheduler: None, monkeypatch: pytest.MonkeyPatch, place: dict[str, Any], rank: int
 ) -> None:
     from sglang.srt import runtime_context
 
@@ -145,7 +145,7 @@ def test_a_rank_has_a_number_of_its_own(
 
 
 @pytest.mark.parametrize("arguments", [{"dp_size": 2}, {"dp_size": 1, "attn_dp_size": 2}])
-def test_a_report_of_a_data_parallel_engine_is_refused(host: None, arguments: dict[str, int]) -> None:
+def test_a_report_of_a_data_parallel_engine_is_refused(scheduler: None, arguments: dict[str, int]) -> None:
     from sglang_fl import report
 
     engine: Any = SimpleNamespace(server_args=SimpleNamespace(tp_size=2, pp_size=1, **arguments))

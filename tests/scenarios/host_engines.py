@@ -1,0 +1,192 @@
+"""What a scenario asks of a host: engines, each asked several times, and which words its reports and options have.
+
+The fixture ``host`` of a host's folder is a :class:`Host`, so that a scenario runs under all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor
+
+from running import MAX_TOKENS, PROMPTS
+
+WRONG = "vendor.wrong"
+"""The implementations of ``wrong_plugin``."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Greedy tokens after prompts.
+
+    Args:
+        scores: whether the answer has the log-probabilities of prompts and tokens.
+        orders: operator → the implementation that a policy names for it first, with an emptied prefix cache.
+        prefer: of that policy; the policy's own if empty.
+        adapters: the name of each prompt's adapter, or null.
+        kernel: the operator of ``npu::`` whose kernel is wrong, on the emulated NPU.
+    """
+
+    prompts: Sequence[Sequence[int]] = field(default_factory=lambda: PROMPTS)
+    max_tokens: int = MAX_TOKENS
+    scores: bool = False
+    orders: Mapping[str, str] = field(default_factory=dict)
+    prefer: str = "reference"
+    adapters: Sequence[str | None] = ()
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of the host's engine, or a step of its program, which is not about tokens."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine with a checkpoint, and what it is asked.
+
+    Args:
+        options: further arguments of the host's engine.
+        adapters: name → folder.
+    """
+
+    model: Path
+    asked: Sequence[Pass | Call]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a :class:`Pass`, or in ``returned`` to a :class:`Call`.
+
+    Args:
+        rows: the log-probabilities of each text after its first token, if they were asked for.
+        cached: how many tokens of each prompt were found in the cache.
+        kernels: how often kernels of the emulated NPU were called, by name, where that is counted.
+        waits: what the emulated NPU waited for.
+    """
+
+    prompts: Sequence[Sequence[int]] = ()
+    tokens: Sequence[Sequence[int]] = ()
+    cached: Sequence[int] = ()
+    rows: Sequence[Sequence[float]] = ()
+    returned: Any = None
+    kernels: Mapping[str, int] | None = None
+    waits: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, numbers: slice) -> Answer:
+        """The answer to some of the prompts."""
+        return Answer(self.prompts[numbers], self.tokens[numbers], self.cached[numbers], self.rows[numbers])
+
+    def scored(self) -> tuple[list[list[int]], Tensor]:
+        """The texts, prompts and tokens, and their log-probabilities in a row."""
+        texts = [[*prompt, *tokens] for prompt, tokens in zip(self.prompts, self.tokens, strict=True)]
+        assert [len(row) for row in self.rows] == [len(text) - 1 for text in texts]
+        return texts, torch.tensor([score for row in self.rows for score in row])
+
+
+def rows_of_vllm(prompts: Sequence[Sequence[int]], outputs: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """The ``rows`` of an :class:`Answer` from what programs with vLLM's engines write of its outputs."""
+    rows = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (tokens,), (steps,) = output["tokens"], output["logprobs"]
+        given = zip([*prompt, *tokens][1:], [*output["prompt_logprobs"][1:], *steps], strict=True)
+        rows.append([step[str(token)] for token, step in given])
+    return rows
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine's answers, the report of each of its ranks, and its log."""
+
+    answers: Sequence[Answer]
+    reports: Sequence[Mapping[str, Any]]
+    log: str = ""
+
+    def counted(self, operator: str, impl_id: str = WRONG) -> int:
+        """How often an implementation ran in the first rank."""
+        return int(self.reports[0]["counts"].get(f"{operator} {impl_id}", 0))
+
+
+def ran(report: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Operator → the implementations that a rank called, but for wrong ones."""
+    found: dict[str, set[str]] = {}
+    for operator, impl_id in (key.split(" ") for key in report["counts"]):
+        found.setdefault(operator, set()).update({impl_id} - {WRONG})
+    return found
+
+
+class Scenario:
+    """A subject's rules; a subclass in a host's folder has the cases."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        """Arguments of rules → their values; more than one argument with commas between. The first that fits counts."""
+        raise NotImplementedError
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for names, values in self.cases().items():
+            if {*names.split(",")} <= {*metafunc.fixturenames}:
+                metafunc.parametrize(names, values, ids=str)
+                return
+
+
+class Host(Protocol):
+    """A host, or a host on a chip.
+
+    Args:
+        name: its own, as commands have it.
+        plugin: the package of ours, as refusals have it.
+        unwanted: parts of a report that are empty where all is well.
+        layers: scheme → the name of its layers in a report, where that is not the kernel's.
+    """
+
+    name: str
+    plugin: str
+    unwanted: Sequence[str]
+    layers: Mapping[str, str]
+
+    def serve(
+        self, *engines: Engine, plugins: Sequence[str] = (), deny: str = "", **variables: str
+    ) -> Sequence[Future[Served]]:
+        """Start engines; a future that failed has the log in its error.
+
+        Args:
+            engines: what they are asked.
+            plugins: modules of ``tests/plugins``.
+            deny: a vendor that is chosen only where a pass names it.
+            variables: of the environment.
+        """
+
+
+class NamesOfVLLM:
+    """What a :class:`Host` that is vLLM is called, and its reports' words."""
+
+    name = "vllm"
+    plugin = "vllm_fl"
+    unwanted: Sequence[str] = ("native_layers", "failed")
+    layers: Mapping[str, str] = {}
+
+
+class NamesOfSGLang:
+    """As :class:`NamesOfVLLM`, for SGLang."""
+
+    name = "sglang"
+    plugin = "sglang_fl"
+    unwanted: Sequence[str] = ("native_layers", "fallen_through", "undispatched", "failed")
+    layers: Mapping[str, str] = {"gptq": "GptqLayer", "gptq, 8 bits": "GptqLayer", "awq": "AwqLayer"}
+
+
+def clean(report: Mapping[str, Any], host: Host) -> bool:
+    """Whether nothing in a rank's report is unwanted."""
+    assert {name: report[name] for name in host.unwanted} == {name: {} for name in host.unwanted}
+    return True
