@@ -58,7 +58,7 @@ class FixedChoices:
         choices_at: place, policy, and whether bans count → what would run there as things are now.
     """
 
-    KEPT_ANSWERS = 64  # policies of which it is remembered whether they change a fixed choice
+    KEPT_ANSWERS = 64  # policies with a remembered answer: whether they change a fixed choice
 
     def __init__(self, choices_at: Callable[[Place, SelectionPolicy, bool], Choices]) -> None:
         self._choices_at = choices_at

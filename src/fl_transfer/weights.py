@@ -86,7 +86,7 @@ def _weights(source: WeightSource | None) -> Iterator[tuple[str, Tensor]]:
     assert source is not None
     given: Any = source
     if any(getattr(one, "owners", None) and 0 not in one.owners for one in _metadata(given)):
-        raise ValueError("the first rank of the trainer sends, and some parameters of the source are not its own")
+        raise ValueError("the trainer's first rank sends, but some parameters of the source lie on other ranks")
     return given.iter_full() if hasattr(given, "iter_full") else iter(given)
 
 

@@ -141,4 +141,4 @@ def _refuse_data_parallel(engine: Engine) -> None:
     """SGLang connects no scheduler of a data-parallel engine to ``collective_rpc``, which would wait for ever."""
     arguments = engine.server_args
     if arguments.dp_size > 1 or getattr(arguments, "attn_dp_size", 1) > 1:  # it is in the second as of 0.5.23
-        raise RuntimeError("SGLang asks no scheduler of a data-parallel engine; fl doctor shows what they ran")
+        raise RuntimeError("SGLang collects no reports from a data-parallel engine; fl doctor shows what its ranks ran")

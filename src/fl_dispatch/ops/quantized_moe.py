@@ -31,8 +31,8 @@ NARROW_PAIRS = 32
 """Pairs of a token and a choice for each expert beyond which the first product of bfloat16 with blocks may be summed
 with fewer bits."""
 QUANTIZED_OTHERWISE = 2**15
-"""Narrow terms, together a 16th, that stand for numbers between the products that such a sum quantizes otherwise. On
-an H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape results were off by 0.0044 of their root mean square, and
+"""Narrow terms, together a 16th, allowed for intermediates that round to another quantized number in such a sum. On an
+H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape results were off by 0.0044 of their root mean square, and
 at most by 0.085; the quantization itself is off by 0.044."""
 
 

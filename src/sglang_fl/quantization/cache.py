@@ -30,5 +30,5 @@ class CacheScales(BaseKVCacheMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         for name in ("k_scale", "v_scale") if self._announced else ():
             if not getattr(layer, name) > 0:  # SGLang begins with -1; not every model of its own loads them
-                raise ValueError(f"'{name}' was not loaded, which the checkpoint announces ({self._prefix})")
+                raise ValueError(f"the checkpoint announces '{name}', which was not loaded ({self._prefix})")
         super().process_weights_after_loading(layer)

@@ -231,7 +231,7 @@ class PunicaWrapperFL(PunicaWrapperCPU):
             mapping = self.some
             mapping.update(self.requests.host.repeat(rows))
         if len(mapping.host) != len(x) and self.tokens.active.item():
-            raise RuntimeError(f"{len(x)} rows of logits, but the adapters of {len(mapping.host)} are known")
+            raise RuntimeError(f"{len(x)} rows of logits, but adapters for {len(mapping.host)}")
         if mapping.active.item():
             columns = min(y.shape[-1], lora_b_stacked.shape[2])  # both may be padded, each in its own way
             self._add_product(mapping, y, x, (lora_a_stacked,), (lora_b_stacked[:, :, :columns],), scale)

@@ -46,7 +46,7 @@ def test_scales_that_a_checkpoint_announces_must_be_loaded(scheduler: None) -> N
     assert scales(True, 0.5, 0.25) == scales(False, 0.5, 0.25) == (0.5, 0.25)
     assert scales(False, -1.0, -1.0) == (1.0, 1.0)
     for key, value, name in ((-1.0, 0.5, "k_scale"), (0.5, -1.0, "v_scale")):
-        with pytest.raises(ValueError, match=rf"'{name}' was not loaded, which the checkpoint announces \(attn\)"):
+        with pytest.raises(ValueError, match=rf"the checkpoint announces '{name}', which was not loaded \(attn\)"):
             scales(True, key, value)
 
 

@@ -150,5 +150,5 @@ def test_a_report_of_a_data_parallel_engine_is_refused(scheduler: None, argument
 
     engine: Any = SimpleNamespace(server_args=SimpleNamespace(tp_size=2, pp_size=1, **arguments))
     for ask in (report.collect, report.set_counting):
-        with pytest.raises(RuntimeError, match="SGLang asks no scheduler of a data-parallel engine"):
+        with pytest.raises(RuntimeError, match="SGLang collects no reports from a data-parallel engine"):
             ask(engine)

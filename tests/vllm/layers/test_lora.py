@@ -386,7 +386,7 @@ def test_the_logits_of_drafts_get_the_adapter_of_their_request() -> None:
     torch.manual_seed(0)
     x, down, up = torch.randn(6, 8), torch.randn(2, 1, 3, 8), torch.randn(2, 1, 6, 3)
     y = torch.zeros(6, 6)
-    with pytest.raises(RuntimeError, match="6 rows of logits, but the adapters of 3"):
+    with pytest.raises(RuntimeError, match="6 rows of logits, but adapters for 3"):
         wrapper.add_lora_logits(y, x, down, up, 1.0)
     with draft_logits(np.array([2, 3, 1])):
         wrapper.add_lora_logits(y, x, down, up, 1.0)

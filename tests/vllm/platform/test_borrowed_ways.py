@@ -37,5 +37,5 @@ def test_a_trainer_sends_what_its_first_rank_owns(owners: tuple[int, ...] | None
     if sent:
         assert list(_weights(source)) == [("w", weight)]
         return
-    with pytest.raises(ValueError, match="some parameters of the source are not its own"):
+    with pytest.raises(ValueError, match="some parameters of the source lie on other ranks"):
         _weights(source)

@@ -28,7 +28,7 @@ from .driver import Starter
 from .report import Report
 
 REFERENCE: Document = {"prefer": "reference"}
-"""The policy that is taken for good where none is named."""
+"""The trusted policy where none is named."""
 HUGGINGFACE = "huggingface"
 
 

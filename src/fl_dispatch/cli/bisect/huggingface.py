@@ -1,4 +1,4 @@
-"""Hugging Face's scores of the same requests: whether the policy that is taken for good is right at all."""
+"""Hugging Face's scores of the same requests: whether the trusted policy is right at all."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Report:
         ranks = f", tensor parallel {start.ranks}" if start.ranks > 1 else ""
         self.say(f"{start.host.product}, {way}{ranks}, {start.model}")
         self.say(f"{len(tokens)} prompts of {', '.join(str(len(one)) for one in tokens)} tokens; record: {folder}")
-        self.say("yardstick: the policy that is taken for good, in harmless changes …")
+        self.say("yardstick: the trusted policy, in harmless changes …")
 
     def say(self, line: str) -> None:
         """A line beside the rows."""
@@ -64,7 +64,7 @@ class Report:
     def agrees(self, share: float) -> None:
         """Report that Hugging Face is ``share`` yardsticks from the good policy, which is near enough."""
         self.huggingface = share
-        self.say(f"Hugging Face agrees with the policy that is taken for good: {share:.2f} yardsticks")
+        self.say(f"Hugging Face agrees with the trusted policy: {share:.2f} yardsticks")
 
     def begins(self, what: str) -> None:
         """Show a question to an engine in a terminal until it answers."""

@@ -47,11 +47,11 @@ def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], N
     """
     kept = probes.journal.get("base")
     if kept is None:
-        probes.begin("the policy that is taken for good, in harmless changes")
+        probes.begin("the trusted policy, in harmless changes")
         try:
             kept = _measured(probes, good, graphs)
         except EngineDiedError as error:
-            raise DispatchError(f"the engine under the policy that is taken for good fails: {error}") from error
+            raise DispatchError(f"the engine under the trusted policy fails: {error}") from error
         probes.journal.put("base", kept)
     probes.runs += 2 + MOVES + graphs
     probes.starts += 1 + graphs
@@ -60,7 +60,7 @@ def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], N
         say(f"  {name}: largest {one.largest:.2g}, mean {one.mean:.2g}")
     yardstick = Yardstick.of(harmless.values())
     if is_blind(yardstick):
-        raise DispatchError("the policy that is taken for good gives no numbers, or none that repeat")
+        raise DispatchError("the trusted policy gives no numbers, or none that repeat")
     say(f"yardstick: largest {yardstick.largest:.2g}, mean {yardstick.mean:.2g}")
     probes.base, probes.yardstick = Scores(kept["scores"]), yardstick
     return Base(probes.base, yardstick, Choices.of(kept["chosen"]), frozenset(kept["called"]), kept["ranks"])
