@@ -42,17 +42,21 @@ from shapes import LAYERS, SHAPES, Shape
 
 @dataclass(frozen=True)
 class Workload:
-    """``batch`` requests at once of ``prompt`` tokens, each of which generates ``new`` tokens."""
+    """``batch`` requests at once of ``prompt`` tokens, each of which generates ``new`` tokens.
+
+    With ``apart`` the time of a run that generates one token is taken off, so that it is decoding's alone.
+    """
 
     name: str
     batch: int
     prompt: int
     new: int
+    apart: bool = False
 
     @property
     def tokens(self) -> int:
         """The tokens that count: generated ones, or the prompts' where one token is generated."""
-        return self.batch * (self.prompt if self.new == 1 else self.new)
+        return self.batch * (self.prompt if self.new == 1 else self.new - self.apart)
 
 
 WORKLOADS = (
@@ -65,6 +69,9 @@ NAMED = (
     Workload("prefill, 8 x 2048", 8, 2048, 1),
     Workload("both, 16 x 8192", 16, 8192, 128),
     Workload("both, 2 x 32768", 2, 32_768, 128),
+    Workload("long decode, 32768", 1, 32_768, 129, True),
+    Workload("long decode, 131072", 1, 131_072, 129, True),
+    Workload("prefill, 1 x 32768", 1, 32_768, 1),
 )
 """Only where ``--workloads`` names one: a short one for GPUs on which the cache of the others does not fit beside four
 engines, and long contexts, whose tokens a second are generated ones and whose time is that of the prompts too."""
@@ -384,7 +391,7 @@ def measure(
         for work in workloads:
             for place in range(len(engines)):
                 engine = engines[(place + turn) % len(engines)]
-                seconds = engine.run(work)
+                seconds = engine.run(work) - (engine.run(work, 1) if work.apart else 0.0)
                 if turn >= 0:  # the first round warms up
                     rates[work.name][engine.name].append(work.tokens / seconds)
         told(turn, rates, keep)

@@ -134,6 +134,45 @@ GEMMA3: Mapping[str, Any] = {
     "sliding_window_pattern": 6,
 }
 """The text model of Gemma-3-4B."""
+DEEPSEEK_V3: Mapping[str, Any] = {
+    **COMMON,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "attention_bias": False,
+    "max_position_embeddings": 163_840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+"""The three dense layers of DeepSeek-V3, without a stretched rotation."""
+DEEPSEEK_V3_2: Mapping[str, Any] = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
 
 LAYERS = ("linear", "rms_norm", "gemma_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding")
 """Operators that vLLM itself leaves to PyTorch and Inductor when it compiles."""
@@ -149,7 +188,7 @@ class Shape:
         config: its ``config.json``.
         attention: operators that read the cache.
         experts: operators of its experts, if it has any.
-        vanilla: short name → vLLM's own attention classes.
+        vanilla: short name → vLLM's own attention classes; ``None`` for the one that vLLM chooses.
         cached: elements that a layer caches for a token.
         layer, rest: millions of parameters of a layer (one with experts), and of the embeddings and the head.
         odd: modules whose rows or columns are no whole blocks of 128; vLLM's own quantization to blocks refuses them.
@@ -158,7 +197,7 @@ class Shape:
     config: Mapping[str, Any]
     attention: tuple[str, ...]
     experts: tuple[str, ...]
-    vanilla: Mapping[str, str]
+    vanilla: Mapping[str, str | None]
     cached: int
     layer: float
     rest: float
@@ -202,5 +241,17 @@ SHAPES: Mapping[str, Shape] = {
         584.7,
         419.4,
         tuple(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ),
+    "deepseek-v3-dense": Shape(
+        DEEPSEEK_V3, ("mla_decode", "mla_prefill"), (), {"auto": None, "fa3": "FLASH_ATTN_MLA"}, 576, 583.5, 1853.4
+    ),
+    "deepseek-v3.2-dense": Shape(
+        DEEPSEEK_V3_2,
+        ("mla_decode", "mla_prefill", "index_key_write", "index_topk", "mla_sparse"),
+        (),
+        {"auto": None, "sm90": "FLASHINFER_MLA_SPARSE_SM90"},
+        576 + 66,
+        597.5,
+        1853.4,
     ),
 }

@@ -50,10 +50,10 @@ PARTS = {
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_110, tokens=122_000),
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_880, tokens=39_750),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=4_620, tokens=47_700),
-    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_440, tokens=30_700),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=7_980, tokens=72_700),
+    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_470, tokens=30_800),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=8_350, tokens=76_000),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_550, tokens=23_000),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_695, tokens=34_450),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_700, tokens=34_450),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

@@ -47,7 +47,7 @@ _LEFT = {
     ),
     "its layer is ours, and none calls it": ("ChunkGatedDeltaRule",),
     "decode context parallelism is refused at start": ("DCPGroupColumnParallelLinear",),
-    "sparse latent attention is refused at start": (
+    "the indexer that calls it is ours; other sparse attention is refused at start": (
         "SparseAttnIndexer",
         "RocmSparseAttnIndexer",
         "Gfx942SparseAttnIndexer",

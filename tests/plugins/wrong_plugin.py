@@ -3,6 +3,7 @@
 import torch
 
 from fl_dispatch import BackendImplKind, OpImpl
+from fl_dispatch.backends.reference.impl import sparse_mla as reference
 
 
 def silu_and_mul(x):
@@ -86,6 +87,47 @@ def mla_prefill(
 ):
     result = query[..., : value.shape[-1]].contiguous()
     return (result if out is None else out.copy_(result)), query.new_zeros(query.shape[1], query.shape[0])
+
+
+def index_key_write(key, key_cache, slot_mapping, key_scales=None):
+    """Every key is that of the token before."""
+    reference.index_key_write(key.roll(1, 0), key_cache, slot_mapping, key_scales)
+
+
+def index_topk(
+    query,
+    weights,
+    key_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    max_query_len,
+    max_seq_len,
+    topk,
+    out=None,
+    key_scales=None,
+):
+    """Of the tokens that a full list should have, one is missed."""
+    given = (query, weights, key_cache, block_table, query_start_loc, seq_lens, max_query_len, max_seq_len, topk)
+    lists = reference.index_topk(*given, out, key_scales)
+    lists[:, topk - 1] = -1
+    return lists
+
+
+def mla_sparse(
+    query,
+    kv_cache,
+    positions,
+    block_table,
+    query_start_loc,
+    max_query_len,
+    scale,
+    kv_lora_rank,
+    out=None,
+    cache_scale=None,
+    query_rope=None,
+):
+    return query[..., :kv_lora_rank].contiguous()
 
 
 def rms_norm_gated(x, gate, weight=None, epsilon=1e-6, activation="silu", group_size=0, norm_first=True):
@@ -274,6 +316,9 @@ WRONG = {
     "selective_state_update": selective_state_update,
     "mla_decode": mla_decode,
     "mla_prefill": mla_prefill,
+    "index_key_write": index_key_write,
+    "index_topk": index_topk,
+    "mla_sparse": mla_sparse,
     "attention_backend": attention_backend,
     "topk_softmax": topk,
     "topk_sigmoid": topk,

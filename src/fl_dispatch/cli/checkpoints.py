@@ -155,6 +155,32 @@ def _deepseek_v3() -> PretrainedConfig:
     return DeepseekV3Config(**_LATENT, **routing, q_lora_rank=24, num_mtp_layers=0, rope_parameters=rope)
 
 
+_SPARSE: Mapping[str, Any] = {
+    **_LATENT,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "q_lora_rank": 24,
+    # fewer listed tokens than a prompt has, so that a wrong list shows
+    "index_topk": 20,
+    "index_n_heads": 8,
+    "index_head_dim": 32,
+}
+
+
+def _deepseek_v32() -> PretrainedConfig:
+    from transformers import DeepseekV32Config
+
+    return DeepseekV32Config(**_SPARSE, rope_parameters=dict(_LATENT_ROPE))
+
+
+def _glm_moe_dsa() -> PretrainedConfig:
+    """The last layer shares the lists of the layer before it, as in GLM-5.2."""
+    from transformers import GlmMoeDsaConfig
+
+    indexing = {"indexer_rope_interleave": True, "index_topk_freq": 2, "index_skip_topk_offset": 2}
+    return GlmMoeDsaConfig(**_SPARSE, **indexing, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+
+
 _EXPERTS: Mapping[str, Any] = {
     **_SHAPE,
     "tie_word_embeddings": False,
@@ -228,6 +254,8 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "bloom": _bloom,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _glm_moe_dsa,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "minimax_m2": _minimax_m2,

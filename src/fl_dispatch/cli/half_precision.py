@@ -22,7 +22,16 @@ Bloom is nearer, 0.33: Hugging Face rounds its ALiBi.
 """
 LARGEST = 1.5
 """Bound of the largest difference, in Hugging Face's; seen: 0.72 to 1.25, and 0.10 for Bloom."""
-EXPERTS = ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe")
+EXPERTS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "qwen3_moe",
+    "mixtral",
+    "minimax_m2",
+    "glm4_moe",
+)
 COMPARED = 0.9
 """The part of the tokens that the bounds hold for in a model with experts."""
 

@@ -85,12 +85,18 @@ class KVPoolFL(MHATokenToKVPool):
         return int(super()._kv_tokens_per_row()) if _in_force == DEFAULT else int(self.page_size)
 
 
+SPARSE = (
+    "sglang_fl does not support sparse latent attention yet: SGLang's indexer "
+    "(srt/layers/attention/dsa/dsa_indexer.py) lists tokens by kernels for CUDA, ROCm, XPU and Ascend alone"
+)
+
+
 class MLAPoolFL(MLATokenToKVPool):
     """Latent keys ``[slots, 1, rank + rope]`` of each layer."""
 
     def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
         if index_head_dim is not None:
-            raise ValueError("sglang_fl does not support sparse latent attention yet")
+            raise ValueError(SPARSE)
         super().__init__(*args, **kwargs)
         _refuse_fp8_for_hosts_own(self.dtype)
 
@@ -104,7 +110,7 @@ class SparsePoolFL(DSATokenToKVPool):
     """Latent keys with an index: refused when one is made, because SGLang asks for the class whatever the model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("sglang_fl does not support sparse latent attention yet")
+        raise ValueError(SPARSE)
 
 
 POOLS: dict[str, type] = {"mha": KVPoolFL, "mla": MLAPoolFL, "dsa": SparsePoolFL}

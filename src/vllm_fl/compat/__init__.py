@@ -16,10 +16,11 @@ imports the module that it needs:
 ``generators``       seeded draws of prompts in chunks, where a device's generators count no numbers
 ``loaders``          an account of the tensors from vLLM's loaders to a model
 ``layer_classes``    linear layers, and layer classes other than ``CustomOp``
+``indexer``          the indexer of sparse latent attention
 ``determinism``      vLLM's own kernels for batch invariance, on a CPU
 ``metrics``          the registry behind ``/metrics``
 ``ending``           running streams at the end of an engine's client
-``models``           models that vLLM gets wrong, or runs by Transformers
+``models``           models that vLLM gets wrong, runs by Transformers, or gives an indexer
 ``state_drafts``     batches with drafts, for layers with a state
 ===================  ===================================================================================================
 """

@@ -1,4 +1,4 @@
-"""Models that vLLM itself gets wrong."""
+"""Models that vLLM itself gets wrong, and those with sparse latent attention."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def is_unbalanced(model: ModelConfig) -> bool:
     """Whether vLLM would give wrong tokens for this model in float16."""
     scale = getattr(model.hf_text_config, "routed_scaling_factor", None)
     return model.dtype == torch.float16 and model.architecture in UNBALANCED_IN_FLOAT16 and scale != 1.0
+
+
+def has_indexer(model: ModelConfig | None) -> bool:
+    """Whether a model has sparse latent attention."""
+    return model is not None and hasattr(model.hf_text_config, "index_topk")

@@ -22,7 +22,7 @@ from fl_dispatch.settings import Settings, get_settings
 
 from .. import cores
 from ..attention import attention_class, kv_layout
-from ..compat import model_runner
+from ..compat import indexer, model_runner, models
 from ..compilation import compile
 from ..host import HOST
 from ..layers import delta_net, mamba2, rotations, states
@@ -42,6 +42,10 @@ SIZES_KEY = "sizes_left"
 """The key that is there if the user chose no sizes of graphs."""
 ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
+SPARSE_OPERATORS = ("index_key_write", "index_topk", "mla_sparse")
+"""Operators of sparse latent attention beside :data:`LATENT_OPERATORS`."""
+SPARSE_CLASS = "vllm_fl.attention.sparse.SparseMLAFLBackend"
+LATENT_CLASS = "vllm_fl.attention.mla.MLAFLBackend"
 EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
 
 
@@ -53,8 +57,8 @@ def has_experts(vllm_config: VllmConfig) -> bool:
     return vllm_config.model_config is not None and vllm_config.model_config.is_moe
 
 
-def attention_backend_path(use_mla: bool) -> str:
-    """The attention class that the operator ``attention_backend`` selects.
+def attention_backend_path(use_mla: bool, use_sparse: bool = False) -> str:
+    """The attention class that the operator ``attention_backend`` selects; ours has one more for sparse layers.
 
     Raises:
         ValueError: no implementation has one for this kind of attention.
@@ -64,7 +68,7 @@ def attention_backend_path(use_mla: bool) -> str:
     except (NoImplementationError, NotImplementedError) as error:
         kind = "multi-head latent attention (MLA)" if use_mla else "attention"
         raise ValueError(f"no implementation of 'attention_backend' offers {kind}: {error}") from error
-    return path
+    return SPARSE_CLASS if use_sparse and path == LATENT_CLASS else path
 
 
 def attention_refusals(path: str, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:
@@ -118,6 +122,8 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
                 "; VLLM_FL_NATIVE_PLATFORM=1 keeps it, which decodes faster with several GPUs (docs/measured/gpu.md)"
             )
         _set(parallel, "disable_custom_all_reduce", True, reason)
+    if models.has_indexer(vllm_config.model_config):
+        indexer.split_graphs_at("vllm_fl::sparse_index")
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
     if get_settings().fuse_rope_kvcache:
@@ -165,9 +171,11 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
         return
     latent = model is not None and model.use_mla
     scales = kv_layout.QUANTIZED_DTYPES.get(vllm_config.cache_config.cache_dtype, ())
-    attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS, scales)
+    sparse = SPARSE_OPERATORS if models.has_indexer(model) else ()
+    attention = without_graphs((*LATENT_OPERATORS, *sparse) if latent else ATTENTION_OPERATORS, scales)
     # Quantized experts with a first choice outside of graphs are refused; no graph has prompts of layers with a state.
-    elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS, *ATTENTION_OPERATORS, *LATENT_OPERATORS}
+    elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS}
+    elsewhere |= {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *SPARSE_OPERATORS}
     elsewhere.add(compile.ROTATE_AND_WRITE)
     keeps_states = model is not None and (model.is_hybrid or model.is_attention_free)
     if not keeps_states:

@@ -55,7 +55,7 @@ class Dispatching:
         Raises:
             ValueError: it cannot; the message names every reason.
         """
-        path = config.attention_backend_path(attn_selector_config.use_mla)
+        path = config.attention_backend_path(attn_selector_config.use_mla, attn_selector_config.use_sparse)
         if selected_backend is not None and selected_backend.name != "CUSTOM":
             logger.warning(
                 "attention backend %s instead of %s: the operator 'attention_backend' selects it; choose one of its "

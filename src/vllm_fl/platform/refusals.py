@@ -54,6 +54,8 @@ STATE_MODELS = {
     "Lfm2MoeForCausalLM": "ShortConv",
 }
 """Models with our layers for all states: architecture → the class of those layers."""
+SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Models with an indexer that is ours."""
 STATES = "models with layers that keep a state"
 ALL2ALL = "allgather_reducescatter"
 """The exchange of tokens between experts that is made of a communicator's own collectives."""
@@ -92,6 +94,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         (speculation not in (None, *SPECULATION), _speculation(speculation)),
         *_draft_features(vllm_config, device),
         *_cache_features(vllm_config, device),
+        *_sparse_features(vllm_config),
         *(feature for extension in extensions() for feature in extension.unserved(vllm_config)),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
@@ -145,6 +148,28 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
         (quantized and _has_states(model), f"{cache_type} for {STATES}"),
         (getattr(cache, "use_replayssm", False), "states that are replayed from a buffer (use_replayssm)"),
+    ]
+
+
+def _sparse_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    from vllm.platforms import current_platform
+
+    if not models.has_indexer(vllm_config.model_config):
+        return []
+    attention, sparse = vllm_config.attention_config, "sparse latent attention"
+    return [
+        (not current_platform.is_out_of_tree(), f"{sparse} on vLLM's own platform (VLLM_FL_NATIVE_PLATFORM)"),
+        (not versions.is_tested(), f"{sparse} with vLLM {versions.host_version()}"),
+        (vllm_config.speculative_config is not None, f"speculative decoding by {sparse}"),
+        (vllm_config.model_config.quantization is not None, f"quantized weights with {sparse}"),
+        (vllm_config.cache_config.cache_dtype in kv_layout.QUANTIZED_DTYPES, f"a quantized KV cache for {sparse}"),
+        (vllm_config.lora_config is not None, f"LoRA with {sparse}"),
+        (vllm_config.kv_transfer_config is not None, f"KV transfer with {sparse}"),
+        (attention.hisparse_config is not None, f"{sparse} with a cache on the host (hisparse_config)"),
+        (
+            attention.indexer_kv_dtype not in ("auto", "bf16", "fp8"),
+            f"index keys of type {attention.indexer_kv_dtype}",
+        ),
     ]
 
 
@@ -217,7 +242,7 @@ def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, 
         ),
         *_quantization_features(model, device),
         (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
-        (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
+        (models.has_indexer(model) and model.architecture not in SPARSE_MODELS, "this model's sparse attention"),
         (
             models.is_unbalanced(model),
             f"{model.architecture} in float16 (vLLM itself scales the shared experts wrongly there)",

@@ -27,7 +27,7 @@ from fl_dispatch.settings import get_settings
 
 from .. import checkpoint, quantization
 from ..attention import cache_slots, kv_layout
-from ..compat import generators, loaders, model_runner, state_drafts, versions
+from ..compat import generators, loaders, model_runner, models, state_drafts, versions
 from ..compilation import compile, one_token, quantized_results
 from ..layers import classes, linear, rotations
 from ..platform import startup
@@ -70,6 +70,10 @@ class WorkerFL(Worker):
         return super()._maybe_get_memory_pool_context(tag)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if models.has_indexer(self.model_config):
+            from ..layers import indexer
+
+            indexer.install()
         super().load_model(*args, **kwargs)
         checkpoint.refuse_left(self.model_config, get_world_group().cpu_group)
         if self.vllm_config.lora_config is not None:

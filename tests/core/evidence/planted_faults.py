@@ -172,6 +172,63 @@ def _(right: Any, a: SimpleNamespace) -> Any:
     return right(a)
 
 
+@planted("the last token of each list is missed", "index_topk")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    y = right(a)
+    last = (y >= 0).sum(-1, keepdim=True) - 1
+    return y.masked_fill_((last >= 0) & (torch.arange(y.shape[1]) == last), -1)
+
+
+@planted("a chunk of a prompt lists its own tokens alone", "index_topk")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    y, new = right(a), a.query_start_loc.diff()
+    for begin, count, length in zip(a.query_start_loc.tolist(), new.tolist(), a.seq_lens.tolist(), strict=False):
+        if count > 1:
+            rows = y[begin : begin + count]
+            rows[rows < length - count] = -1
+    return y
+
+
+@planted("a query lists the token behind it", "index_topk")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    a.seq_lens = torch.minimum(a.seq_lens + 1, torch.full_like(a.seq_lens, a.max_seq_len))
+    return right(a)
+
+
+@planted("of equal scores the higher position is listed", "index_topk")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    y, size = right(a), a.key_cache.shape[1]
+    for request, length in enumerate(a.seq_lens.tolist()):
+        begin, end = a.query_start_loc[request : request + 2].tolist()
+        keys = a.key_cache[a.block_table[request, : -(-length // size)]].flatten(0, 1)[:length].float()
+        for row in range(begin, end):
+            seen = length - end + row + 1
+            products = (keys[:seen] @ a.query[row].float().T).relu()
+            best = (products @ a.weights[row]).flip(0).sort(descending=True, stable=True).indices[: a.topk]
+            y[row, : len(best)] = (seen - 1 - best).sort().values.int()
+    return y
+
+
+@planted("listed tokens beyond 1,024 are ignored", "mla_sparse")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    a.positions = a.positions[:, :1024]
+    return right(a)
+
+
+@planted("a list ends one token early", "mla_sparse")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    last = (a.positions >= 0).sum(-1, keepdim=True) - 1
+    a.positions = a.positions.masked_fill(torch.arange(a.positions.shape[1]) == last, -1)
+    return right(a)
+
+
+@planted("scales are not powers of two", "index_key_write")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    right(a)
+    if a.key_scales is not None:
+        a.key_scales *= 1.01
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 _kept: dict[Any, Tensor] = {}

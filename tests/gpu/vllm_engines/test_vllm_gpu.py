@@ -32,10 +32,12 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str], str]] = {
     "latent attention, eager": ("deepseek_v3", EAGER, NEUTRAL, "default.triton"),
     "latent attention, graphs": ("deepseek_v2", GRAPHS, NEUTRAL, "default.triton"),
     "latent attention, references": ("deepseek_v3", EAGER, {"VLLM_FL_PREFER": "reference"}, "reference.torch"),
+    "sparse latent attention, eager": ("deepseek_v32", EAGER, NEUTRAL, "default.triton"),
+    "sparse latent attention, graphs": ("glm_moe_dsa", GRAPHS, NEUTRAL, "default.triton"),
     "references, graphs between attention": ("llama", GRAPHS, {"VLLM_FL_PREFER": "reference"}, "reference.torch"),
 }
 """Name → checkpoint, arguments of ``LLM``, variables, and what must run attention."""
-ATTENTION = ("paged_attention", "mla_decode", "mla_prefill")
+ATTENTION = ("paged_attention", "mla_decode", "mla_prefill", "index_topk", "mla_sparse")
 
 
 @pytest.fixture(scope="module")

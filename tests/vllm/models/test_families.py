@@ -23,6 +23,8 @@ LLAMA = ("rms_norm", "silu_and_mul", "rotary_embedding", *PAGED)
 GEMMA = ("gemma_rms_norm", "gelu_and_mul", "rotary_embedding", *PAGED)
 EXPERTS = ("rms_norm", "rotary_embedding", *PAGED, "fused_moe")
 DEEPSEEK = ("rms_norm", "silu_and_mul", "rotary_embedding", *LATENT, "grouped_topk", "fused_moe")
+SPARSE = (*(name for name in DEEPSEEK if name not in LATENT), "kv_cache_write", "layer_norm")
+SPARSE = (*SPARSE, "index_key_write", "index_topk", "mla_sparse")
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,10 @@ class Family:
         return operator
 
     @property
-    def latent(self) -> bool:
-        return "mla_decode" in self.operators
+    def attention(self) -> str:
+        classes = {"paged_attention": "AttentionFLImpl", "mla_decode": "MLAFLImpl", "mla_sparse": "SparseMLAFLImpl"}
+        (found,) = (classes[operator] for operator in self.operators if operator in classes)
+        return found
 
 
 ONE_LAYER = "fused_moe@model.layers.2.mlp.experts"
@@ -72,6 +76,8 @@ FAMILIES = {
     "minimax_m2": Family((*EXPERTS, "topk_sigmoid"), ("fused_moe", "topk_sigmoid"), 3),
     "glm4_moe": Family((*EXPERTS, "grouped_topk", "silu_and_mul"), ("fused_moe", "grouped_topk"), 2),
     "deepseek_v2": Family((*DEEPSEEK, "linear"), ("mla_decode", "mla_prefill", "linear"), 2, linear=True),
+    "deepseek_v32": Family(SPARSE, ("index_key_write", "index_topk", "mla_sparse"), 2),
+    "glm_moe_dsa": Family(SPARSE, ("index_topk",), 2),  # a layer with the lists of the layer before
     "deepseek_v3": Family(DEEPSEEK, (), 2, layer="DeepseekScalingRotaryEmbedding"),  # a low-rank query, YaRN
 }
 BLOCK = 16
@@ -149,7 +155,7 @@ def test_every_operator_ran_in_the_engine_and_no_layer_is_native(family: str, re
     report, about = results[family]["report"], FAMILIES[family]
     assert {key.split(" ")[0] for key in report["counts"]} == set(about.operators)
     assert report["native_layers"] == {}
-    assert report["attention"] == {"MLAFLImpl" if about.latent else "AttentionFLImpl": about.layers}
+    assert report["attention"] == {about.attention: about.layers}
     assert report["failed"] == {}
     assert about.layer is None or about.layer in report["layers"]
     assert "layers through fl_dispatch" in results[family]["log"]

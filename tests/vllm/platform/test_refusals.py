@@ -75,7 +75,7 @@ def _describe(family: str) -> Any:
         predicting = FAMILIES[family]()
         predicting.num_nextn_predict_layers = 2
         return predicting
-    return FAMILIES["deepseek_v3" if family == "deepseek_v32" else family]()
+    return FAMILIES[family]()
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,6 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         described, folder = _describe(family), root / family
         described.architectures = [ARCHITECTURES[family]]
         described.save_pretrained(folder)
-        if family == "deepseek_v32":  # Hugging Face has no class for it
-            file = folder / "config.json"
-            sparse = {"model_type": family, "index_topk": 64, "index_n_heads": 4, "index_head_dim": 16}
-            file.write_text(json.dumps({**json.loads(file.read_text()), **sparse}))
         return folder
 
     return of
@@ -136,7 +132,24 @@ HOPPER, AMPERE = (
             {"hf_overrides": {"quantization_config": FP8}, "dtype": "bfloat16"},
             "models with layers of Mamba 1 quantized by 'fp8' (vLLM's layer has no quantized products)",
         ),
-        ("deepseek_v32", {}, "sparse latent attention"),
+        (
+            "deepseek_v32",
+            {"speculative_config": {"method": "ngram", **SPECULATION}},
+            "speculative decoding by sparse latent attention",
+        ),
+        (
+            "deepseek_v32",
+            {"kv_transfer_config": {"kv_connector": "P2pConnector", "kv_role": "kv_both"}},
+            "KV transfer with sparse latent attention",
+        ),
+        ("deepseek_v32", {"kv_cache_dtype": "fp8"}, "a quantized KV cache for sparse latent attention"),
+        (
+            "deepseek_v32",
+            {"hf_overrides": {"quantization_config": FP8}},
+            "quantized weights with sparse latent attention",
+        ),
+        ("deepseek_v32", {"attention_config": {"indexer_kv_dtype": "nvfp4"}}, "index keys of type nvfp4"),
+        ("deepseek_v3", {"hf_overrides": {"index_topk": 64}}, "this model's sparse attention"),
         ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
         ("qwen3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("qwen3", {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),

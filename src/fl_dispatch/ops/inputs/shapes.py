@@ -335,9 +335,9 @@ def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
 INDEX_HEADS = 64
 """Index heads of DeepSeek-V3.2."""
 INDEX_DIM = 128
-"""Dimension of its index heads."""
+"""Elements of an index key of DeepSeek-V3.2."""
 INDEX_TOPK = 2048
-"""Tokens that it lists for a query."""
+"""Tokens that a query of DeepSeek-V3.2 attends to."""
 SPARSE_DECODE = ((1, 4096), (1, 32768), (1, 131072), (8, 32768))
 
 

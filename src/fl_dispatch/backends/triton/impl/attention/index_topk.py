@@ -31,6 +31,8 @@ SHARE = 8192
 """Scores that a program selects from, so that they stay in its registers and cache."""
 TILE = 4096
 """Scores that a program looks at together."""
+SELECTING_WARPS = 8
+"""Warps of a program that selects."""
 BINS = tl.constexpr(256)
 
 
@@ -290,24 +292,24 @@ def _best(scores: Tensor, query_start_loc: Tensor, seq_lens: Tensor, out: Tensor
     requests = seq_lens.shape[0]
     share = max(SHARE, power_of_two(2 * topk))
     splits = -(-width // share)
-    block, warps = min(TILE, power_of_two(width)), 4 if width <= TILE else 8
     constants = (topk, steps(requests))
     block_k = power_of_two(topk)
     if splits == 1:
         _launch_select(
             (rows, 1, 1), (scores, out, query_start_loc, seq_lens, out, scores),
-            (out.stride(0), *constants, False, False, block, block_k),
-            sizes=(first, requests, width, width, 1), warps=warps,
+            (out.stride(0), *constants, False, False, TILE, block_k),
+            sizes=(first, requests, width, width, 1), warps=SELECTING_WARPS,
         )  # fmt: skip
         return
     parts = scores.new_empty((rows, splits * topk), dtype=torch.int32)
     best = scores.new_empty((rows, splits * topk))
     _launch_select(
         (rows, splits, 1), (scores, out, query_start_loc, seq_lens, parts, best),
-        (0, *constants, False, True, block, block_k), sizes=(first, requests, width, share, splits), warps=warps,
+        (0, *constants, False, True, TILE, block_k),
+        sizes=(first, requests, width, share, splits), warps=SELECTING_WARPS,
     )  # fmt: skip
     _launch_select(
         (rows, 1, 1), (best, parts, query_start_loc, seq_lens, out, best),
-        (out.stride(0), *constants, True, False, block, block_k),
-        sizes=(first, requests, splits * topk, splits * topk, 1), warps=warps,
+        (out.stride(0), *constants, True, False, TILE, block_k),
+        sizes=(first, requests, splits * topk, splits * topk, 1), warps=SELECTING_WARPS,
     )  # fmt: skip

@@ -1,0 +1,169 @@
+"""A step's batch as sparse latent attention and its indexer see it.
+
+A batch in which every request has at most ``topk`` tokens takes dense latent attention, as vLLM's own classes have it:
+its indexer writes keys, and lists nothing. A captured graph always lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+
+def topk_of(vllm_config: VllmConfig) -> int:
+    """The most tokens that a query of the model attends to."""
+    topk: int = vllm_config.model_config.hf_text_config.index_topk
+    return topk
+
+
+@dataclass
+class SparseMLAFLMetadata(MLAFLMetadata):
+    """A step's batch for sparse latent attention; with ``lists`` its whole batch is in the absorbed form.
+
+    Args:
+        block_table: ``[requests, blocks]`` int32, of all requests.
+        lists: whether queries attend to listed tokens.
+    """
+
+    block_table: Tensor | None = None
+    lists: bool = False
+
+
+class SparseMLAFLMetadataBuilder(MLAFLMetadataBuilder):
+    """The builder of dense latent attention for batches of short contexts; other batches are not split."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: object
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[arg-type]
+        self.metadata_cls = SparseMLAFLMetadata
+        self.topk = topk_of(vllm_config)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseMLAFLMetadata:
+        if common_attn_metadata.max_seq_len > self.topk:
+            return self._listing(common_attn_metadata)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        assert isinstance(metadata, SparseMLAFLMetadata)
+        if metadata.prefill is not None:
+            metadata.prefill.use_dense_mha = True
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SparseMLAFLMetadata:
+        return self._listing(common_attn_metadata)
+
+    def _listing(self, batch: CommonAttentionMetadata) -> SparseMLAFLMetadata:
+        return SparseMLAFLMetadata(
+            num_reqs=batch.num_reqs,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            num_actual_tokens=batch.num_actual_tokens,
+            query_start_loc=batch.query_start_loc,
+            slot_mapping=batch.slot_mapping,
+            num_decodes=batch.num_reqs,
+            num_decode_tokens=batch.num_actual_tokens,
+            num_prefills=0,
+            block_table=batch.block_table_tensor,
+            lists=True,
+        )
+
+
+@dataclass
+class IndexFLMetadata:
+    """A step's batch as all indexers see it.
+
+    Args:
+        query_start_loc: ``[requests + 1]`` int32; first token of each request.
+        seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
+        block_table: ``[requests, blocks]`` int32.
+        slot_mapping: ``[tokens]`` int64.
+        lists: whether attention wants lists.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    lists: bool
+
+
+class IndexFLMetadataBuilder(AttentionMetadataBuilder[IndexFLMetadata]):
+    """Builder of the indexers' metadata from vLLM's description of a batch."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: object
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.topk = topk_of(vllm_config)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> IndexFLMetadata:
+        return self._built(common_attn_metadata, common_attn_metadata.max_seq_len > self.topk)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> IndexFLMetadata:
+        return self._built(common_attn_metadata, True)
+
+    def _built(self, batch: CommonAttentionMetadata, lists: bool) -> IndexFLMetadata:
+        return IndexFLMetadata(
+            num_actual_tokens=batch.num_actual_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping,
+            lists=lists,
+        )
+
+
+class IndexFLBackend(AttentionBackend):
+    """vLLM's question to an indexer's cache: who builds its metadata."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("an indexer's cache has no attention of its own")
+
+    @staticmethod
+    def get_builder_cls() -> type[IndexFLMetadataBuilder]:
+        return IndexFLMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # all
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBNHC,)

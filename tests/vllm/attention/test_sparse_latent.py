@@ -1,0 +1,85 @@
+"""Sparse latent attention in engines: ranks, compiled models, short contexts, half types' index keys.
+
+``test_families.py`` serves both models eagerly, and tries wrong implementations of their operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import PROMPTS, STEP, Runs, ran, start
+
+from fl_dispatch.ops.quantization import FP8
+from sampling import drawn
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "two ranks": {"tensor_parallel_size": 2},
+    "compiled": {"enforce_eager": False},
+    "one request at a time": {"max_num_seqs": 1},
+    "chunks of 16 tokens, no prefix cache": {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+}
+ALONE = "one request at a time"
+DRAWN = [ALONE, *drawn([way for way in WAYS if way != ALONE], 1, "ways to run sparse latent attention")]
+FAMILY = "deepseek_v32"
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Callable[[str], Path]) -> Mapping[str, Any]:
+    return Runs({way: start(checkpoint(FAMILY), STEP, STEP, engine=WAYS[way]) for way in DRAWN})
+
+
+@pytest.mark.parametrize("way", DRAWN)
+def test_tokens_equal_hugging_faces(
+    way: str, results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    for step in results[way]["steps"]:
+        assert step["tokens"] == expected(FAMILY)
+    assert ran(results[way], "index_topk")
+    assert results[way]["report"]["native_layers"] == {}
+
+
+def test_a_request_takes_dense_attention_until_it_has_more_tokens_than_are_listed(results: Mapping[str, Any]) -> None:
+    """Prompts of 1 and 7 tokens grow beyond 20 only as they are answered, and the last one does not at all."""
+    calls = {key.split(" ")[0]: count for key, count in results[ALONE]["report"]["counts"].items()}
+    assert min(calls[name] for name in ("mla_prefill", "mla_decode", "mla_sparse")) > 0
+    assert calls["mla_sparse"] == calls["index_topk"] < calls["index_key_write"] == calls["kv_cache_write"]
+    assert min(map(len, PROMPTS)) < 20 < max(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "fp8"),
+    [("float32", "auto", False), ("bfloat16", "auto", True), ("bfloat16", "bf16", False), ("float32", "fp8", True)],
+)
+def test_index_keys_of_half_types_are_in_fp8_unless_asked_otherwise(dtype: str, asked: str, fp8: bool) -> None:
+    from vllm.config import AttentionConfig
+
+    from vllm_fl.layers import indexer
+
+    class Configured:
+        model_config = type("Model", (), {"dtype": getattr(torch, dtype)})
+        attention_config = AttentionConfig(indexer_kv_dtype=asked)
+
+    assert indexer.stores_fp8(Configured) is fp8
+
+
+def test_a_block_in_fp8_has_its_scales_behind_its_keys_in_132_bytes_a_token() -> None:
+    """Blocks of a group of layers lie apart, so a view's stride is larger than the block."""
+    from vllm_fl.layers.indexer import IndexCacheFL
+
+    cache = IndexCacheFL.__new__(IndexCacheFL)
+    torch.nn.Module.__init__(cache)
+    cache.fl_settle(128, torch.bfloat16, True)
+    assert (cache.head_dim, cache.dtype) == (132, torch.uint8)
+    memory = torch.zeros(3, 4 * 132 + 64, dtype=torch.uint8)
+    cache.bind_kv_cache(memory[:, : 4 * 132].view(3, 1, 4, 132))
+    assert (cache.fl_keys.shape, cache.fl_keys.dtype) == ((3, 4, 128), FP8)
+    assert cache.fl_scales is not None
+    cache.fl_keys[1, 2].view(torch.uint8).fill_(1)
+    cache.fl_scales[1, 2] = 2.0
+    assert memory[1, 2 * 128 : 3 * 128].eq(1).all()
+    assert memory[1, 4 * 128 + 2 * 4 : 4 * 128 + 3 * 4].view(torch.float32).item() == 2.0
+    assert memory.count_nonzero() == 128 + 1
