@@ -35,7 +35,7 @@ DRAWS = 8
 DEVIATIONS = 5
 """Standard deviations above the mean of the draws up to which a distance is rounding's: one of a million is more."""
 UNIT = 2.0**-24
-DIVIDED = ("o_proj", "down_proj")
+DIVIDED = ("o_proj", "out_proj", "down_proj", "output_linear", ".w2")
 """Products whose input is divided among tensor-parallel ranks, each of which quantizes its own part."""
 
 
