@@ -36,7 +36,7 @@ COMPILED = [
 ]
 RANKS = [
     Run(scheme, {"tensor_parallel_size": 2}, "two ranks", name)
-    for name, scheme in drawn([("qwen3_5", "fp8"), ("mamba2", "awq")], 0, "quantized states, ranks")
+    for name, scheme in drawn([("qwen3_5", "fp8"), ("lfm2", "awq")], 0, "quantized states, ranks")
 ]
 RUNS = [*EAGER, *COMPILED, *RANKS]
 each_run = pytest.mark.parametrize("run", RUNS, ids=str)
@@ -127,3 +127,12 @@ def test_a_wrong_scale_of_one_part_of_a_joined_product_shows(
     texts, scores = answered(PROMPTS, answers[name, scheme]["steps"][0])
     found = Comparison.of(texts, scores, SCHEMES[scheme], 1, model(name))
     assert found.error > found.right.rounding
+
+
+def test_ranks_that_share_a_group_of_a_state_refuse_weights_without_a_scale_a_column(
+    checkpoint: Callable[[str, str], Path],
+) -> None:
+    with pytest.raises(
+        AssertionError, match="ranks that share a group of a state with weights"
+    ):
+        start_features((checkpoint("mamba2", "awq"), [SCORED_STEP], {"tensor_parallel_size": 2})).result()
