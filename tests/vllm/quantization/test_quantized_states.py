@@ -132,7 +132,5 @@ def test_a_wrong_scale_of_one_part_of_a_joined_product_shows(
 def test_ranks_that_share_a_group_of_a_state_refuse_weights_without_a_scale_a_column(
     checkpoint: Callable[[str, str], Path],
 ) -> None:
-    with pytest.raises(
-        AssertionError, match="ranks that share a group of a state with weights"
-    ):
+    with pytest.raises(AssertionError, match="ranks that share a group of a state with weights"):
         start_features((checkpoint("mamba2", "awq"), [SCORED_STEP], {"tensor_parallel_size": 2})).result()
