@@ -120,8 +120,8 @@ MISTAKES = (
     Mistake(
         "a second form of a weight stays old",
         "fl_dispatch/weight_forms.py",
-        "(_unwritten(weight) and len(forms.fresh) == len(forms.made))",
-        "_unwritten(weight)",
+        "_unwritten(weight) and len(forms.fresh) == len(forms.made):",
+        "_unwritten(weight):",
         "tests/core/knowledge/test_prepared.py::test_a_second_form_follows_a_write_after_another_one_was_made_anew",
     ),
     Mistake(
@@ -174,7 +174,7 @@ MISTAKES = (
     Mistake(
         "ranks are not compared",
         "vllm_fl/worker/ranks.py",
-        "    ranks.refuse_divergence(get_world_group().cpu_group, group.cpu_group)",
+        "    agreement.refuse_divergence(get_world_group().cpu_group, group.cpu_group)",
         "    pass",
         "tests/vllm/worker/test_ranks.py::test_pipeline_stages_of_which_one_has_another_implementation_refuse_to_serve",
     ),
@@ -222,9 +222,9 @@ MISTAKES = (
     ),
     Mistake(
         "a window one token short",
-        "sglang_fl/attention/attention_backend.py",
-        "window + 1 if window",
-        "window if window",
+        "sglang_fl/attention/attention_layers.py",
+        "before < 0 else int(before) + 1",
+        "before < 0 else int(before)",
         "tests/sglang/models/test_sglang_tokens.py::test_tokens_equal_hugging_face[gemma2]",
         venv=".venv-sglang",
     ),
@@ -235,6 +235,14 @@ MISTAKES = (
         "return self.fl_call(x, layer.weight, None)",
         "tests/sglang/layers/test_sglang_linear.py::test_a_product_is_one_call_and_what_pytorch_computes",
         venv=".venv-sglang",
+    ),
+    Mistake(
+        "a cache's scales of keys and values are exchanged",
+        "vllm_fl/attention/dense.py",
+        "(layer._k_scale_float, layer._v_scale_float, None, None)",
+        "(layer._v_scale_float, layer._k_scale_float, None, None)",
+        "tests/vllm/quantization/test_quantized_cache.py"
+        "::TestCaches::test_it_computes_what_the_network_with_rounded_keys_and_values_does",
     ),
 )
 

@@ -1,0 +1,28 @@
+"""The mistakes that ``make mistakes`` plants can be planted; none is planted here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("mistakes", ROOT / "tools/mistakes.py")
+assert _spec is not None
+assert _spec.loader is not None
+mistakes = importlib.util.module_from_spec(_spec)
+sys.modules["mistakes"] = mistakes  # where its data classes look for their annotations
+_spec.loader.exec_module(mistakes)
+
+
+@pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.name)
+def test_its_text_stands_once_and_its_test_is_there(mistake: Any) -> None:
+    assert (ROOT / "src" / mistake.file).read_text(encoding="utf-8").count(mistake.right) == 1
+    module, _, test = mistake.test.partition("::")
+    function = test.rpartition("::")[2].partition("[")[0]
+    assert (ROOT / module).exists()
+    if "::" not in test:
+        assert f"def {function}" in (ROOT / module).read_text(encoding="utf-8")
