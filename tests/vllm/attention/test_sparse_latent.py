@@ -18,7 +18,7 @@ from sampling import drawn
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
-    "compiled": {"enforce_eager": False},
+    "compiled": {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}},
     "one request at a time": {"max_num_seqs": 1},
     "chunks of 16 tokens, no prefix cache": {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
 }
