@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
@@ -151,13 +152,21 @@ def _fake(query: Tensor, weights: Tensor, key: Tensor, lists: Tensor, layer: Any
     return None
 
 
+def outside_graphs() -> Callable[..., None]:
+    """The indexer as a break in vLLM's breakable graphs, which are its default for these models."""
+    broken: Callable[..., None] = eager_break_during_capture(_sparse_index)
+    return broken
+
+
 def install() -> None:
     """Have models with sparse latent attention made with our indexer."""
     global _library
     if _library is None:
         _library = torch.library.Library("vllm_fl", "FRAGMENT")
-        _sparse_index.__annotations__["layer"] = _fake.__annotations__["layer"] = LayerNameType
+        operands = dict.fromkeys(("query", "weights", "key", "lists"), Tensor)
+        # Real types, because the host resolves the names of types in the module of its wrapper.
+        _sparse_index.__annotations__ = _fake.__annotations__ = {**operands, "layer": LayerNameType, "return": None}
         direct_register_custom_op(
-            "sparse_index", _sparse_index, mutates_args=["lists"], fake_impl=_fake, target_lib=_library
+            "sparse_index", outside_graphs(), mutates_args=["lists"], fake_impl=_fake, target_lib=_library
         )
     replace_indexer(IndexerFL, IndexCacheFL)
