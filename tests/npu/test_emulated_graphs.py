@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch_npu
 import emulated_npu
 from fl_dispatch import BackendImplKind, OpImpl, OpManager, SelectionPolicy, policy_context
 from fl_dispatch.devices import ASCEND
+from vllm_fl.compat import library
 from vllm_fl.compat.library import unowned_views
 
 Numbers = Callable[..., torch.Tensor]
@@ -182,3 +184,26 @@ def test_what_vllm_keeps_of_a_graphs_results_is_the_chips_own_tensor_and_does_no
     allocated = torch.npu.memory_allocated()
     del part
     assert torch.npu.memory_allocated() < allocated
+
+
+def test_graphs_with_breaks_keep_arguments_by_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's module of such graphs has the function under a name of its own, and the compiled one is not there."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.utils import torch_utils
+    from vllm.v1.worker import gpu_worker
+
+    from vllm.compilation import breakable_cudagraph
+
+    for owner, name in (
+        (importlib.import_module(library.BUFFERS), "get_accelerator_view_from_cpu_tensor"),
+        (torch_utils, "weak_ref_tensor"),
+        (breakable_cudagraph, "weak_ref_tensor"),
+        (gpu_worker, "kernel_warmup"),
+        (GroupCoordinator, "graph_capture"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    library.do_without_library(lambda capture: capture)
+    x = torch.arange(3.0).npu()
+    kept = breakable_cudagraph._weak_ref_capture_arg(x)
+    x.fill_(7)
+    assert kept.tolist() == [7.0] * 3

@@ -210,13 +210,13 @@ def build(case: Case, path: Path) -> Path:
     return write_checkpoint(getattr(transformers, kind)(**{**shape, **case.fields}), path)
 
 
-def expected(model: Path, texts: Sequence[list[int]]) -> list[Any]:
+def expected(model: Path, texts: Sequence[list[int]], host: str = "vllm") -> list[Any]:
     """Hugging Face's log-probabilities of each text's tokens after the first, ``[tokens - 1]``."""
     import torch
 
     from running import reference_network
 
-    network = reference_network(model, torch.float32)
+    network = reference_network(model, torch.float32, host)
     found = []
     for text in texts:
         with torch.no_grad():
@@ -268,7 +268,7 @@ def main(host: str, names: Sequence[str]) -> None:
 def _row(host: str, case: Case, path: Path) -> list[str]:
     texts = prompts(case)
     try:
-        right = expected(build(case, path), texts)
+        right = expected(build(case, path), texts, host)
         if host == "vllm":
             from engines import start_features
 

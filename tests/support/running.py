@@ -10,8 +10,8 @@ PROMPTS = [[(7 * row + column) % 400 + 5 for column in range(length)] for row, l
 MAX_TOKENS = 16
 
 
-def reference_network(model: Path, dtype: Any) -> Any:
-    """Hugging Face's network of a checkpoint, which computes what the engine should."""
+def reference_network(model: Path, dtype: Any, host: str = "vllm") -> Any:
+    """Hugging Face's network of a checkpoint, which computes what the host's engine should."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -20,9 +20,10 @@ def reference_network(model: Path, dtype: Any) -> Any:
     for module in network.modules():
         if type(module).__name__ == "BloomMLP":  # vLLM's Bloom has GELU itself, Hugging Face's its tanh form
             module.gelu_impl = torch.nn.GELU()
-    if network.config.model_type == "cohere2":  # vLLM's window has the token itself beside it, as in training
+    one_more = {("cohere2", "vllm"), ("cohere2", "sglang"), ("gemma3n_text", "sglang")}
+    if (network.config.model_type, host) in one_more:  # the host's window has the token itself beside it
         network.config.sliding_window += 1
-    if network.config.model_type == "gemma3n_text":  # vLLM's class without pictures adds no embeddings to each layer
+    if (network.config.model_type, host) == ("gemma3n_text", "vllm"):  # its class adds no embeddings to each layer
         network.model.get_per_layer_inputs = lambda *_: None
     return network
 

@@ -78,9 +78,11 @@ def do_without_library(any_communicator: Callable[[Capture], Capture]) -> None:
     from vllm.utils import torch_utils
     from vllm.v1.worker import gpu_worker
 
+    from vllm.compilation import breakable_cudagraph
+
     buffers: Any = importlib.import_module(BUFFERS)
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view
-    torch_utils.weak_ref_tensor = unowned_views(detect_device())
+    torch_utils.weak_ref_tensor = breakable_cudagraph.weak_ref_tensor = unowned_views(detect_device())
     gpu_worker.kernel_warmup = warm_up_kernels
     original = GroupCoordinator.graph_capture
     if ORIGINAL.find(original) is None:
