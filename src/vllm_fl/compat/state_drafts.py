@@ -10,11 +10,14 @@ Two kinds of requests stand at wrong places, and their states would take tokens 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 RUNNER = "vllm.v1.worker.gpu.model_runner"
 STATES = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
@@ -54,12 +57,37 @@ def _prompts_last(sort: Callable[..., list[str]], runner: Any) -> Callable[..., 
 
 def _filled_up_decode(prepare: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(prepare)
-    def prepared(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepared(
+        self: Any,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: tuple[Tensor, ...],
+        slot_mappings: Tensor,
+        attn_groups: Any,
+        kv_cache_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         drafts = input_batch.num_draft_tokens_per_req
         if drafts is not None:
-            filled = input_batch.is_prefilling_np & (drafts > 0)  # a new block of a state is zeros, so it can decode
+            filled = input_batch.is_prefilling_np & (drafts > 0)
             known = input_batch.prefill_runs_as_decode_np
             input_batch.prefill_runs_as_decode_np = filled if known is None else np.logical_or(known, filled)
-        return prepare(self, input_batch, *args, **kwargs)
+            (new,) = np.nonzero(filled & (input_batch.num_computed_tokens_np == 0))
+            if new.size:
+                layers = self.vllm_config.compilation_config.static_forward_context
+                _begin(torch.from_numpy(new), layers, block_tables, kv_cache_config.kv_cache_groups)
+        rest = (cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, *args)
+        return prepare(self, input_batch, *rest, **kwargs)
 
     return prepared
+
+
+def _begin(rows: Tensor, layers: Mapping[str, Any], block_tables: tuple[Tensor, ...], groups: Sequence[Any]) -> None:
+    """Set the states before requests' first tokens to zeros: vLLM leaves in a block what its last request had there."""
+    for table, group in zip(block_tables, groups, strict=True):
+        slots = table[rows.to(table.device), 0].long()
+        for name in group.layer_names:
+            if isinstance(layers.get(name), MambaBase):
+                for state in layers[name].kv_cache:
+                    state[slots] = 0

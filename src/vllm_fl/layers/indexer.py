@@ -23,6 +23,7 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.ops.quantization import FP8
 from fl_dispatch.ops.sparse_mla import INDEX_GROUP
 
+from ..attention.sparse import SparseMLAFLImpl
 from ..attention.sparse_metadata import IndexFLBackend, IndexFLMetadata
 from ..compat.indexer import replace_indexer
 
@@ -170,3 +171,18 @@ def install() -> None:
             "sparse_index", outside_graphs(), mutates_args=["lists"], fake_impl=_fake, target_lib=_library
         )
     replace_indexer(IndexerFL, IndexCacheFL)
+
+
+def check(model: nn.Module) -> None:
+    """Check that the first layer of a rank's part of the model makes a list, as some models' layers share theirs.
+
+    Raises:
+        ValueError: it takes the list of a layer that another rank has, or none.
+    """
+    impls = ((prefix, getattr(layer, "impl", None)) for prefix, layer in model.named_modules())
+    first, impl = next((found for found in impls if isinstance(found[1], SparseMLAFLImpl)), ("", None))
+    if impl is not None and impl.fl_indexer is None:
+        raise ValueError(
+            f"vllm_fl does not support '{first}' as the first layer of a rank yet: it takes the list of tokens of a "
+            "layer before it; leave --pipeline-parallel-size at 1"
+        )

@@ -23,6 +23,8 @@ kernel, and the result."""
 class Mamba1Layer(ScanLayer):
     """``MambaMixer``: projects, convolves, scans, multiplies by a gate, and projects back."""
 
+    fl_drafts = False
+
     in_proj: Callable[[Tensor], tuple[Tensor, Any]]
     out_proj: Callable[[Tensor], tuple[Tensor, Any]]
     _ssm_transform: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -57,7 +57,7 @@ def _keep_temperature(model: ModelConfig) -> None:
     if stated is None or TEMPERATURE in {**model.try_get_generation_config(), **model.override_generation_config}:
         return
     model.override_generation_config[TEMPERATURE] = bool(stated)
-    if stated and model.max_model_len > model.hf_text_config.floor_scale:
+    if stated and model.max_model_len > getattr(model.hf_text_config, "floor_scale", 8192):
         logger.info("%s: on, because the model's configuration says so", TEMPERATURE)
 
 

@@ -78,6 +78,8 @@ class StateLayer(DispatchedLayer):
     fl_traced = False
     fl_parts: ClassVar[tuple[str, ...]]
     """The attributes that hold the bound operators, in the order of ``fl_choices``."""
+    fl_drafts = True
+    """Whether a step may have several tokens of a request, of which some are not accepted."""
     prefix: str
     kv_cache: tuple[Tensor, ...]
 
@@ -117,11 +119,18 @@ class StateLayer(DispatchedLayer):
         return bound(*args)
 
     def fl_step(self) -> Any:
-        """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states."""
+        """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states.
+
+        Raises:
+            ValueError: the batch has drafts, which are refused at start for layers of this kind.
+        """
         from vllm.forward_context import get_forward_context
 
         steps = get_forward_context().attn_metadata
-        return steps.get(self.prefix) if isinstance(steps, dict) else None
+        step = steps.get(self.prefix) if isinstance(steps, dict) else None
+        if step is not None and step.num_accepted_tokens is not None and not self.fl_drafts:
+            raise ValueError(f"{self.prefix} got a batch with drafts, which are refused for such layers")
+        return step
 
     def fl_inputs(self, weight: Tensor) -> Tensor:
         """The last inputs of a convolution as its operators have them, ``[slots, channels, width - 1]``.

@@ -165,6 +165,7 @@ def _sparse_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (vllm_config.cache_config.cache_dtype in kv_layout.QUANTIZED_DTYPES, f"a quantized KV cache for {sparse}"),
         (vllm_config.lora_config is not None, f"LoRA with {sparse}"),
         (vllm_config.kv_transfer_config is not None, f"KV transfer with {sparse}"),
+        (attention.sparse_mla_force_mqa, f"{sparse} with sparse_mla_force_mqa"),
         (attention.hisparse_config is not None, f"{sparse} with a cache on the host (hisparse_config)"),
         (
             attention.indexer_kv_dtype not in ("auto", "bf16", "fp8"),

@@ -75,6 +75,8 @@ class WorkerFL(Worker):
 
             indexer.install()
         super().load_model(*args, **kwargs)
+        if models.has_indexer(self.model_config):
+            indexer.check(self.get_model())
         checkpoint.refuse_left(self.model_config, get_world_group().cpu_group)
         if self.vllm_config.lora_config is not None:
             from ..layers import lora

@@ -59,6 +59,14 @@ def serving(op: str) -> list[tuple[Sample, Sample]]:
     return [pair for pair in zip(samples(op), samples(op), strict=True) if pair[0].serving]
 
 
+def share_types(sample: Sample) -> bool:
+    """Whether tensors of different types lie in one memory."""
+    types: dict[int, set[torch.dtype]] = {}
+    for tensor in flat(sample.args):
+        types.setdefault(tensor.untyped_storage().data_ptr(), set()).add(tensor.dtype)
+    return any(len(kinds) > 1 for address, kinds in types.items() if address)
+
+
 def args_of(op: str, *, writing: bool) -> tuple[Any, ...]:
     """Arguments of the smallest sample for the view that writes, or for the one that does not."""
     operator = OPERATORS[op]
@@ -170,9 +178,11 @@ def test_compiled_code_runs_an_implementation_that_cannot_be_traced_behind_the_v
     )
     set_global_policy(SelectionPolicy(per_op_order=((op, ("vendor:closed",)),)))
     compiled = torch.compile(bind_op(op), fullgraph=True, backend="aot_eager", dynamic=True)
-    for sample, again in serving(op)[:2]:
+    # AOTAutograd traces no writes to views of one memory in several types, as keys with their scales behind them are.
+    apart = [pair for pair in serving(op) if not share_types(pair[0])][:2]
+    for sample, again in apart:
         same(compiled(*sample.args), reference(*again.args))
-    assert len(calls) == len(serving(op)[:2])
+    assert len(calls) == len(apart) > 0
     assert not any(calls)
 
 

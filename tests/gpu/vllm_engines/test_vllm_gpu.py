@@ -21,6 +21,7 @@ from fl_dispatch.cli.checkpoints import build_checkpoint
 pytestmark = pytest.mark.gpu
 GRAPHS = {"enforce_eager": False, "gpu_memory_utilization": 0.1}
 EAGER = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+ASKED = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
 RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str], str]] = {
@@ -33,7 +34,7 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str], str]] = {
     "latent attention, graphs": ("deepseek_v2", GRAPHS, NEUTRAL, "default.triton"),
     "latent attention, references": ("deepseek_v3", EAGER, {"VLLM_FL_PREFER": "reference"}, "reference.torch"),
     "sparse latent attention, eager": ("deepseek_v32", EAGER, NEUTRAL, "default.triton"),
-    "sparse latent attention, graphs": ("glm_moe_dsa", GRAPHS, NEUTRAL, "default.triton"),
+    "sparse latent attention, graphs": ("glm_moe_dsa", GRAPHS | ASKED, NEUTRAL, "default.triton"),
     "references, graphs between attention": ("llama", GRAPHS, {"VLLM_FL_PREFER": "reference"}, "reference.torch"),
 }
 """Name → checkpoint, arguments of ``LLM``, variables, and what must run attention."""

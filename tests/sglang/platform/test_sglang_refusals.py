@@ -106,3 +106,11 @@ def test_the_function_is_in_the_file(line: str) -> None:
     source = Path(sglang.srt.__path__[0], found[2]).read_text()
     named = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
     assert found[1] in named
+
+
+@pytest.mark.parametrize("kind", ["dsa", "mla"])
+def test_sparse_latent_attention_is_refused_with_the_hosts_file(kind: str) -> None:
+    from sglang_fl.attention.pools import POOLS
+
+    with pytest.raises(ValueError, match="does not support sparse latent attention yet: .*dsa_indexer.py"):
+        POOLS[kind](index_head_dim=128)

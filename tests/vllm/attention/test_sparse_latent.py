@@ -94,3 +94,18 @@ def test_graphs_break_at_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(breakable_cudagraph, "is_breakable_cudagraph_enabled", lambda: True)
     assert indexer.outside_graphs().__wrapped__ is indexer._sparse_index  # type: ignore[attr-defined]
+
+
+def test_the_first_layer_of_a_rank_may_not_take_the_list_of_another_rank() -> None:
+    from vllm_fl.attention.sparse import SparseMLAFLImpl
+    from vllm_fl.layers import indexer
+
+    def layer(own: object) -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.impl = SparseMLAFLImpl.__new__(SparseMLAFLImpl)
+        made.impl.fl_indexer = own
+        return made
+
+    indexer.check(torch.nn.ModuleList([layer("indexer"), layer(None)]))
+    with pytest.raises(ValueError, match="does not support '0' as the first layer of a rank yet"):
+        indexer.check(torch.nn.ModuleList([layer(None), layer("indexer")]))

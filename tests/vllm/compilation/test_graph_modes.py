@@ -63,6 +63,7 @@ def mode(
     compilation = SimpleNamespace(**{"mode": how, "cudagraph_mode": FULL, "splitting_ops": None, **given})
     native = given.pop("native", False)
     model = SimpleNamespace(is_moe=experts, use_mla=latent, is_hybrid=states, is_attention_free=False)
+    model.hf_text_config = SimpleNamespace()
     asked: Any = SimpleNamespace(
         compilation_config=compilation,
         model_config=model,

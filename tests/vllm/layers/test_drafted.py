@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -96,3 +97,31 @@ def _one_step(
 ) -> Tensor:
     rows = drafted.convolved(drafted.apart(x), convolve, weight, bias, window, "silu")
     return drafted.together(torch.stack([update(rows[:, at], states, own) for at, own in drafted.each(states)], dim=1))
+
+
+def test_a_request_whose_first_token_has_placeholders_begins_with_zeros() -> None:
+    """Its block has what its last request left; that of a request which goes on stays."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    from vllm_fl.compat import state_drafts
+
+    class Layer(MambaBase):
+        get_state_shape = get_state_dtype = mamba_type = None  # type: ignore[assignment]
+
+    layer = Layer()
+    layer.kv_cache = (torch.ones(5, 2), torch.ones(5, 3, 2))
+    compilation = SimpleNamespace(static_forward_context={"state": layer, "attention": object()})
+    batch = SimpleNamespace(
+        num_draft_tokens_per_req=np.array([2, 2, 2]),
+        is_prefilling_np=np.array([True, False, True]),
+        num_computed_tokens_np=np.array([0, 7, 3]),
+        prefill_runs_as_decode_np=None,
+    )
+    tables = torch.tensor([[1, 2], [3, 0], [4, 0]], dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32)
+    groups = [SimpleNamespace(layer_names=[name]) for name in ("state", "attention")]
+    prepare = state_drafts._filled_up_decode(lambda self, batch, *rest: rest)
+    owner = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
+    prepare(owner, batch, None, tables, None, None, SimpleNamespace(kv_cache_groups=groups))
+    assert batch.prefill_runs_as_decode_np.tolist() == [True, False, True]
+    for state in layer.kv_cache:
+        assert [bool(slot.any()) for slot in state] == [True, False, True, True, True]

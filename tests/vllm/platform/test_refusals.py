@@ -149,6 +149,11 @@ HOPPER, AMPERE = (
             "quantized weights with sparse latent attention",
         ),
         ("deepseek_v32", {"attention_config": {"indexer_kv_dtype": "nvfp4"}}, "index keys of type nvfp4"),
+        (
+            "deepseek_v32",
+            {"attention_config": {"sparse_mla_force_mqa": True}},
+            "sparse latent attention with sparse_mla_force_mqa",
+        ),
         ("deepseek_v3", {"hf_overrides": {"index_topk": 64}}, "this model's sparse attention"),
         ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
         ("qwen3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),

@@ -19,7 +19,7 @@ def test_a_reference_is_finite_and_right_at_any_scale_of_its_input(name: str, sc
     """The leading tensor of every sample is scaled; the result overflows only where the exact one does."""
     if name in ROUTERS and scale > 1:
         pytest.skip("saturated scores tie, and which expert of equals is taken is open")
-    if name in ("quantize", "rms_norm_quantize", "silu_and_mul_quantize", "scaled_moe"):
+    if name in ("index_key_write", "quantize", "rms_norm_quantize", "silu_and_mul_quantize", "scaled_moe"):
         pytest.skip("scaled inputs are rounded anew, and may lie between two quantized numbers")
     tolerance, largest = OPERATORS[name].tolerances[dtype], torch.finfo(dtype).max
     for sample in references.samples(name, dtype):
