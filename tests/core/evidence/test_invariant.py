@@ -77,7 +77,8 @@ def test_a_kernels_rows_do_not_depend_on_the_batch() -> None:
     # bfloat16 is left out: the interpreter's matrix product of it is wrong.
     types = drawn(("float32", "float16"), 1, "types of batch-invariant kernels in Triton's interpreter")
     command = [sys.executable, str(HERE), ",".join(TRITON), ",".join(types)]
-    path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
+    helpers = str(HERE.parent), str(HERE.parents[1] / "support")
+    path = os.pathsep.join(filter(None, (*helpers, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
