@@ -12,14 +12,11 @@ from torch import Tensor
 from fl_dispatch import bind_op
 from fl_dispatch.hosting.start import warm_batches
 
-from .mla import OPERATORS, MLAFLBackend, MLAFLImpl
-from .sparse_metadata import SparseMLAFLMetadata, SparseMLAFLMetadataBuilder
+from .mla import MLAFLBackend, MLAFLImpl
+from .sparse_metadata import INDEX_OPERATORS, SparseMLAFLMetadata, SparseMLAFLMetadataBuilder
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
-
-SPARSE_OPERATORS = (*OPERATORS, "mla_sparse")
-"""The operators of the attention layers; those of the indexer are its own."""
 
 
 class SparseMLAFLImpl(MLAFLImpl):
@@ -46,7 +43,7 @@ class SparseMLAFLImpl(MLAFLImpl):
 
     def fl_kind(self) -> tuple[Any, ...]:
         """Layers of one kind call the operators with arguments of the same kind."""
-        rules = warm_batches.rules(("index_key_write", "index_topk", "mla_sparse"), self.fl_scope)
+        rules = warm_batches.rules((*INDEX_OPERATORS, "mla_sparse"), self.fl_scope)
         return (*super().fl_kind(), self.fl_indexer is None, *rules)
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
+INDEX_OPERATORS = ("index_key_write", "index_topk")
+"""The operators of an indexer."""
+
 
 def topk_of(vllm_config: VllmConfig) -> int:
     """The most tokens that a query of the model attends to."""

@@ -24,14 +24,13 @@ from fl_dispatch.ops.quantization import FP8
 from fl_dispatch.ops.sparse_mla import INDEX_GROUP
 
 from ..attention.sparse import SparseMLAFLImpl
-from ..attention.sparse_metadata import IndexFLBackend, IndexFLMetadata
+from ..attention.sparse_metadata import INDEX_OPERATORS, IndexFLBackend, IndexFLMetadata
 from ..compat.indexer import replace_indexer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-OPERATORS = ("index_key_write", "index_topk")
 SCALE_BYTES = torch.float32.itemsize
 # A reload must not drop the library: compiled graphs hold its operators.
 _library: torch.library.Library | None = globals().get("_library")
@@ -86,7 +85,7 @@ class IndexerFL(Indexer):
         self.k_cache.fl_settle(self.head_dim, vllm_config.model_config.dtype, stores_fp8(vllm_config))
         self.fl_dtype = vllm_config.model_config.dtype
         self.k_cache.fl_index = self.fl_index
-        self.fl_write, self.fl_list = (bind_op(operator, self.prefix) for operator in OPERATORS)
+        self.fl_write, self.fl_list = (bind_op(operator, self.prefix) for operator in INDEX_OPERATORS)
 
     def forward(self, hidden_states: Tensor, qr: Tensor, positions: Tensor, rotary_emb: nn.Module) -> None:
         """Write the index keys of new tokens, and list the tokens that each of them attends to."""

@@ -109,3 +109,10 @@ def test_the_first_layer_of_a_rank_may_not_take_the_list_of_another_rank() -> No
     indexer.check(torch.nn.ModuleList([layer("indexer"), layer(None)]))
     with pytest.raises(ValueError, match="does not support '0' as the first layer of a rank yet"):
         indexer.check(torch.nn.ModuleList([layer(None), layer("indexer")]))
+
+
+def test_graphs_are_asked_about_every_operator_of_the_indexer_and_its_attention() -> None:
+    from vllm_fl.attention.sparse_metadata import INDEX_OPERATORS
+    from vllm_fl.platform.config import SPARSE_OPERATORS
+
+    assert (*INDEX_OPERATORS, "mla_sparse") == SPARSE_OPERATORS
