@@ -69,8 +69,8 @@ NAMED = (
     Workload("prefill, 8 x 2048", 8, 2048, 1),
     Workload("both, 16 x 8192", 16, 8192, 128),
     Workload("both, 2 x 32768", 2, 32_768, 128),
-    Workload("long decode, 32768", 1, 32_768, 129, True),
-    Workload("long decode, 131072", 1, 131_072, 129, True),
+    Workload("long decode, 32768", 1, 32_768, 641, True),
+    Workload("long decode, 131072", 1, 131_072, 641, True),
     Workload("prefill, 1 x 32768", 1, 32_768, 1),
 )
 """Only where ``--workloads`` names one: a short one for GPUs on which the cache of the others does not fit beside four
