@@ -27,6 +27,10 @@ KEYS_WIDE = 32
 """``KEYS`` for float32."""
 QUERIES = 32
 """Queries of a tile of scores, one after the other, so that its keys are loaded once."""
+SCORING_WARPS = 4
+"""Warps of a program that scores."""
+SCORING_STAGES = 2
+"""Queries whose loads such a program has under way."""
 SHARE = 8192
 """Scores that a program selects from, so that they stay in its registers and cache."""
 TILE = 4096
@@ -279,8 +283,8 @@ def index_topk(
             (*tensors, scores),
             numbers,
             sizes=(first, rows, width, block_table.stride(0)),
-            warps=4,
-            stages=2,
+            warps=SCORING_WARPS,
+            stages=SCORING_STAGES,
         )
         _best(scores, query_start_loc, seq_lens, out, first, topk)
     return out
