@@ -30,7 +30,7 @@ QUERIES = 32
 SCORING_WARPS = 4
 """Warps of a program that scores."""
 SCORING_STAGES = 2
-"""Queries whose loads such a program has under way."""
+"""Loads of queries that such a program has under way."""
 SHARE = 8192
 """Scores that a program selects from, so that they stay in its registers and cache."""
 TILE = 4096
