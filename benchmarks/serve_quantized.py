@@ -107,6 +107,7 @@ def run(shape: Shape, quantization: Mapping[str, Any], given: argparse.Namespace
         found = measure(
             made, cells, given.workloads, given.rounds, given.layers, folder, logs, given.profile is not None, 1
         )
+    del found["counters"]
     found["compared"] = compare(found["rates"])
     found["cells"] = {
         name: {key: value.removeprefix(f"{ROOT}/") for key, value in known[name].variables.items()}

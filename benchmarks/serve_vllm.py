@@ -136,6 +136,8 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
 
 
 PROFILED_STEPS = 16
+COUNTERS = "counters"
+"""Asks an engine for its counters instead of a run."""
 
 
 def cached_tokens(workloads: Sequence[Workload]) -> int:
@@ -180,7 +182,12 @@ def serve(arguments: dict[str, Any]) -> None:
     answers.write(json.dumps({"start_s": time.perf_counter() - begun, "report": _essence(report)}) + "\n")
     draw = random.Random(0)
     for line in sys.stdin:
-        batch, prompt, new, temperature, profiled = json.loads(line)
+        if (order := json.loads(line)) == COUNTERS:
+            counted = llm.get_metrics() if arguments.get("disable_log_stats") is False else []
+            found = {metric.name: metric.value for metric in counted if hasattr(metric, "value")}
+            answers.write(json.dumps(found) + "\n")
+            continue
+        batch, prompt, new, temperature, profiled = order
         prompts = [{"prompt_token_ids": draw.choices(range(10, 100_000), k=prompt)} for _ in range(batch)]
         sampling = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True, detokenize=False)
         if profiled:
@@ -310,6 +317,10 @@ class Engine:
         first = min(set(self.traces.glob("*.json.gz")) - earlier)  # of several ranks, whose names end in their numbers
         return {"steps": steps, **kernel_trace.read(first)}
 
+    def counters(self) -> dict[str, float]:
+        """vLLM's counters since the start, by name; empty unless the cell has ``disable_log_stats`` off."""
+        return dict(self.child.ask(COUNTERS))
+
     def late_compilations(self) -> int:
         """How often its log says that a kernel was compiled or tuned after the engine was ready."""
         return self.log.read_text(errors="replace").count(" during inference: ")
@@ -396,10 +407,17 @@ def measure(
                     rates[work.name][engine.name].append(work.tokens / seconds)
         told(turn, rates, keep)
     late = {engine.name: engine.late_compilations() for engine in engines}
+    counters = {engine.name: engine.counters() for engine in engines}
     profiles = {e.name: {work.name: e.profile(work) for work in workloads} for e in engines} if profiled else {}
     for engine in engines:
         engine.child.stop()
-    return {"rates": rates, "started": started, "late_compilations": late, "profiles": profiles}
+    return {
+        "rates": rates,
+        "started": started,
+        "late_compilations": late,
+        "counters": counters,
+        "profiles": profiles,
+    }
 
 
 def told(turn: int, rates: Mapping[str, Mapping[str, list[float]]], keep: Path | None) -> None:
@@ -532,7 +550,7 @@ def main() -> None:
         for cell, works in found["profiles"].items():
             for work, traced in works.items():
                 print(f"\n{cell}, {work}: {kernel_trace.table(traced, traced['steps'])}")
-    del found["profiles"]
+    del found["profiles"], found["counters"]
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     print(table(found["compared"]))

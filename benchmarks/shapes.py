@@ -108,6 +108,14 @@ QWEN3: Mapping[str, Any] = {
     "rope_theta": 1_000_000.0,
 }
 """Qwen3-8B."""
+QWEN3_EAGLE3: Mapping[str, Any] = {
+    **QWEN3,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32_000,
+}
+"""The published EAGLE-3 heads of Qwen3-8B."""
 GEMMA3: Mapping[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
