@@ -66,6 +66,8 @@ WORKLOADS = (
     Workload("prefill, 64 x 2048", 64, 2048, 1),
 )
 NAMED = (
+    Workload("decode, batch 8", 8, 128, 256),
+    Workload("decode, batch 64", 64, 128, 256),
     Workload("prefill, 8 x 2048", 8, 2048, 1),
     Workload("both, 16 x 8192", 16, 8192, 128),
     Workload("both, 2 x 32768", 2, 32_768, 128),
@@ -128,6 +130,7 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
         "plugin_rotations": Cell(ROTATIONS),
+        "plugin_steps": Cell({"VLLM_FL_STEPS": "8"}),
         "plugin_shadow": Cell({"VLLM_FL_SHADOW_SHARE": "0.01"}),
         "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
         "plugin_tuned": Cell({}),  # with --tuned

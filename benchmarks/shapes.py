@@ -28,6 +28,15 @@ LLAMA: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
 }
+LLAMA_1B: Mapping[str, Any] = {
+    **LLAMA,
+    "tie_word_embeddings": True,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+}
+"""Llama-3.2-1B."""
 QWEN3_MOE: Mapping[str, Any] = {
     **COMMON,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -116,6 +125,15 @@ QWEN3_EAGLE3: Mapping[str, Any] = {
     "draft_vocab_size": 32_000,
 }
 """The published EAGLE-3 heads of Qwen3-8B."""
+QWEN3_SMALL: Mapping[str, Any] = {
+    **QWEN3,
+    "tie_word_embeddings": True,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+"""Qwen3-0.6B."""
 GEMMA3: Mapping[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -237,6 +255,8 @@ class Shape:
 
 SHAPES: Mapping[str, Shape] = {
     "llama-3.1-8b": Shape(LLAMA, ("paged_attention",), (), FLASH_AND_TRITON, 2 * 8 * 128, 218.1, 1050.7),
+    "llama-3.2-1b": Shape(LLAMA_1B, ("paged_attention",), (), FLASH_AND_TRITON, 2 * 8 * 64, 60.8, 262.7),
+    "qwen3-0.6b": Shape(QWEN3_SMALL, ("paged_attention",), (), FLASH_AND_TRITON, 2 * 8 * 128, 15.7, 155.6),
     "qwen3-30b-a3b": Shape(QWEN3_MOE, ("paged_attention",), EXPERTS, FLASH_AND_TRITON, 2 * 4 * 128, 623.1, 622.3),
     "qwen3-8b": Shape(QWEN3, ("paged_attention",), (), FLASH_AND_TRITON, 2 * 8 * 128, 192.9, 1244.7),
     "gemma-3-4b": Shape(GEMMA3, ("paged_attention",), (), FLASH_AND_TRITON, 2 * 4 * 256, 94.4, 671.3),

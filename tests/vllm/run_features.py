@@ -103,6 +103,20 @@ def join_and_leave(
     return {"tokens": tokens, "together": together}
 
 
+def streamed(llm: Any, prompts: list[list[int]], sampling: dict[str, Any]) -> list[list[list[int]]]:
+    """The pieces of each answer, as a client that streams gets them."""
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, pieces = llm.llm_engine, [[] for _ in prompts]
+    params = _sampling({**sampling, "output_kind": RequestOutputKind.DELTA})
+    for number, ids in enumerate(prompts):
+        engine.add_request(f"request-{number}", _prompt(ids), params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            pieces[int(output.request_id.split("-")[1])].append(list(output.outputs[0].token_ids))
+    return pieces
+
+
 def embedded(llm: Any, folder: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Tokens for prompts of which the engine gets the embeddings only, from the checkpoint in ``folder``."""
     import torch
@@ -503,6 +517,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         generate,
         beam_search,
         join_and_leave,
+        streamed,
         embedded,
         prioritized,
         embed,

@@ -161,6 +161,14 @@ ITEMS: tuple[Item, ...] = (
         "whether graphs of one token join products with the norm before them and the gate behind them",
     ),
     _item(
+        "steps", "VLLM_FL_STEPS", values.whole, int, partial(values.within, 1, 64),
+        "the most steps of the model for one scheduling, while all requests decode; 1 for one",
+    ),
+    _item(
+        "steps_ms", "VLLM_FL_STEPS_MS", values.number, float, partial(values.within, 0.0, 1e4),
+        "milliseconds that the steps of one scheduling may take",
+    ),
+    _item(
         "unused_tensors", "VLLM_FL_UNUSED_TENSORS", values.comma_list, list[str], values.patterns,
         "tensors of a checkpoint that the model may leave unused, as patterns such as *.extra_head.*",
         yaml="unused_tensors",

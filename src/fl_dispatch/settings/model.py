@@ -49,6 +49,8 @@ class Settings:
     native_platform: bool = False
     fuse_rope_kvcache: bool = False
     fuse_one_token: bool = True
+    steps: int = 1
+    steps_ms: float = 30.0
     unused_tensors: Names = frozenset()
     log_level: str = DEFAULT_LEVEL
     dispatch_debug: bool = False

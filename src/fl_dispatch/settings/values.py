@@ -52,6 +52,7 @@ _RULE_KEYS = (*Rule.model_fields, *When.model_fields)
 _MUST = {
     "bool_type": "must be true or false",
     "float_type": "must be a number",
+    "int_type": "must be a whole number",
     "string_type": "must be a string",
     "list_type": "must be a list",
     "dict_type": "must be a mapping",
@@ -108,6 +109,14 @@ def number(text: str, place: Place) -> float:
         return float(text)
     except ValueError:
         raise place.error(f"{show(text)} is no number") from None
+
+
+def whole(text: str, place: Place) -> int:
+    """A whole number, such as ``8``."""
+    try:
+        return int(text)
+    except ValueError:
+        raise place.error(f"{show(text)} is no whole number") from None
 
 
 def comma_list(text: str, place: Place) -> list[str]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
+from fl_dispatch.settings import get_settings
+
 from .token_blocks import token_blocks
 
 if TYPE_CHECKING:
@@ -82,8 +84,11 @@ def has_exact_host_lengths(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's copies of a batch's lengths on the host are exact.
 
     With speculation they are bounds, because the device decides how many drafts count. With fast prefill of layers that
-    share a cache they are not there yet, because vLLM copies them from the device and does not wait.
+    share a cache they are not there yet, because vLLM copies them from the device and does not wait. Several steps for
+    one scheduling may end early, when vLLM has already scheduled the next ones.
     """
+    if get_settings().steps > 1 and vllm_config.scheduler_config.async_scheduling:
+        return False
     return vllm_config.speculative_config is None and not vllm_config.cache_config.kv_sharing_fast_prefill
 
 

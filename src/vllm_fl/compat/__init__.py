@@ -21,6 +21,7 @@ imports the module that it needs:
 ``metrics``          the registry behind ``/metrics``
 ``ending``           running streams at the end of an engine's client
 ``models``           models that vLLM gets wrong, runs by Transformers, or gives an indexer
+``arrivals``         requests on their way while an engine's thread makes steps
 ``state_drafts``     batches with drafts, for layers with a state
 ===================  ===================================================================================================
 """

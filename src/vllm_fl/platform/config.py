@@ -26,6 +26,7 @@ from ..compat import indexer, model_runner, models
 from ..compilation import compile
 from ..host import HOST
 from ..layers import delta_net, mamba2, rotations, states
+from ..several_steps import choice as several_steps
 from . import startup
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _adapt_graphs(vllm_config, native)
     else:
         _adapt_to_host(vllm_config, device)
+    several_steps.adapt(vllm_config)
 
 
 def _is_own_attention() -> bool:

@@ -31,6 +31,7 @@ from ..compat import generators, loaders, model_runner, models, state_drafts, ve
 from ..compilation import compile, one_token, quantized_results
 from ..layers import classes, linear, rotations
 from ..platform import startup
+from ..several_steps import choice as several_steps
 from . import eager_steps, ranks
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class WorkerFL(Worker):
         kv_layout.choose(vllm_config)
         if vllm_config.use_v2_model_runner:
             model_runner.prepare(detect_device())
+        self.fl_several_steps = several_steps.is_on(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
@@ -68,6 +70,13 @@ class WorkerFL(Worker):
         if current_platform.is_out_of_tree() and not self.fl_pools:
             return nullcontext()
         return super()._maybe_get_memory_pool_context(tag)
+
+    def _make_model_runner(self) -> Any:
+        if not self.fl_several_steps:
+            return super()._make_model_runner()
+        from ..several_steps.runner import StepsRunner
+
+        return StepsRunner(self.vllm_config, self.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if models.has_indexer(self.model_config):
@@ -177,7 +186,9 @@ class WorkerFL(Worker):
     # -- serving ------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        tokens = scheduler_output.total_num_scheduled_tokens
+        if self.fl_several_steps:
+            scheduler_output = self.model_runner.fl_take(scheduler_output)
+        self.fl_tokens = tokens = scheduler_output.total_num_scheduled_tokens
         with self._step(), cache_slots.step(tokens), self.fl_eager_steps.step(tokens):
             return super().execute_model(scheduler_output)
 
@@ -196,8 +207,9 @@ class WorkerFL(Worker):
         weight_forms.weights_were_written()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        drafts = self.vllm_config.speculative_config is not None  # models of theirs run here
-        with self._step() if drafts else nullcontext():
+        runs = self.fl_several_steps or self.vllm_config.speculative_config is not None  # the model, or that of drafts
+        tokens = self.fl_tokens if self.fl_several_steps else 0
+        with self._step() if runs else nullcontext(), cache_slots.step(tokens):
             return super().sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
@@ -226,7 +238,8 @@ class WorkerFL(Worker):
 
         The core's report, ``model_runner`` (``V1``, ``V2``), the languages of V2's ``runner_kernels``, and ``layers``
         and ``native_layers``: class name → how many run our forward, and vLLM's own.
-        For a compiled model ``compiled`` says what was done.
+        For a compiled model ``compiled`` says what was done. Where a scheduling may make several steps, ``steps`` has
+        the number of steps → the number of schedulings that made as many.
         """
         return {
             "rank": self.rank,
@@ -234,5 +247,6 @@ class WorkerFL(Worker):
             "runner_kernels": model_runner.kernels(detect_device()) if self.use_v2_model_runner else None,
             **dispatch_report(),
             **self.fl_survey.as_data(),
+            "steps": dict(self.model_runner.fl_made) if self.fl_several_steps else None,
             "compiled": self._compiled() if compile.is_compiled(self.vllm_config) else None,
         }

@@ -57,9 +57,7 @@ class CPUWorkerFL(WorkerFL):
 
     def _make_model_runner(self) -> Any:
         if self.use_v2_model_runner:
-            from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-            return GPUModelRunner(self.vllm_config, self.device)
+            return super()._make_model_runner()
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python: needs no compiled library
 
         return CPUModelRunner(self.vllm_config, self.device)

@@ -1,0 +1,111 @@
+"""vLLM's schedulers, which give a batch that only decodes room for several steps.
+
+The room is placeholders for drafts, as vLLM's own asynchronous scheduling has them: blocks, limits, aborted and
+preempted requests, and steps that were not made after all are the host's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from fl_dispatch.settings import get_settings
+
+from ..compat import arrivals
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+
+class Pace:
+    """The time of a step, as the time between two schedulings shows it.
+
+    Args:
+        most: seconds that the steps of one scheduling may take.
+        clock: seconds.
+    """
+
+    def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most, self.clock = most, clock
+        self.step: float | None = None
+        self.begun, self.steps = 0.0, 0
+
+    def fitting(self, steps: int) -> int:
+        """The steps that fit the time; one before a step was seen, and one at least."""
+        return 1 if self.step is None else max(1, min(steps, int(self.most / self.step)))
+
+    def begin(self, steps: int) -> None:
+        """Note that ``steps`` begin; 0 for a scheduling that is no measure, because it does not only decode."""
+        now = self.clock()
+        if steps and self.steps:
+            seen = (now - self.begun) / self.steps
+            self.step = seen if self.step is None else self.step + (min(seen, 4 * self.step) - self.step) / 4
+        self.begun, self.steps = now, steps
+
+
+class StepsScheduler(Scheduler):
+    """vLLM's scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = get_settings()
+        self.fl_most_steps = settings.steps
+        self.fl_pace = Pace(settings.steps_ms / 1e3)
+        arrivals.listen()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        arrivals.forget()
+        most = self._most_steps()
+        steps = self.fl_pace.fitting(most) if most else 1
+        placeholders = [-1] * (steps - 1)
+        for request in self.running:
+            request.spec_token_ids = placeholders  # vLLM reads the list, and puts another one there
+        self.fl_pace.begin(steps if most else 0)
+        return super().schedule(*args, **kwargs)
+
+    def make_spec_decoding_stats(self, spec_decoding_stats: SpecDecodingStats | None, **_: Any) -> None:
+        """Return nothing: placeholders are no drafts."""
+
+    def _most_steps(self) -> int:
+        """The steps that requests, blocks and limits allow; 0 if a request waits, reads a prompt or needs the host."""
+        running, config = self.running, self.scheduler_config
+        waiting = self.get_request_counts()[1]
+        if not running or (waiting and len(running) < self.max_num_running_reqs):
+            return 0
+        room = [self.fl_most_steps, min(self.max_num_scheduled_tokens, config.max_num_batched_tokens) // len(running)]
+        if config.long_prefill_token_threshold > 0:
+            room.append(config.long_prefill_token_threshold)
+        wanted = 0
+        for request in running:
+            if request.is_prefill_chunk or not request.num_output_tokens or _needs_host(request):
+                return 0
+            left = request.max_tokens - request.num_output_tokens - request.num_output_placeholders
+            if left > 0:
+                wanted = max(wanted, left)
+                room.append(self.max_model_len - 1 - request.num_computed_tokens)
+            elif request.num_output_placeholders:  # what is under way is enough: vLLM leaves it out until it is there
+                request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
+        steps = min(*room, wanted)
+        return steps if steps <= 1 or self._has_blocks(steps) else 1
+
+    def _has_blocks(self, steps: int) -> bool:
+        """Whether there are blocks for the steps without anybody's preemption."""
+        pool, groups = self.kv_cache_manager.block_pool, self.kv_cache_config.kv_cache_groups
+        blocks = sum(-(-steps // group.kv_cache_spec.block_size) + 1 for group in groups)
+        return bool(len(self.running) * blocks <= pool.get_num_free_blocks())
+
+
+class AsyncStepsScheduler(StepsScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler."""
+
+
+def _needs_host(request: Request) -> bool:
+    """Whether the host has to see a token before the next one: grammars, stop strings, prompts that go on."""
+    sampling = request.sampling_params
+    return bool(request.use_structured_output or request.resumable or sampling is None or sampling.stop)

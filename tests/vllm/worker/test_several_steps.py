@@ -1,0 +1,174 @@
+"""Several steps for one scheduling give the tokens of one step for each, whatever requests ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engines import RUNNERS, Runs, start_features, unpacked
+from several import ASKED, MOST, NEW, Compared, alike, engines, whole
+
+import variants
+from vllm_fl.compat import arrivals, versions
+from vllm_fl.several_steps import choice
+
+
+@pytest.fixture(scope="module")
+def compared(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    """The same engines and requests, the last engine divided between two ranks."""
+    folder = tmp_path_factory.mktemp("several")
+    model = variants.with_characters(checkpoint("qwen3"), folder / "qwen3")
+    runs = engines(model, variants.adapter(model, folder / "adapter", 1))
+    runs.append((model, [ASKED["seeds"]], {"tensor_parallel_size": 2}))
+    variables = {**RUNNERS["V2"], **unpacked("0.33")}
+    steps = {"one": 1, "several": MOST}
+    return Compared(
+        Runs({name: start_features(*runs, VLLM_FL_STEPS=str(most), **variables) for name, most in steps.items()})
+    )
+
+
+@pytest.mark.parametrize("subject", ASKED)
+def test_requests_get_what_single_steps_give_them(subject: str, compared: Compared) -> None:
+    assert alike(*compared.named(subject))
+
+
+def test_schedulings_made_several_steps_in_every_engine_and_rank(compared: Compared) -> None:
+    for run, ranks in enumerate((1, 1, 2)):
+        made = compared.made(run)
+        assert len(made) == ranks
+        assert all(each == made[0] for each in made)
+        assert made[0][str(MOST)] > 0
+    assert compared.runs["one"]["runs"][0]["report"]["steps"] is None
+
+
+def test_a_request_that_ends_early_has_no_token_behind_its_end(compared: Compared) -> None:
+    _, several = compared.named("end tokens")
+    lengths = [len(output["tokens"][0]) for output in several]
+    assert min(lengths) < NEW
+    assert [len(output["logprobs"][0]) for output in several] == lengths
+    _, least = compared.named("a least length")
+    assert all(len(output["tokens"][0]) >= 17 for output in least)
+
+
+def test_requests_that_need_the_host_for_each_token_stop_where_single_steps_stop(compared: Compared) -> None:
+    _, several = compared.named("stop strings")
+    assert min(len(output["tokens"][0]) for output in several) < NEW
+    assert all(len(output["texts"][0]) == 6 for output in compared.named("a grammar")[1])
+
+
+def test_requests_arrive_and_are_aborted_between_schedulings(compared: Compared) -> None:
+    one, several = (each["tokens"] for each in compared.steps(0, len(ASKED)))
+    assert {name: tokens for name, tokens in several.items() if name != "request-1"} == {
+        name: tokens for name, tokens in one.items() if name != "request-1"
+    }
+    longer, shorter = sorted((one["request-1"], several["request-1"]), key=len, reverse=True)
+    assert longer[: len(shorter)] == shorter
+    assert len(several["request-1"]) < NEW
+
+
+def test_a_stream_has_the_same_tokens_in_fewer_pieces(compared: Compared) -> None:
+    one, several = compared.steps(0, len(ASKED) + 1)
+    assert whole(several) == whole(one)
+    assert sum(map(len, several)) < sum(map(len, one))
+    assert max(len(piece) for pieces in several for piece in pieces) == MOST
+
+
+def test_metrics_count_tokens_and_no_drafts(compared: Compared) -> None:
+    one, several = compared.steps(0, len(ASKED) + 2)
+    assert abs(several["vllm:generation_tokens"] - one["vllm:generation_tokens"]) < NEW  # of the aborted request
+    assert compared.steps(0, len(ASKED) + 3)[1] == {}
+
+
+def test_requests_with_adapters_get_the_tokens_of_single_steps(compared: Compared) -> None:
+    one, several = compared.steps(0, len(ASKED) + 4)
+    assert alike(one, several)
+    assert several[0]["tokens"] != compared.named("greedy")[1][0]["tokens"]
+
+
+def test_preempted_requests_get_the_tokens_of_single_steps(compared: Compared) -> None:
+    one, several = compared.steps(1, 0)
+    assert [output["tokens"] for output in several] == [output["tokens"] for output in one]
+    preempted = compared.steps(1, 1)
+    assert all(counted["vllm:num_preemptions"] > 0 for counted in preempted)
+
+
+def test_ranks_get_the_tokens_of_single_steps(compared: Compared) -> None:
+    one, several = compared.steps(2, 0)
+    assert [output["tokens"] for output in several] == [output["tokens"] for output in one]
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def _config(**given: Any) -> SimpleNamespace:
+    """A configuration that can make several steps, but for what is given."""
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "runner_type": "generate",
+            "is_encoder_decoder": False,
+            "is_hybrid": False,
+            "is_attention_free": False,
+            "hf_text_config": SimpleNamespace(),
+            "supports_multimodal_inputs": False,
+            "enable_prompt_embeds": False,
+            "logits_processors": None,
+        },
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "use_ubatching": False,
+            "enable_eplb": False,
+        },
+        "cache_config": {"kv_sharing_fast_prefill": False},
+        "scheduler_config": {"scheduler_cls": None, "async_scheduling": True},
+    }
+    whole = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": True}
+    for name, value in given.items():
+        part = next((part for part in parts.values() if name in part), whole)
+        part[name] = value
+    return SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()}, **whole)
+
+
+@pytest.fixture
+def newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "host_version", lambda: "0.33")
+    monkeypatch.setattr(choice.models, "has_indexer", lambda model: False)
+    monkeypatch.setattr(choice.model_runner, "choice", lambda config: SimpleNamespace(runner="V2", why=""))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, ""),
+        ({"speculative_config": SimpleNamespace()}, "a draft already makes several tokens"),
+        ({"scheduler_cls": "a.b"}, "scheduler_cls names another scheduler"),
+        ({"runner_type": "pooling"}, "the model generates nothing"),
+        ({"is_encoder_decoder": True}, "the model has an encoder and a decoder"),
+        ({"is_hybrid": True}, "the model has layers that keep a state"),
+        ({"logits_processors": ["a"]}, "processors of logits may need the host for each token"),
+        ({"pipeline_parallel_size": 2}, "pipeline stages hand over each step"),
+        ({"data_parallel_size": 2}, "data-parallel ranks run each step together"),
+        ({"kv_transfer_config": SimpleNamespace()}, "a connector sees each step"),
+    ],
+)
+def test_an_engine_that_cannot_make_several_steps_says_why(given: dict[str, Any], why: str, newest: None) -> None:
+    assert choice.why_single(_config(**given)) == why  # type: ignore[arg-type]
+
+
+def test_an_older_host_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "host_version", lambda: "0.32")
+    assert choice.why_single(_config()) == "vLLM 0.32 is older than 0.33"  # type: ignore[arg-type]
+
+
+def test_an_arrival_is_noted_until_the_next_scheduling() -> None:
+    arrivals.forget()
+    assert not arrivals.has_come()
+    arrivals.note()
+    assert arrivals.has_come()
+    arrivals.forget()
+    assert not arrivals.has_come()
