@@ -52,7 +52,6 @@ _RULE_KEYS = (*Rule.model_fields, *When.model_fields)
 _MUST = {
     "bool_type": "must be true or false",
     "float_type": "must be a number",
-    "int_type": "must be a whole number",
     "string_type": "must be a string",
     "list_type": "must be a list",
     "dict_type": "must be a mapping",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from fl_dispatch.devices import detect_device
 
+from ..attention.metadata import AttentionFLMetadataBuilder
 from ..compat import arrivals
 
 if TYPE_CHECKING:
@@ -98,6 +100,12 @@ class StepsRunner(GPUModelRunner):
             super().postprocess_sampled(*args, **kwargs)
         self.fl_is_posted = False
 
+    @cached_property
+    def fl_reads_tensors(self) -> bool:
+        """Whether captured attention reads nothing but the batch's tensors, so that metadata needs no renewal."""
+        groups = (group for groups in self.attn_groups for group in groups)
+        return all(group.backend.get_builder_cls() is AttentionFLMetadataBuilder for group in groups)
+
     # -- the others ---------------------------------------------------------------------------------------------------
 
     def _post(self, batch: InputBatch, output: SamplerOutput) -> None:
@@ -124,8 +132,10 @@ class StepsRunner(GPUModelRunner):
         slot_mappings = self.block_tables.compute_slot_mappings(
             batch.idx_mapping, batch.query_start_loc, batch.positions, num_tokens_padded=batch.num_tokens_after_padding
         )
-        mode, where = self.fl_desc.cg_mode, (self.attn_groups, self.kv_cache_config)
-        metadata = self.model_state.prepare_attn(batch, mode, self.fl_block_tables, slot_mappings, *where)
+        mode, metadata = self.fl_desc.cg_mode, None
+        if mode != CUDAGraphMode.FULL or not self.fl_reads_tensors:
+            where = (self.attn_groups, self.kv_cache_config)
+            metadata = self.model_state.prepare_attn(batch, mode, self.fl_block_tables, slot_mappings, *where)
         if mode == CUDAGraphMode.FULL:
             hidden_states: Tensor = self.cudagraph_manager.run_fullgraph(self.fl_desc)
             return hidden_states

@@ -317,6 +317,15 @@ def test_shadow_refuses(variable: str, text: str, problem: str) -> None:
     refused(f"environment variable {variable}.*{problem}", **{variable: text})
 
 
+def test_steps() -> None:
+    assert (load().steps, load().steps_ms) == (1, 30.0)
+    found = load(VLLM_FL_STEPS="8", VLLM_FL_STEPS_MS="12.5")
+    assert (found.steps, found.steps_ms) == (8, 12.5)
+    refused("environment variable VLLM_FL_STEPS: '2.5' is no whole number", VLLM_FL_STEPS="2.5")
+    refused("environment variable VLLM_FL_STEPS: must be between 1 and 64, not 0", VLLM_FL_STEPS="0")
+    refused("environment variable VLLM_FL_STEPS_MS: must be between 0 and 10000, not -1.0", VLLM_FL_STEPS_MS="-1")
+
+
 def test_platform() -> None:
     for name in ("cpu", "cuda", "ascend"):
         found = load(VLLM_FL_PLATFORM=name)

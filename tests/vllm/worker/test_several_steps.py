@@ -14,6 +14,7 @@ from several import ASKED, MOST, NEW, Compared, alike, engines, whole
 import variants
 from vllm_fl.compat import arrivals, versions
 from vllm_fl.several_steps import choice
+from vllm_fl.several_steps.scheduler import Pace
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +164,19 @@ def test_an_engine_that_cannot_make_several_steps_says_why(given: dict[str, Any]
 def test_an_older_host_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "host_version", lambda: "0.32")
     assert choice.why_single(_config()) == "vLLM 0.32 is older than 0.33"  # type: ignore[arg-type]
+
+
+def test_the_steps_of_a_scheduling_fit_the_time_that_a_step_was_seen_to_take() -> None:
+    times = iter((0.0, 0.010, 0.030, 0.110))
+    pace = Pace(0.050, lambda: next(times))
+    assert pace.fitting(8) == 1
+    pace.begin(1)
+    pace.begin(2)
+    assert pace.fitting(8) == 5  # steps of 10 ms
+    pace.begin(0)
+    pace.begin(4)  # behind a scheduling that is no measure
+    assert pace.fitting(8) == 5
+    assert pace.fitting(3) == 3
 
 
 def test_an_arrival_is_noted_until_the_next_scheduling() -> None:
