@@ -161,6 +161,13 @@ def test_an_engine_that_cannot_make_several_steps_says_why(given: dict[str, Any]
     assert choice.why_single(_config(**given)) == why  # type: ignore[arg-type]
 
 
+def test_a_device_without_the_v2_runner_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = SimpleNamespace(runner="V1", why="V2 does not run on Ascend NPU yet")
+    monkeypatch.setattr(choice.model_runner, "choice", lambda config: chosen)
+    why = choice.why_single(_config())  # type: ignore[arg-type]
+    assert why == "the V1 model runner is taken (V2 does not run on Ascend NPU yet)"
+
+
 def test_an_older_host_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "host_version", lambda: "0.32")
     assert choice.why_single(_config()) == "vLLM 0.32 is older than 0.33"  # type: ignore[arg-type]
