@@ -11,6 +11,8 @@ from engines import PROMPTS, Runs
 
 MOST = 8
 """Steps that a scheduling may make."""
+VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_FL_STEPS_MS": "10000"}
+"""Of all engines: the time of a step on a busy machine shall not bound the number of steps."""
 NEW = 40
 ENDS = list(range(3, 260, 9))
 """Tokens that end a request: so many that some request meets one."""

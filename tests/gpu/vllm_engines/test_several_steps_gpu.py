@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("vllm")
 
 from engines import Runs, start_features
-from several import ASKED, MOST, NEW, Compared, alike, engines, whole
+from several import ASKED, MOST, NEW, VARIABLES, Compared, alike, engines, whole
 
 import variants
 from fl_dispatch.cli.checkpoints import build_checkpoint
@@ -31,9 +31,8 @@ def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     graphs = {"cudagraph_mode": request.param, "cudagraph_capture_sizes": [1, 2, 4]}
     runs = engines(model, variants.adapter(model, folder / "adapter", 1), **COMMON, compilation_config=graphs)
     steps = {"one": 1, "several": MOST}
-    variables = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     return Compared(
-        Runs({name: start_features(*runs, VLLM_FL_STEPS=str(most), **variables) for name, most in steps.items()})
+        Runs({name: start_features(*runs, VLLM_FL_STEPS=str(most), **VARIABLES) for name, most in steps.items()})
     )
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import RUNNERS, Runs, start_features, unpacked
-from several import ASKED, MOST, NEW, Compared, alike, engines, whole
+from engines import Runs, start_features, unpacked
+from several import ASKED, MOST, NEW, VARIABLES, Compared, alike, engines, whole
 
 import variants
 from vllm_fl.compat import arrivals, versions
@@ -24,7 +24,7 @@ def compared(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     model = variants.with_characters(checkpoint("qwen3"), folder / "qwen3")
     runs = engines(model, variants.adapter(model, folder / "adapter", 1))
     runs.append((model, [ASKED["seeds"]], {"tensor_parallel_size": 2}))
-    variables = {**RUNNERS["V2"], **unpacked("0.33")}
+    variables = {**VARIABLES, **unpacked("0.33")}
     steps = {"one": 1, "several": MOST}
     return Compared(
         Runs({name: start_features(*runs, VLLM_FL_STEPS=str(most), **variables) for name, most in steps.items()})
