@@ -59,7 +59,7 @@ class StepsScheduler(Scheduler):
         self.fl_pace = Pace(settings.steps_ms / 1e3)
         arrivals.listen()
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         arrivals.forget()
         most = self._most_steps()
         steps = self.fl_pace.fitting(most) if most else 1
@@ -67,7 +67,7 @@ class StepsScheduler(Scheduler):
         for request in self.running:
             request.spec_token_ids = placeholders  # vLLM reads the list, and puts another one there
         self.fl_pace.begin(steps if most else 0)
-        return super().schedule(*args, **kwargs)
+        return super().schedule(throttle_prefills)
 
     def make_spec_decoding_stats(self, spec_decoding_stats: SpecDecodingStats | None, **_: Any) -> None:
         """Return nothing: placeholders are no drafts."""
