@@ -19,6 +19,14 @@ from running import MAX_TOKENS, PROMPTS
 
 WRONG = "vendor.wrong"
 """The implementations of ``wrong_plugin``."""
+ON_GPU: Mapping[str, Any] = {
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 256 << 20,
+    "max_num_batched_tokens": 256,
+}
+"""Arguments of vLLM's engine on a GPU."""
+OURS = {"deny": "cuda", "USE_FLAGGEMS": "0"}
+"""Arguments of ``Host.serve`` for kernels of ours alone there."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,8 @@ class Pass:
         prefer: of that policy; the policy's own if empty.
         adapters: the name of each prompt's adapter, or null.
         kernel: the operator of ``npu::`` whose kernel is wrong, on the emulated NPU.
+        samples: how often each prompt is answered, if tokens are drawn; ``sampling`` says how.
+        drafts: whether the answer counts drafts.
     """
 
     prompts: Sequence[Sequence[int]] = field(default_factory=lambda: PROMPTS)
@@ -40,6 +50,9 @@ class Pass:
     prefer: str = "reference"
     adapters: Sequence[str | None] = ()
     kernel: str = ""
+    samples: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    drafts: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,20 @@ class Call:
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Vectors of texts, a row each in ``returned``.
+
+    Args:
+        classes: whether they are of classes.
+        orders: as of a :class:`Pass`, beside references.
+    """
+
+    texts: Sequence[str]
+    classes: bool = False
+    orders: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,20 +87,22 @@ class Engine:
     """
 
     model: Path
-    asked: Sequence[Pass | Call]
+    asked: Sequence[Pass | Call | Encode]
     options: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a :class:`Pass`, or in ``returned`` to a :class:`Call`.
+    """The answer to a :class:`Pass`, or in ``returned`` to a :class:`Call` or :class:`Encode`.
 
     Args:
-        rows: the log-probabilities of each text after its first token, if they were asked for.
+        rows: the log-probabilities of each text after its first token, if they were asked for; else those of its answer
+            alone, where the host has them.
         cached: how many tokens of each prompt were found in the cache.
         kernels: how often kernels of the emulated NPU were called, by name, where that is counted.
         waits: what the emulated NPU waited for.
+        drafts: how many drafted tokens were accepted so far, and how many were made.
     """
 
     prompts: Sequence[Sequence[int]] = ()
@@ -83,6 +112,7 @@ class Answer:
     returned: Any = None
     kernels: Mapping[str, int] | None = None
     waits: Mapping[str, int] = field(default_factory=dict)
+    drafts: tuple[int, int] | None = None
 
     def of(self, numbers: slice) -> Answer:
         """The answer to some of the prompts."""
@@ -100,8 +130,9 @@ def rows_of_vllm(prompts: Sequence[Sequence[int]], outputs: Sequence[Mapping[str
     rows = []
     for prompt, output in zip(prompts, outputs, strict=True):
         (tokens,), (steps,) = output["tokens"], output["logprobs"]
-        given = zip([*prompt, *tokens][1:], [*output["prompt_logprobs"][1:], *steps], strict=True)
-        rows.append([step[str(token)] for token, step in given])
+        if scored := output["prompt_logprobs"][1:]:
+            tokens, steps = [*prompt[1:], *tokens], [*scored, *steps]
+        rows.append([step[str(token)] for token, step in zip(tokens, steps, strict=True)])
     return rows
 
 
@@ -131,7 +162,7 @@ class Scenario:
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         """Arguments of rules → their values; more than one argument with commas between. The first that fits counts."""
-        raise NotImplementedError
+        return {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for names, values in self.cases().items():
@@ -164,8 +195,21 @@ class Host(Protocol):
             engines: what they are asked.
             plugins: modules of ``tests/plugins``.
             deny: a vendor that is chosen only where a pass names it.
-            variables: of the environment.
+            variables: of the environment; an empty one takes a variable away that the host would set.
         """
+
+
+class Programs(Host, Protocol):
+    """A host that is asked for further programs than engines.
+
+    Args:
+        folder: of its tests, which has its scripts.
+    """
+
+    folder: Path
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        """The environment of a program: nothing of ours is set but these variables."""
 
 
 class NamesOfVLLM:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from host_engines import Host
+from single_quantized import Layers
 
 collect_ignore_glob = [] if find_spec("sglang") else ["*test_*.py"]
 
@@ -49,6 +50,17 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def host() -> Host:
-    from host_of_scenarios import SGLang
+    from sglang_host import HOST
 
-    return SGLang()
+    return HOST
+
+
+@pytest.fixture
+def layers(scheduler: None, monkeypatch: pytest.MonkeyPatch) -> Layers:
+    from single_layers import LayersOfSGLang
+
+    from sglang_fl.quantization import configs
+
+    found = LayersOfSGLang()
+    monkeypatch.setattr(configs, "get_server_args", lambda: found)  # they read the cache's type alone
+    return found

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from quantized_checkpoints import SCHEMES
+from quantized_served import SIZE
+from single_quantized import COUNT, MIXTURE, PREFIX
 
-PREFIX = "model.layers.0.mlp.down_proj"
-MIXTURE = "model.layers.0.mlp.experts"
-COUNT, HIDDEN, INNER = 2, 128, 128
-"""Experts of a mixture, and their sizes."""
+__all__ = ["MIXTURE", "PREFIX"]
 
 
-def made(config: dict[str, Any]) -> Any:
+def made(config: Mapping[str, Any]) -> Any:
     """The configuration of a checkpoint."""
     from sglang_fl.quantization import config_class
 
@@ -39,34 +38,63 @@ def linear() -> Any:
     return layer_of(RowParallelLinear)
 
 
-def mixture(config: Any, hidden: int = HIDDEN, inner: int = INNER, **options: Any) -> Any:
+def mixture(config: Mapping[str, Any], hidden: int = SIZE, inner: int = SIZE, **options: Any) -> Any:
     """SGLang's layer of experts, built with a checkpoint's configuration."""
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
     kind = options.pop("kind", FusedMoE)
     given = {"top_k": 1, "num_experts": COUNT, "hidden_size": hidden, "intermediate_size": inner, "layer_id": 0}
-    quant_config = made(dict(config))
-    return kind(**given, prefix=MIXTURE, params_dtype=torch.float32, quant_config=quant_config, **options)
+    return kind(**given, prefix=MIXTURE, params_dtype=torch.float32, quant_config=made(config), **options)
 
 
-def load(layer: Any, scheme: str, without: str = "", **sizes: int) -> list[dict[str, torch.Tensor]]:
-    """Load random experts as SGLang's models do; the weights that they stand for."""
-    generator, found = torch.Generator().manual_seed(0), []
-    hidden, inner = sizes.get("hidden", HIDDEN), sizes.get("inner", INNER)
-    for expert in range(COUNT):
-        weights = {}
-        for shard, target, shape in (
-            ("w1", "w13", (inner, hidden)),
-            ("w3", "w13", (inner, hidden)),
-            ("w2", "w2", (hidden, inner)),
-        ):
-            stored, weights[shard] = SCHEMES[scheme].write(torch.randn(shape, generator=generator))
-            for suffix, value in stored.items():
-                name = f"{target}_{suffix}"
-                if (name, expert) != (without, 1):
-                    layer.weight_loader(getattr(layer, name), value, f"{MIXTURE}.{name}", shard, expert)
-        found.append(weights)
-    return found
+class LayersOfSGLang:
+    """A :class:`Layers`."""
+
+    name = "sglang"
+
+    def __init__(self) -> None:
+        self.kv_cache_dtype = "fp8_e4m3"
+
+    def config(self, said: Mapping[str, Any]) -> Any:
+        return made(said)
+
+    def layer(self, kind: str) -> Any:
+        from sglang.srt.layers import linear, radix_attention, vocab_parallel_embedding
+
+        kinds = {
+            "linear": linear.RowParallelLinear,
+            "joined": linear.MergedColumnParallelLinear,
+            "head": vocab_parallel_embedding.ParallelLMHead,
+            "embedding": vocab_parallel_embedding.VocabParallelEmbedding,
+            "cache": radix_attention.RadixAttention,
+        }
+        return layer_of(kinds[kind])
+
+    def linear_kernel(self, method: Any, layer: Any) -> Any:
+        return method.scheme
+
+    def has_scales(self, config: Any, method: Any) -> bool:
+        return method is not None and method._announced
+
+    def mixture(self, said: Mapping[str, Any], hidden: int, inner: int, ranks: int = 1, rank: int = 0) -> Any:
+        layer = mixture(said, hidden, inner // ranks)
+        layer.moe_tp_size, layer.moe_tp_rank = ranks, rank
+        return layer
+
+    def experts_kernel(self, layer: Any) -> Any:
+        from sglang_fl.quantization.expert_method import QuantizedExpertsMethod
+
+        method = layer.quant_method
+        return method.kind if isinstance(method, QuantizedExpertsMethod) else None
+
+    def computed(self, layer: Any, x: Tensor, expert: int) -> Tensor:
+        from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        ids = torch.full((len(x), 1), expert, dtype=torch.int32)
+        routed = StandardTopKOutput(torch.ones(len(x), 1), ids, torch.zeros(len(x), COUNT))
+        found: Tensor = layer.quant_method.apply(layer, StandardDispatchOutput(x, None, routed)).hidden_states
+        return found
 
 
 def asked_of_sglang(given: dict[str, Any]) -> Any:

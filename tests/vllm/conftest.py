@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 from engines import HOST_VERSION, HOSTS, UNPACKED
-from host_of_scenarios import VLLM
+from vllm_host import HOST
 
 from host_engines import Host
+from single_quantized import Layers
 
 if version := os.environ.get(HOST_VERSION):
     if not (folder := HOSTS / f"vllm-{UNPACKED[version]}").exists():
@@ -19,4 +21,12 @@ if version := os.environ.get(HOST_VERSION):
 
 @pytest.fixture(scope="session")
 def host() -> Host:
-    return VLLM()
+    return HOST
+
+
+@pytest.fixture(scope="class")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layers]:
+    from single_layers import one_rank
+
+    with one_rank(tmp_path_factory.mktemp("ranks")) as found:
+        yield found

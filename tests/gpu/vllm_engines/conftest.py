@@ -9,6 +9,6 @@ from host_engines import Host
 
 @pytest.fixture(scope="session")
 def host() -> Host:
-    from host_of_scenarios import VLLM
+    from vllm_host import HOST
 
-    return VLLM()
+    return HOST

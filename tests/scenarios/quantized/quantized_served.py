@@ -1,8 +1,8 @@
 """The kernel of each kind of quantized checkpoint under each host, or its refusal: ``quantized_served.txt``.
 
-Two tests (``test_quantized_served.py``, ``test_sglang_quantized_served.py``) ask their host's configuration for the
-method of each layer, without an engine or memory for weights, and compare the answers with the file. With
-``WRITE_SERVED=1`` they write their host's lines. ``PLUGIN`` is the plugin's name, and ``NAME`` the layer's.
+``QuantizedLayers`` (``single_quantized.py``) asks a host's configuration for the method of each layer, without an
+engine or memory for weights, and compares the answers with the file. With ``WRITE_SERVED=1`` it writes the host's
+lines. ``PLUGIN`` is the plugin's name, and ``NAME`` the layer's.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ LAYERS: Mapping[str, str] = {
 """Kinds of layers → the name of one. The cache is in fp8."""
 SIZE = 128
 """Columns of each weight, and elements of each row."""
+JOINED = {"gate_up_proj": ["gate_proj", "up_proj"]}
+"""The layers that hosts join to one."""
 
 GPTQ4 = {**GPTQ, "bits": 4, "group_size": 32}
 PACKED = compressed("pack-quantized", W4, None)
@@ -49,6 +51,7 @@ BLOCK_ROWS = {**whole("float", "group"), "group_size": 128, "dynamic": True}
 STATIC_INT8 = {**whole("int", "tensor"), "dynamic": False}
 STATIC_FP8 = {**whole("float", "tensor"), "dynamic": False}
 TOKEN4 = {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True}
+ROTATED = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input", "ignore": []}]}
 SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]}
 
 
@@ -92,6 +95,14 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "compressed-tensors, columns in the checkpoint's order": compressed(
         "pack-quantized", {**W4, "actorder": "static"}, None
     ),
+    "compressed-tensors, columns in the order of their scales": compressed(
+        "pack-quantized", {**W4, "actorder": "weight"}, None
+    ),
+    "compressed-tensors int8, a scale a weight, for static inputs of fp8": compressed(
+        "int-quantized", whole("int", "tensor"), STATIC_FP8
+    ),
+    "compressed-tensors, rotated inputs": {**PACKED, "transform_config": {"config_groups": {"R4": ROTATED}}},
+    "compressed-tensors, no layer left": {**PACKED, "ignore": []},
     "compressed-tensors, sparse": {
         **compressed("float-quantized", FP8_CHANNEL, TOKEN_FP8),
         "sparsity_config": SPARSE,
@@ -106,6 +117,7 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "fp8, oblong blocks": {**FP8_CONFIG, "weight_block_size": [1, 128]},
     "fp8, not quantized": {"quant_method": "other", "activation_scheme": "dynamic"},
     "fp8, experts of another type": {**FP8_CONFIG, "store_dtype": "mxfp4"},
+    "fp8 in groups of 32 (mxfp8)": {**FP8_CONFIG, "quant_method": "mxfp8"},
     "fp8, a layer left": {**FP8_CONFIG, "modules_to_not_convert": [LAYERS["linear"]]},
     "gptq, 3 bits": {**GPTQ4, "bits": 3},
     "gptq, 2 bits": {**GPTQ4, "bits": 2},
@@ -152,14 +164,14 @@ def _count(scales: Any) -> int:
     return 0 if scales is None else scales.numel()
 
 
-def answered(ask: Callable[[dict[str, Any], str, str], str]) -> dict[str, Answers]:
-    """A host's answers; ``ask``: configuration, kind of layer and name → :func:`described`, or :data:`OWN`."""
+def answered(ask: Callable[[dict[str, Any], str], str]) -> dict[str, Answers]:
+    """A host's answers; ``ask``: configuration and kind of layer → :func:`described`, or :data:`OWN`."""
     found: dict[str, Answers] = {}
     for name, config in CHECKPOINTS.items():
         answers = found.setdefault(name, {})
         for kind, prefix in LAYERS.items():
             try:
-                answer = ask(copy.deepcopy(dict(config)), kind, prefix)
+                answer = ask(copy.deepcopy(dict(config)), kind)
             except Exception as error:  # a host's own refusals are of several types
                 answer = f"refused: {error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             if answer != OWN:

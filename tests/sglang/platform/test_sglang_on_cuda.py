@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from single_layers import asked_of_sglang, load, made, mixture
+from single_layers import asked_of_sglang, made, mixture
 from torch import nn
 
 from fl_dispatch import SelectionPolicy, get_default_manager, policy_context
 from fl_dispatch.devices import CUDA
 from fl_dispatch.settings import get_settings
 from quantized_checkpoints import AWQ, GPTQ, SCHEMES
+from single_quantized import load
 
 pytestmark = pytest.mark.usefixtures("scheduler")
 

@@ -2,72 +2,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from single_layers import PREFIX, layer_of, linear, made
 
-from quantized_checkpoints import (
-    AWQ,
-    CACHE_SCHEME,
-    FP8_CONFIG,
-    GPTQ,
-    SCHEMES,
-    TOKEN8,
-    TOKEN_FP8,
-    W4,
-    compressed,
-    whole,
-)
-
-TOKEN4 = {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True}
-SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]}
-REFUSED = {
-    "gptq of 3 bits": ({**GPTQ, "bits": 3, "group_size": 32}, "'gptq' with 3 bits"),
-    "gptq with zero points": ({**GPTQ, "bits": 4, "group_size": 32, "sym": False}, "'gptq' with zero points"),
-    "gptq out of order": ({**GPTQ, "bits": 4, "group_size": 32, "desc_act": True}, "'gptq' with desc_act in groups"),
-    "awq without zero points": ({**AWQ, "zero_point": False}, "'awq' without zero points"),
-    "fp8 of another checkpoint": ({"quant_method": "other", "activation_scheme": "dynamic"}, "that is not quantized"),
-    "mxfp8": ({**FP8_CONFIG, "quant_method": "mxfp8"}, "'mxfp8'"),
-    "fp8 in oblong blocks": ({**FP8_CONFIG, "weight_block_size": [1, 128]}, "blocks of 1 x 128"),
-    "int4 for inputs of int4": (compressed("int-quantized", W4, TOKEN4), "weights of 4 bits .* for inputs of 4 bits"),
-    "int4 for inputs of int8": (compressed("pack-quantized", W4, TOKEN8), "weights of 4 bits .* for inputs of 8 bits"),
-    "columns in groups of their own": (
-        compressed("pack-quantized", {**W4, "actorder": "group"}, None),
-        "compressed-tensors with actorder 'group'",
-    ),
-    "sparse weights": (
-        {**compressed("float-quantized", whole("float", "channel"), TOKEN_FP8), "sparsity_config": SPARSE},
-        "sparse weights",
-    ),
-    "rotated inputs": (
-        {
-            **compressed("pack-quantized", {**W4, "group_size": 32}, None),
-            "transform_config": {"config_groups": {"R4": {}}},
-        },
-        "'transform_config'",
-    ),
-    "layers in fp8 besides": (
-        {**compressed("pack-quantized", {**W4, "group_size": 32}, None), "linear_fp8_config": FP8_CONFIG},
-        "'linear_fp8_config'",
-    ),
-    "int8 for inputs of fp8": (
-        compressed("int-quantized", whole("int", "channel"), {**whole("float", "token"), "dynamic": True}),
-        "weights of 8 bits",
-    ),
-}
+from quantized_checkpoints import CACHE_SCHEME, SCHEMES
+from single_quantized import GPTQ4, METHODS, QuantizedLayers
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_in_the_checkpoints_words(scheduler: None, name: str) -> None:
-    config, said = REFUSED[name]
-    with pytest.raises(ValueError, match=f"^sglang_fl does not support .*{said}.* yet(;|$)"):
-        made(config).get_quant_method(linear(), PREFIX)
+class TestLayers(QuantizedLayers):
+    METHODS = {**METHODS, "quark": METHODS["modelopt"]}
+    REFUSAL = "quantization '{method}' ({works})"
 
+    def refusal(self, method: str) -> str:
+        from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
-@pytest.mark.parametrize("order", [None, "static", "weight"])
-def test_an_order_of_columns_that_is_the_checkpoints_own_is_served(scheduler: None, order: str | None) -> None:
-    config = compressed("pack-quantized", {**W4, "actorder": order}, None)
-    assert made(config).get_quant_method(linear(), PREFIX).scheme.fl_bits == 4
+        from fl_dispatch.devices import CPU
+        from sglang_fl import quantization
+        from sglang_fl.platform import refusals
+
+        quantization.announce()
+        assert method in QUANTIZATION_METHODS  # else SGLang says that it does not know it
+        of_model = SimpleNamespace(quantization_config={}, architectures=["LlamaForCausalLM"])
+        model = SimpleNamespace(quantization=method, hf_config=of_model)
+        asked = SimpleNamespace(model_config=model, use_mla_backend=False)
+        return next(sentence for refused, sentence in refusals._quantized(asked, CPU) if refused)  # type: ignore[arg-type]
 
 
 def test_a_cache_in_fp8_that_a_checkpoint_asks_for_has_its_scales(
@@ -99,28 +60,6 @@ def test_fp8_is_refused_on_a_chip_without_it(scheduler: None, scheme: str, monke
         made(dict(SCHEMES[scheme].config)).get_quant_method(linear(), PREFIX)
 
 
-def test_a_quantized_head_is_refused_and_another_one_is_sglangs(scheduler: None) -> None:
-    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
-
-    head, gptq = layer_of(ParallelLMHead), {**GPTQ, "bits": 4, "group_size": 32}
-    assert made(gptq).get_quant_method(head, "lm_head") is None
-    named = compressed("pack-quantized", W4, None)
-    assert made({**named, "ignore": []}).get_quant_method(head, "lm_head") is None
-    named["config_groups"]["group_0"]["targets"] = ["Linear", "re:.*lm_head"]
-    for config in ({**gptq, "lm_head": True}, {**named, "ignore": []}):
-        with pytest.raises(ValueError, match=r"does not support a quantized head \(lm_head\) yet"):
-            made(config).get_quant_method(head, "lm_head")
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_layer_without_its_scales_is_not_computed(scheduler: None, scheme: str) -> None:
-    layer = linear()
-    method = made(dict(SCHEMES[scheme].config)).get_quant_method(layer, PREFIX)
-    method.create_weights(layer, 128, [128], 128, 128, torch.float32, weight_loader=print)
-    with pytest.raises(ValueError, match=rf"the checkpoint has no '\w*scale\w*' .* \({PREFIX}\)"):
-        method.process_weights_after_loading(layer)
-
-
 @pytest.mark.parametrize(
     ("scheme", "sizes", "said"),
     [
@@ -136,3 +75,17 @@ def test_ranks_that_divide_no_whole_groups_are_refused(
     method = made(dict(SCHEMES[scheme].config)).get_quant_method(layer, PREFIX)
     with pytest.raises(ValueError, match=said):
         method.create_weights(layer, inner, parts, 2 * inner, sum(parts), torch.float32, weight_loader=print)
+
+
+@pytest.mark.parametrize("order", [torch.arange(128) // 32, (torch.arange(128) // 32).flip(0)], ids=["in", "out of"])
+def test_columns_of_gptq_out_of_order_are_refused_when_they_are_loaded(scheduler: None, order: torch.Tensor) -> None:
+    layer, taken = linear(), []
+    method = made(GPTQ4).get_quant_method(layer, PREFIX)
+    method.create_weights(layer, 128, [64], 128, 64, torch.float32, weight_loader=lambda *given: taken.append(given))
+    load = layer.g_idx.weight_loader
+    if order[0] == 0:
+        load(layer.g_idx, order.int())
+        assert len(taken) == 1
+        return
+    with pytest.raises(ValueError, match=rf"^'g_idx' of {PREFIX} puts columns out of order, .* 'desc_act' is false"):
+        load(layer.g_idx, order.int())

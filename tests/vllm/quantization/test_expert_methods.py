@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from single_layers import MIXTURE, mixture
+from single_layers import made, mixture
 from torch import nn
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-import quantized_mixture
 from fl_dispatch import (
     BackendImplKind,
     OpImpl,
@@ -22,95 +21,17 @@ from fl_dispatch import (
     policy_context,
     reset_default_manager,
 )
-from fl_dispatch.devices import ASCEND
-from fl_dispatch.hosting.quantized import experts, layers, orders
+from fl_dispatch.hosting.quantized import experts, orders
 from fl_dispatch.ops import OPERATORS
-from quantized_checkpoints import SCHEMES
+from quantized_checkpoints import AWQ, FP8_CONFIG, SCHEMES
+from single_quantized import GPTQ4, MIXTURE, NAMED, PACKED, QuantizedExperts
 from vllm_fl.quantization import expert_method as methods
-from vllm_fl.quantization.configs import AWQConfigFL, CompressedTensorsConfigFL, Fp8ConfigFL, GPTQConfigFL
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-CONFIGS: dict[str, Any] = {
-    "gptq": GPTQConfigFL,
-    "awq": AWQConfigFL,
-    "fp8": Fp8ConfigFL,
-    "compressed-tensors": CompressedTensorsConfigFL,
-}
-TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
-W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+STATIC_FP8 = {**FP8_CONFIG, "activation_scheme": "static"}
 
 
-def compressed(weights: Any, inputs: Any, form: str = "pack-quantized", **more: Any) -> Any:
-    """A configuration of compressed-tensors with one scheme for all layers."""
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
-    return CompressedTensorsConfigFL.from_config({"format": form, "config_groups": groups, "ignore": [], **more})
-
-
-@pytest.mark.parametrize(
-    ("form", "weights", "inputs", "named"),
-    [
-        (
-            "int-quantized",
-            {**CHANNEL, "strategy": "tensor"},
-            {**TOKEN, "type": "float", "strategy": "tensor", "dynamic": False},
-            r"weights of 8 bits \(int, tensor\) for inputs of 8 bits \(float, tensor\) with scales of the checkpoint",
-        ),
-        (
-            "float-quantized",
-            {**CHANNEL, "type": "float"},
-            None,
-            r"weights of 8 bits \(float, channel\) for inputs as they are",
-        ),
-        (
-            "float-quantized",
-            {**CHANNEL, "type": "float", "strategy": "block", "block_structure": [64, 128]},
-            {**TOKEN, "type": "float", "strategy": "group", "group_size": 128},
-            r"weights of 8 bits \(float, blocks of 64 x 128\) for inputs of 8 bits \(float, groups of 128\)",
-        ),
-        (
-            "int-quantized",
-            W4,
-            TOKEN,
-            r"weights of 4 bits \(int, groups of 32\) for inputs of 8 bits \(int, token\)",
-        ),
-        (
-            "pack-quantized",
-            {**W4, "num_bits": 2},
-            None,
-            r"weights of 2 bits \(int, groups of 32\) for inputs as they are",
-        ),
-    ],
-)
-def test_a_scheme_of_experts_is_named(form: str, weights: Any, inputs: Any, named: str) -> None:
-    config = compressed(weights, inputs, form)
-    with pytest.raises(
-        ValueError, match=f"vllm_fl does not support experts with {named} in '{form}' of compressed-tensors .* yet"
-    ):
-        mixture(config)
-
-
-def test_experts_whose_products_differ_are_refused() -> None:
-    groups = {
-        "group_0": {"targets": [r"re:.*down_proj"], "weights": CHANNEL, "input_activations": TOKEN},
-        "group_1": {"targets": ["Linear"], "weights": W4, "input_activations": None},
-    }
-    config = CompressedTensorsConfigFL.from_config({"format": "pack-quantized", "config_groups": groups, "ignore": []})
-    with pytest.raises(ValueError, match=rf"experts with products that differ in their scheme \({MIXTURE}\) yet"):
-        mixture(config)
-
-
-def test_experts_of_other_kinds_of_fp8_and_awq_are_refused() -> None:
-    for kind, config, named in (
-        (Fp8ConfigFL, {**FP8, "weight_block_size": [64, 128]}, r"blocks of 64 x 128\) .* in fp8 "),
-        (Fp8ConfigFL, {**FP8, "store_dtype": "mxfp4"}, "stored as 'mxfp4' in 'fp8'"),
-        (AWQConfigFL, {**AWQ, "zero_point": False}, "'awq' without zero points"),
-        (AWQConfigFL, {**AWQ, "group_size": -1}, "experts quantized by 'awq' without groups"),
-    ):
-        with pytest.raises(ValueError, match=f"vllm_fl does not support .*{named}.* yet"):
-            mixture(kind.from_config(config))
+class TestExperts(QuantizedExperts):
+    """The rules of every host."""
 
 
 def test_scales_of_experts_that_nobody_loaded_are_noticed() -> None:
@@ -132,111 +53,12 @@ def test_scales_of_experts_are_a_columns_a_parts_or_a_weights() -> None:
         orders.scale_of_experts(torch.ones(2, 3), 9)
 
 
-NAMED = [f"{MIXTURE}.{number}.{name}" for number in range(2) for name in ("gate_proj", "up_proj", "down_proj")]
-
-
-@pytest.mark.parametrize(
-    ("config", "left"),
-    [
-        (Fp8ConfigFL.from_config({**FP8, "ignored_layers": NAMED}), True),
-        (Fp8ConfigFL.from_config({**FP8, "ignored_layers": ["model.layers.1.mlp.experts", "lm_head"]}), False),
-        (GPTQConfigFL.from_config({**GPTQ, "dynamic": {r"-:.*\.mlp\.experts": {}}}), True),
-        (GPTQConfigFL.from_config({**GPTQ, "dynamic": {r"-:.*\.mlp\.gate$": {}}}), False),
-        (AWQConfigFL.from_config({**AWQ, "modules_to_not_convert": ["layers.0.mlp"]}), True),
-        (AWQConfigFL.from_config({**AWQ, "modules_to_not_convert": ["layers.1.mlp", "lm_head"]}), False),
-        (compressed(W4, None, ignore=NAMED), True),
-        (compressed(W4, None, ignore=[r"re:.*mlp\.experts.*"]), True),
-        (compressed(W4, None, ignore=[name.replace("layers.0", "layers.1") for name in NAMED]), False),
-    ],
-    ids=lambda value: type(value).__name__.removesuffix("ConfigFL") if not isinstance(value, bool) else str(value),
-)
-def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(config: Any, left: bool) -> None:
-    layer = mixture(config)
-    assert isinstance(layer.quant_method, UnquantizedFusedMoEMethod if left else methods.QuantizedMethod)
-    assert hasattr(layer, "w13_weight") == (left or isinstance(config, Fp8ConfigFL))
-
-
-@pytest.mark.parametrize(
-    ("hidden", "inner", "ranks", "named"),
-    [
-        (256, 768, 4, "192 elements on a rank, not a multiple of a group's 128"),
-        (256, 1408, 2, "704 elements on a rank, not a multiple of a group's 128"),
-        (192, 256, 1, "192 elements on a rank, not a multiple of a group's 128"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed-tensors"])
-def test_groups_that_ranks_would_divide_are_refused(kind: str, hidden: int, inner: int, ranks: int, named: str) -> None:
-    config = {
-        "gptq": GPTQConfigFL.from_config({**GPTQ, "group_size": 128}),
-        "awq": AWQConfigFL.from_config({**AWQ, "group_size": 128}),
-        "compressed-tensors": compressed({**W4, "group_size": 128}, None),
-    }[kind]
-    with pytest.raises(ValueError, match=rf"vllm_fl does not support experts with {named} \({MIXTURE}\) yet"):
-        mixture(config, hidden=hidden, inner=inner, tp_size=ranks)
-    whole = mixture(config, hidden=256, inner=256 * ranks, tp_size=ranks)
-    assert whole.intermediate_size_per_partition == 256
-
-
-def test_words_that_ranks_would_divide_are_refused() -> None:
-    config = GPTQConfigFL.from_config({**GPTQ, "group_size": -1})
-    with pytest.raises(ValueError, match=rf"20 elements on a rank, not a multiple of a word's 8 \({MIXTURE}\) yet"):
-        mixture(config, inner=40, tp_size=2)
-
-
-@pytest.mark.parametrize("without", [("w2_input_scale", 1), ("w13_input_scale", 0), ("w2_weight_scale", 0), None])
-def test_a_scale_that_the_checkpoint_lacks_is_noticed(without: tuple[str, int] | None) -> None:
-    layer = mixture(Fp8ConfigFL.from_config({**FP8, "activation_scheme": "static"}))
-    for name, parameter in layer.named_parameters(recurse=False):
-        value = torch.full((64, 64), 0.5) if name.endswith("weight") else torch.tensor(0.25)
-        for shard in ("w1", "w3") if name.startswith("w13") else ("w2",):
-            for expert in range(2):
-                if (name, expert) != without:
-                    layer.weight_loader(parameter, value.to(parameter.dtype), name, shard, expert)
-    if without is not None:
-        with pytest.raises(ValueError, match=f"the checkpoint has no '{without[0]}' for a layer that it quantizes"):
-            layer.quant_method.process_weights_after_loading(layer)
-    else:
-        layer.quant_method.process_weights_after_loading(layer)
-        assert layer.w13_input_scale.tolist() == layer.w2_input_scale.tolist() == [0.25, 0.25]
-
-
-@pytest.mark.parametrize("rank", [None, 0, 1])
-@pytest.mark.parametrize("scheme", quantized_mixture.EXPERTS)
-def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(scheme: str, rank: int | None) -> None:
-    """``rank``: of two that share each expert."""
-    parallel = {} if rank is None else {"tp_size": 2, "tp_rank": rank}
-    size, mine = 256, slice(None) if rank is None else slice(rank * 128, (rank + 1) * 128)
-    said, generator = SCHEMES[scheme], torch.Generator().manual_seed(0)
-    config = CONFIGS[said.config["quant_method"]].from_config(dict(said.config))
-    layer = mixture(config, hidden=size, inner=size, **parallel)
-    held, shards = [], {"w1": "w13", "w3": "w13", "w2": "w2"}
-    for expert in range(2):
-        weights = {}
-        for shard, target in shards.items():
-            stored, weights[shard] = said.write(torch.randn((size, size), generator=generator))
-            for suffix, value in stored.items():
-                if suffix != "g_idx":  # vLLM's models drop it
-                    name = f"{target}_{suffix}"
-                    layer.weight_loader(getattr(layer, name), value, name, shard, expert)
-        held.append(weights)
-    layer.quant_method.process_weights_after_loading(layer)
-    change = said.rows or (lambda rows: rows)
-    x = torch.randn(5, size, generator=generator)
-    for expert, weights in enumerate(held):
-        rows = change(x)
-        between = nn.functional.silu(rows @ weights["w1"][mine].t()) * (rows @ weights["w3"][mine].t())
-        expected = change(between) @ weights["w2"][:, mine].t()
-        routing = (torch.ones(5, 1), torch.full((5, 1), expert, dtype=torch.int32), "silu", False, None)
-        got = layer.quant_method.fl_kernel.apply_experts(layer, x, *routing, None)
-        assert (got - expected).norm() <= 0.02 * expected.norm()  # a step of quantized inputs may turn
-
-
 def test_quantized_experts_of_gpt_oss_are_refused() -> None:
     with pytest.raises(
         ValueError, match=rf"quantized experts that GptOssRoutedExperts loads in a way of its own \({MIXTURE}\) yet"
     ):
-        mixture(compressed(W4, None), kind=GptOssRoutedExperts)
-    left = mixture(compressed(W4, None, ignore=NAMED), kind=GptOssRoutedExperts)
+        mixture(made(PACKED), kind=GptOssRoutedExperts)
+    left = mixture(made({**PACKED, "ignore": NAMED}), kind=GptOssRoutedExperts)
     assert isinstance(left.quant_method, UnquantizedFusedMoEMethod)
 
 
@@ -251,7 +73,7 @@ def test_quantized_experts_of_gpt_oss_are_refused() -> None:
     ids=["one rank", "first of two", "second of two", "second of two with whole experts"],
 )
 def test_one_rank_adds_the_bias_of_the_second_product(parallel: Any, added: bool) -> None:
-    layer = mixture(GPTQConfigFL.from_config(GPTQ), **parallel)
+    layer = mixture(made(GPTQ4), **parallel)
     for name in ("w13_scales", "w2_scales", "w13_qweight", "w2_qweight"):
         getattr(layer, name).data.fill_(1)
     for shard, name, size in (("w1", "w13_bias", 64), ("w3", "w13_bias", 64), ("w2", "w2_bias", 64)):
@@ -266,11 +88,11 @@ def test_one_rank_adds_the_bias_of_the_second_product(parallel: Any, added: bool
 @pytest.mark.parametrize(
     "config",
     [
-        Fp8ConfigFL.from_config({**FP8, "activation_scheme": "static"}),
-        GPTQConfigFL.from_config(GPTQ),
-        AWQConfigFL.from_config(AWQ),
-        compressed(CHANNEL, TOKEN, "int-quantized"),
-        compressed({**W4, "symmetric": False}, None),
+        made(STATIC_FP8),
+        made(GPTQ4),
+        made(AWQ),
+        made(SCHEMES["compressed-tensors W8A8 int8"].config),
+        made(SCHEMES["compressed-tensors W4A16, zero points"].config),
     ],
     ids=["fp8", "gptq", "awq", "int8", "packed"],
 )
@@ -308,7 +130,7 @@ def vendors_experts() -> Iterator[list[str]]:
 
 def load_experts() -> Any:
     """Load a layer of ``scaled_moe``, on a rank without experts; return vLLM's kernel around them."""
-    config = Fp8ConfigFL.from_config({**FP8, "activation_scheme": "static"})
+    config = made(STATIC_FP8)
     layer = mixture(config, count=1, ep_size=2, ep_rank=1, use_ep=True)
     layer.quant_method.process_weights_after_loading(layer)
     return layer.quant_method.moe_kernel
@@ -347,18 +169,6 @@ def test_experts_that_no_other_kernel_may_compute_are_refused(size: str, vendors
             load_experts()
 
 
-def test_experts_in_fp8_are_refused_on_a_chip_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "detect_device", lambda: ASCEND)
-    floats = compressed({**CHANNEL, "type": "float"}, {**TOKEN, "type": "float"}, "float-quantized")
-    blocks = Fp8ConfigFL.from_config({**FP8, "weight_block_size": [32, 32]})
-    for config in (floats, blocks, Fp8ConfigFL.from_config(FP8)):
-        with pytest.raises(
-            ValueError, match=r"vllm_fl does not support these experts \(ascend has no float8_e4m3fn\) yet"
-        ):
-            mixture(config)
-    assert isinstance(mixture(GPTQConfigFL.from_config(GPTQ)).quant_method, methods.QuantizedMethod)
-
-
 @pytest.mark.parametrize(
     ("targets", "refused"),
     [(["Linear"], True), ([r"re:.*experts.*down_proj"], True), ([r"re:.*self_attn\.o_proj"], False)],
@@ -366,7 +176,7 @@ def test_experts_in_fp8_are_refused_on_a_chip_without_it(monkeypatch: pytest.Mon
 def test_experts_whose_rows_are_transformed_are_refused(targets: list[str], refused: bool) -> None:
     applied = [{"targets": targets, "location": "input", "ignore": []}]
     transforms = {"config_groups": {"one": {"type": "hadamard", "apply": applied}}}
-    config = compressed(W4, None, transform_config=transforms)
+    config = made({**PACKED, "transform_config": transforms})
     if refused:
         with pytest.raises(ValueError, match=rf"experts with transformed inputs or outputs \({MIXTURE}\) yet"):
             mixture(config)

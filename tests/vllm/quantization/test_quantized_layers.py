@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
@@ -19,16 +21,28 @@ from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLi
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, QuantKey
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import ScalarType, scalar_types
 
+from fl_dispatch.hosting.loading.account import Account
+from fl_dispatch.hosting.loading.allowed import UNTAKEN
+from fl_dispatch.hosting.loading.refusals import refuse_left
 from fl_dispatch.hosting.quantized import orders
 from quantized_checkpoints import SCHEMES
+from single_quantized import METHODS, PREFIX, QuantizedLayers
+from vllm_fl import quantization
 from vllm_fl.quantization import kernels
-from vllm_fl.quantization.configs import CompressedTensorsConfigFL, GPTQConfigFL
+from vllm_fl.quantization.configs import CompressedTensorsConfigFL
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+
+class TestLayers(QuantizedLayers):
+    METHODS = {**METHODS, "inc": METHODS["auto-round"], "another": f"{METHODS['modelopt']}, or 'W4A16'"}
+    REFUSAL = "vllm_fl does not support quantization '{method}' yet (only awq, gptq, compressed-tensors, fp8); {works}"
+
+    def refusal(self, method: str) -> str:
+        with pytest.raises(ValueError, match="does not support") as refused:
+            quantization.verify(method)
+        return str(refused.value)
 
 
 def test_scales_that_are_neither_are_not_taken_for_some() -> None:
@@ -117,14 +131,6 @@ def test_a_kernel_refuses_the_kind_of_another() -> None:
     assert kernels.Fp8Layer.can_implement(blocks) == (False, "multiplies fp8, not fp8 in blocks")
 
 
-def test_a_quantized_head_is_refused_by_name() -> None:
-    head = ParallelLMHead.__new__(ParallelLMHead)
-    nn.Module.__init__(head)
-    GPTQConfigFL.from_config({**GPTQ, "lm_head": False}).get_quant_method(head, "lm_head")
-    with pytest.raises(ValueError, match=r"vllm_fl does not support a quantized head \(lm_head\) yet"):
-        GPTQConfigFL.from_config({**GPTQ, "lm_head": True}).get_quant_method(head, "lm_head")
-
-
 def test_packed_weights_have_a_kernel_of_ours_where_batches_are_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -162,3 +168,18 @@ def test_merged_layers_in_static_int8_have_each_the_scale_of_inputs_that_their_c
     layer.weight.data.zero_()
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.input_scale.tolist() == given[: len(parts)]
+
+
+def test_columns_of_gptq_out_of_order_are_refused_though_vllm_drops_what_says_so(tmp_path: Path) -> None:
+    file, groups = tmp_path / "model.safetensors", (torch.arange(128) // 32).int()
+    for order in (groups, groups.flip(0)):
+        save_file({f"{PREFIX}.g_idx": order}, file)
+        account = Account(nn.Module(), str(tmp_path))
+        account.files.append(str(file))
+        list(account.see([(f"{PREFIX}.g_idx", order)]))
+        left = account.left(UNTAKEN)
+        if order is groups:
+            assert not left
+    said = rf"'{PREFIX}.g_idx' of .* puts columns out of order, .* by GPTQModel with 'act_group_aware'"
+    with pytest.raises(ValueError, match=said):
+        refuse_left(account, left)

@@ -1,0 +1,276 @@
+"""Quantized layers of a host in this process, without an engine: what serves each, what it loads, and what is refused.
+
+The fixture ``layers`` of a host's folder is a :class:`Layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quantized_served
+from fl_dispatch.devices import CPU
+from host_engines import Scenario
+from quantized_checkpoints import AWQ, CACHE_SCHEME, FP8_CONFIG, GPTQ, SCHEMES, W4, compressed
+from quantized_mixture import EXPERTS
+from quantized_served import LAYERS, OWN, SIZE, described
+
+COUNT = 2
+"""Experts of a mixture."""
+MIXTURE, PREFIX = LAYERS["experts"], LAYERS["linear"]
+PACKED = compressed("pack-quantized", W4, None)
+GROUPS_OF_128 = compressed("pack-quantized", {**W4, "group_size": 128}, None)
+BYTES = SCHEMES["compressed-tensors W8A16 int8"].config
+GPTQ4 = {**GPTQ, "bits": 4, "group_size": 32}
+SHARDS: Mapping[str, str] = {"w1": "w13", "w3": "w13", "w2": "w2"}
+"""Products of an expert → the parameter that holds them."""
+NAMED = [f"{MIXTURE}.{number}.{name}" for number in range(COUNT) for name in ("gate_proj", "up_proj", "down_proj")]
+ELSEWHERE = [name.replace("layers.0", "layers.1") for name in NAMED]
+
+
+class Layers(Protocol):
+    """A host's layers.
+
+    Args:
+        name: the host's.
+        kv_cache_dtype: the type of the cache that its user asks for.
+    """
+
+    name: str
+    kv_cache_dtype: str
+
+    def config(self, said: Mapping[str, Any]) -> Any:
+        """The host's object for a ``quantization_config``, which knows the joined layers."""
+
+    def layer(self, kind: str) -> Any:
+        """A layer of a kind of :data:`quantized_served.LAYERS` that its constructor has not filled."""
+
+    def linear_kernel(self, method: Any, layer: Any) -> Any:
+        """The kernel of ours by which a method computes a filled layer, or the name of what is the host's own."""
+
+    def has_scales(self, config: Any, method: Any) -> bool:
+        """Whether a cache's method waits for scales that the checkpoint announces."""
+
+    def mixture(self, said: Mapping[str, Any], hidden: int, inner: int, ranks: int = 1, rank: int = 0) -> Any:
+        """A filled layer of :data:`COUNT` experts, of which each of some ranks holds a part of ``inner``."""
+
+    def experts_kernel(self, layer: Any) -> Any:
+        """The kernel of ours that a layer of experts has; ``None`` where they are not quantized."""
+
+    def computed(self, layer: Any, x: Tensor, expert: int) -> Tensor:
+        """What a loaded layer makes of tokens that all go to one expert."""
+
+
+def method_of(layers: Layers, said: Mapping[str, Any], kind: str = "linear") -> tuple[Any, Any]:
+    """A layer of a kind, and the method that a checkpoint gives it."""
+    layer = layers.layer(kind)
+    return layer, layers.config(said).get_quant_method(layer, LAYERS[kind])
+
+
+def filled(layers: Layers, said: Mapping[str, Any], kind: str = "linear") -> tuple[Any, Any]:
+    """A linear layer with a checkpoint's parameters, and its method."""
+    layer, method = method_of(layers, said, kind)
+    parts = [SIZE, SIZE] if kind == "joined" else [SIZE]
+    method.create_weights(layer, SIZE, parts, SIZE, sum(parts), torch.float32, weight_loader=print)
+    return layer, method
+
+
+def ask(layers: Layers, said: Mapping[str, Any], kind: str) -> str:
+    """What runs a kind of layers of a checkpoint."""
+    if kind == "experts":
+        experts = layers.mixture(said, SIZE, SIZE)
+        kernel = layers.experts_kernel(experts)
+        return OWN if kernel is None else described(kernel, experts)
+    layer, method = method_of(layers, said, kind)
+    if kind == "cache":
+        return "scales of the checkpoint" if layers.has_scales(layers.config(said), method) else OWN
+    if method is None or type(method).__name__.startswith("Unquantized"):
+        return OWN
+    layer, method = filled(layers, said, kind)
+    kernel = layers.linear_kernel(method, layer)
+    return kernel if isinstance(kernel, str) else described(kernel, layer)
+
+
+def load(layer: Any, scheme: str, size: int = SIZE, without: str = "") -> list[Mapping[str, Tensor]]:
+    """Load random experts as the host's models do; the weights that each stands for.
+
+    Args:
+        layer: of experts, :data:`SIZE` columns wide on each rank.
+        size: of their weights in the checkpoint.
+        without: a parameter that the checkpoint lacks for the last expert.
+    """
+    generator, found = torch.Generator().manual_seed(0), []
+    for expert in range(COUNT):
+        weights: dict[str, Tensor] = {}
+        for shard, target in SHARDS.items():
+            stored, weights[shard] = SCHEMES[scheme].write(torch.randn((size, size), generator=generator))
+            for name, value in ((f"{target}_{suffix}", value) for suffix, value in stored.items()):
+                dropped = name.endswith("g_idx") and not hasattr(layer, name)  # by vLLM's models
+                if (name, expert) != (without, COUNT - 1) and not dropped:
+                    layer.weight_loader(getattr(layer, name), value, f"{MIXTURE}.{name}", shard, expert)
+        found.append(weights)
+    return found
+
+
+METHODS: Mapping[str, str] = {
+    "auto-round": "export with AutoRound's format 'auto_gptq' or 'auto_awq'",
+    "fbgemm_fp8": "quantize with llm-compressor's scheme 'FP8_DYNAMIC'",
+    "modelopt": "quantize with llm-compressor's scheme 'FP8_DYNAMIC' or 'W8A8'",
+    "bitsandbytes": "quantize with llm-compressor's scheme 'W4A16'",
+}
+"""A method that is not served → what is."""
+
+
+class QuantizedLayers(Scenario):
+    """Linear layers, heads, embeddings and caches; what serves experts is in the same list."""
+
+    METHODS: ClassVar[Mapping[str, str]] = METHODS
+    REFUSAL: ClassVar[str]
+    """The whole sentence about a method; ``{method}`` is its name and ``{works}`` what is served."""
+    SCOPE: ClassVar[str | None] = PREFIX
+    """The name that a layer has when its weights are there."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {"method": [*self.METHODS], "scheme": [*SCHEMES]}
+
+    def refusal(self, method: str) -> str:
+        """What the host's plugin says of a method."""
+        raise NotImplementedError
+
+    def test_each_layer_of_each_checkpoint_is_served_or_refused_as_recorded(self, layers: Layers) -> None:
+        with torch.device("meta"):
+            quantized_served.check(layers.name, quantized_served.answered(lambda *asked: ask(layers, *asked)))
+
+    def test_a_method_that_is_not_served_is_refused_with_what_works(self, method: str, layers: Layers) -> None:
+        assert self.refusal(method) == self.REFUSAL.format(method=method, works=self.METHODS[method])
+
+    def test_a_layer_without_its_scales_is_not_computed(self, scheme: str, layers: Layers) -> None:
+        layer, method = filled(layers, SCHEMES[scheme].config)
+        with pytest.raises(ValueError, match=rf"the checkpoint has no '\w*scale\w*' .* \({self.SCOPE}\)"):
+            method.process_weights_after_loading(layer)
+
+    def test_a_checkpoint_with_a_scale_a_head_is_served_with_a_cache_that_is_not_quantized(
+        self, layers: Layers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        said = {**PACKED, "kv_cache_scheme": {**CACHE_SCHEME, "strategy": "attn_head"}}
+        with pytest.raises(ValueError, match="with a scale for each head"):
+            method_of(layers, said, "cache")
+        monkeypatch.setattr(layers, "kv_cache_dtype", "bfloat16")
+        assert method_of(layers, said, "cache")
+
+
+class QuantizedExperts(Scenario):
+    """Mixtures, loaded from each kind of checkpoint that is served."""
+
+    LEFT: ClassVar[Sequence[tuple[Mapping[str, Any], bool]]] = (
+        ({**FP8_CONFIG, "ignored_layers": NAMED}, True),
+        ({**FP8_CONFIG, "ignored_layers": [*ELSEWHERE, "lm_head"]}, False),
+        ({**FP8_CONFIG, "modules_to_not_convert": NAMED}, True),
+        ({**FP8_CONFIG, "modules_to_not_convert": [*ELSEWHERE, "lm_head"]}, False),
+        ({**GPTQ4, "dynamic": {r"-:.*\.mlp\.experts": {}}}, True),
+        ({**GPTQ4, "dynamic": {r"-:.*\.mlp\.gate$": {}}}, False),
+        ({**AWQ, "modules_to_not_convert": ["layers.0.mlp"]}, True),
+        ({**AWQ, "modules_to_not_convert": ["layers.1.mlp", "lm_head"]}, False),
+        ({**PACKED, "ignore": NAMED}, True),
+        ({**PACKED, "ignore": [r"re:.*mlp\.experts.*"]}, True),
+        ({**PACKED, "ignore": ELSEWHERE}, False),
+    )
+    """Configurations, and whether they leave the experts as they are."""
+    DIVIDED: ClassVar[Sequence[tuple[Mapping[str, Any], int, int, int, str]]] = (
+        *(
+            (said, *sizes)
+            for said in (
+                {**GPTQ4, "group_size": 128},
+                {**AWQ, "group_size": 128},
+                compressed("pack-quantized", {**W4, "group_size": 128}, None),
+            )
+            for sizes in (
+                (256, 768, 4, "192 elements on a rank, not a multiple of a group's 128"),
+                (256, 1408, 2, "704 elements on a rank, not a multiple of a group's 128"),
+                (192, 256, 1, "192 elements on a rank, not a multiple of a group's 128"),
+            )
+        ),
+        (GPTQ4, 128, 48, 1, "48 elements on a rank, not a multiple of a group's 32"),
+        ({**GPTQ4, "group_size": -1}, 64, 40, 2, "20 elements on a rank, not a multiple of a word's 8"),
+        (AWQ, 48, 128, 1, "48 elements on a rank, not a multiple of a group's 32"),
+        (
+            SCHEMES["compressed-tensors W8A16 int8"].config,
+            128,
+            42,
+            1,
+            "42 elements on a rank, not a multiple of a word's 4",
+        ),
+    )
+    """Configurations, sizes, ranks, and the refusal."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {
+            "scheme,rank": [(scheme, rank) for scheme in EXPERTS for rank in (None, 0, 1)],
+            "scheme": EXPERTS,
+            "said,left": self.LEFT,
+            "said,hidden,inner,ranks,refused": self.DIVIDED,
+        }
+
+    def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(
+        self, scheme: str, rank: int | None, layers: Layers
+    ) -> None:
+        """``rank``: of two that share each expert."""
+        size = 2 * SIZE
+        mine = slice(None) if rank is None else slice(rank * SIZE, (rank + 1) * SIZE)
+        layer = layers.mixture(SCHEMES[scheme].config, size, size, *(() if rank is None else (2, rank)))
+        experts = load(layer, scheme, size)
+        layer.quant_method.process_weights_after_loading(layer)
+        change = SCHEMES[scheme].rows or (lambda rows: rows)
+        x = torch.randn(5, size, generator=torch.Generator().manual_seed(1))
+        for number, weights in enumerate(experts):
+            rows = change(x)
+            between = nn.functional.silu(rows @ weights["w1"][mine].t()) * (rows @ weights["w3"][mine].t())
+            expected = change(between) @ weights["w2"][:, mine].t()
+            got = layers.computed(layer, x, number)
+            assert (got - expected).norm() <= 0.02 * expected.norm()  # a step of quantized inputs may turn
+            if SCHEMES[scheme].rows is None:
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-3)
+
+    def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(
+        self, said: Mapping[str, Any], left: bool, layers: Layers
+    ) -> None:
+        layer = layers.mixture(said, SIZE, SIZE)
+        assert (layers.experts_kernel(layer) is None) == left
+        assert hasattr(layer, "w13_weight") == (left or said["quant_method"] == "fp8")
+
+    def test_a_scale_that_the_checkpoint_lacks_is_noticed(self, scheme: str, layers: Layers) -> None:
+        def made() -> Any:
+            return layers.mixture(SCHEMES[scheme].config, SIZE, SIZE)
+
+        scales = [name for name, _ in made().named_parameters() if "scale" in name]
+        assert len(scales) == (4 if "static" in scheme else 2)
+        for without in scales:
+            layer = made()
+            load(layer, scheme, SIZE, without)
+            with pytest.raises(ValueError, match=rf"the checkpoint has no '{without}' for a layer that it quantizes"):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def test_parts_of_experts_that_do_not_stand_alone_are_refused(
+        self, said: Mapping[str, Any], hidden: int, inner: int, ranks: int, refused: str, layers: Layers
+    ) -> None:
+        with pytest.raises(ValueError, match=rf"_fl does not support experts with {refused} \({MIXTURE}\) yet"):
+            layers.mixture(said, hidden, inner, ranks)
+        assert layers.experts_kernel(layers.mixture(said, 256, 256 * ranks, ranks))
+
+    def test_experts_in_fp8_are_refused_on_a_chip_without_it(
+        self, layers: Layers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from fl_dispatch.hosting.quantized import layers as quantized
+
+        monkeypatch.setattr(quantized, "detect_device", lambda: replace(CPU, float8=False))
+        for scheme in EXPERTS:
+            if SCHEMES[scheme].layer.startswith("Fp8"):
+                with pytest.raises(ValueError, match=r"_fl does not support .*\(cpu has no float8_e4m3fn\) yet"):
+                    layers.mixture(SCHEMES[scheme].config, SIZE, SIZE)
+            else:
+                assert layers.experts_kernel(layers.mixture(SCHEMES[scheme].config, SIZE, SIZE))
