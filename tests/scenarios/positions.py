@@ -5,14 +5,25 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from architectures import ARCHITECTURES
 from fl_dispatch.cli.checkpoints import VOCABULARY, write_checkpoint
+from host_engines import Engine, Host, Pass, Scenario, Served
+from running import reference_network
 
 WINDOW = 8
 LENGTHS = (5, WINDOW, WINDOW + 1, 30, 100)
@@ -210,12 +221,8 @@ def build(case: Case, path: Path) -> Path:
     return write_checkpoint(getattr(transformers, kind)(**{**shape, **case.fields}), path)
 
 
-def expected(model: Path, texts: Sequence[list[int]], host: str = "vllm") -> list[Any]:
+def expected(model: Path, texts: Sequence[list[int]], host: str) -> list[Tensor]:
     """Hugging Face's log-probabilities of each text's tokens after the first, ``[tokens - 1]``."""
-    import torch
-
-    from running import reference_network
-
     network = reference_network(model, torch.float32, host)
     found = []
     for text in texts:
@@ -225,67 +232,80 @@ def expected(model: Path, texts: Sequence[list[int]], host: str = "vllm") -> lis
     return found
 
 
-def differences(scores: Sequence[Sequence[float]], right: Sequence[Any]) -> list[float]:
-    """The largest difference of a log-probability, for each text."""
-    import torch
+def ask(
+    host: Host, cases: Mapping[str, Path], options: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Future[Served]]:
+    """Start an engine for each case: name → what it says of the texts.
 
-    return [float((torch.tensor(row) - want).abs().max()) for row, want in zip(scores, right, strict=True)]
-
-
-def vllm_engine(case: Case) -> dict[str, Any]:
-    """Arguments of vLLM's engine for a case."""
-    return {"max_model_len": max(case.lengths) + ROOM, "max_num_batched_tokens": 64}
-
-
-def vllm_step(texts: Sequence[list[int]]) -> dict[str, Any]:
-    """A step of ``run_features`` with each token's log-probability."""
-    return {"do": "generate", "prompts": list(texts), "sampling": {"max_tokens": 1, "prompt_logprobs": 0}}
+    Args:
+        cases: name → the checkpoint.
+        options: name → further arguments of the host's engine.
+    """
+    asked = {name: Pass(prompts(CASES[name]), max_tokens=1, scores=True) for name in cases}
+    engines = (Engine(path, [asked[name]], options[name]) for name, path in cases.items())
+    return dict(zip(cases, host.serve(*engines), strict=True))
 
 
-def vllm_scores(texts: Sequence[list[int]], answers: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    """Log-probabilities of the step, for each text's tokens after the first."""
-    return [
-        [scored[str(token)] for token, scored in zip(text[1:], answer["prompt_logprobs"][1:], strict=True)]
-        for text, answer in zip(texts, answers, strict=True)
-    ]
+def differences(host: Host, name: str, model: Path, served: Served) -> list[float]:
+    """The largest difference of a log-probability from Hugging Face's, for each text of a case."""
+    rows = [torch.tensor(row[:-1]) for row in served.answers[0].rows]  # the last token is the engine's own
+    right = expected(model, prompts(CASES[name]), host.name)
+    return [float((row - want).abs().max()) for row, want in zip(rows, right, strict=True)]
 
 
-def main(host: str, names: Sequence[str]) -> None:
-    import tempfile
+class TextsAroundLimits(Scenario):
+    """Texts around a limit of a model's positions score as in Hugging Face."""
 
-    tests = Path(__file__).parents[1]
-    sys.path += [str(tests / "support"), str(tests / host)]
+    NAMES: ClassVar[Sequence[str]]
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {"name": self.NAMES}
+
+    def options(self, case: Case) -> Mapping[str, Any]:
+        """Further arguments of the host's engine."""
+        return {}
+
+    @pytest.fixture(scope="class")
+    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+        root = tmp_path_factory.mktemp("positions")
+        return {name: build(CASES[name], root / name.replace(" ", "_")) for name in self.NAMES}
+
+    @pytest.fixture(scope="class")
+    def served(self, host: Host, models: Mapping[str, Path]) -> Mapping[str, Future[Served]]:
+        return ask(host, models, {name: self.options(CASES[name]) for name in self.NAMES})
+
+    def test_texts_around_a_limit_score_as_in_hugging_face(
+        self, name: str, host: Host, models: Mapping[str, Path], served: Mapping[str, Future[Served]]
+    ) -> None:
+        assert max(differences(host, name, models[name], served[name].result())) < 1e-3
+
+
+OPTIONS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
+    "vllm": lambda longest: {"max_model_len": longest, "max_num_batched_tokens": 64},
+    "sglang": lambda longest: {"context_length": longest, "chunked_prefill_size": 64},
+}
+"""Host → arguments of its engine for the longest text."""
+
+
+def main(named: str, names: Sequence[str]) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / named))
+    host: Host = importlib.import_module(f"{named}_host").HOST
     with tempfile.TemporaryDirectory() as folder:
         for name in names or CASES:
-            print(
-                f"| {name} |",
-                " | ".join(_row(host, CASES[name], Path(folder) / name.replace(" ", "_"))),
-                "|",
-                flush=True,
-            )
+            row = _row(host, name, Path(folder) / name.replace(" ", "_"))
+            print(f"| {name} |", " | ".join(row), "|", flush=True)
 
 
-def _row(host: str, case: Case, path: Path) -> list[str]:
-    texts = prompts(case)
+def _row(host: Host, name: str, path: Path) -> list[str]:
+    lengths = CASES[name].lengths
     try:
-        right = expected(build(case, path), texts, host)
-        if host == "vllm":
-            from engines import start_features
-
-            answered = start_features((path, [vllm_step(texts)], vllm_engine(case))).result()
-            scores = vllm_scores(texts, answered["runs"][0]["steps"][0])
-        else:
-            from serving import start
-
-            step = {"prompts": texts, "max_tokens": 1, "scores": True}
-            engine = {"context_length": max(case.lengths) + ROOM, "chunked_prefill_size": 64}
-            answered = start(path, step, engine=engine).result()
-            scores = [row[:-1] for row in answered["steps"][0]["scores"]]
+        model = build(CASES[name], path)
+        started = ask(host, {name: model}, {name: OPTIONS[host.name](max(lengths) + ROOM)})
+        found = differences(host, name, model, started[name].result())
     except Exception as error:
         lines = [line for line in str(error).splitlines() if "Error" in line]
         return [lines[-1] if lines else repr(error)]
-    found = differences(scores, right)
-    return [f"{length}: {value:.1e}" for length, value in zip(case.lengths, found, strict=True)]
+    return [f"{length}: {value:.1e}" for length, value in zip(lengths, found, strict=True)]
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from host_engines import Scenario
 
 HEADS, SIZE = 4, 16
 TRAINED, LONGEST = 32, 128
@@ -46,6 +48,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "proportional, factor": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0},
 }
 """Name → ``rope_parameters``."""
+LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longrope"]
+"""Kinds with two tables."""
 
 
 def config(kind: str) -> Any:
@@ -82,3 +86,25 @@ def placed(layer: nn.Module) -> nn.Module:
     """A model that has a rotary layer where a decoder has it."""
     attention = nn.ModuleDict({"rotary_emb": layer})
     return nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": attention})])})})
+
+
+def difference(layer: Any, kind: str, length: int, first: int = 0) -> float:
+    """The largest difference of queries that a layer has turned from Hugging Face's; ``first``: its row of a table."""
+    query = queries(length).flatten(1)
+    found, _ = layer(first + torch.arange(length), query.clone(), query.clone())
+    return float((found.view(length, -1, SIZE) - turned(kind, length)).abs().max())
+
+
+class Rotations(Scenario):
+    """Every kind of rotation with one table turns queries as Hugging Face does."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {"kind": [kind for kind in KINDS if kind not in LONG]}
+
+    def rotary(self, kind: str) -> Any:
+        """The host's layer, corrected as in a loaded model: positions, queries and keys → both turned."""
+        raise NotImplementedError
+
+    def test_queries_are_turned_as_in_hugging_face(self, kind: str) -> None:
+        layer = self.rotary(kind)
+        assert max(difference(layer, kind, length) for length in LENGTHS) < 1e-4

@@ -10,16 +10,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fl_dispatch.cli import small_model
+from host_engines import Programs, Scenario
 from quantized_checkpoints import FP8, I8, SCHEMES, TOKEN8, TOKEN_FP8, compressed, whole, write_checkpoint
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -167,41 +169,56 @@ CASES: Mapping[str, Case] = {
 }
 """By what is missing or odd. ``extra`` and ``another head`` are each host's."""
 EXTRA, HEAD = Case(_extra), Case(_with_head(equal=False))
+Outcome = Mapping[str, Any]
+"""What a host said when it loaded a checkpoint: ``refused`` (``None`` where it serves) and ``messages``."""
 
 
-Outcomes = Mapping[str, Mapping[str, Any]]
-"""Case → what a host said when it loaded that checkpoint: ``refused`` (``None`` where it serves) and ``messages``."""
+class UnfittingCheckpoints(Scenario):
+    """A host serves no weight that a checkpoint did not fill, and drops no tensor of it, without a word."""
 
+    EXTRA: ClassVar[str]
+    """The host's sentence about a tensor that its model has no place for."""
+    HEAD_WARNED: ClassVar[str | None] = None
+    """The host's warning about a head that the configuration does not ask for."""
 
-def load_all(folder: Path, cases: Mapping[str, Case], script: Path, environment: Mapping[str, str]) -> Outcomes:
-    """Write each case's checkpoint, and have a host's script load them, all in one process."""
-    folders = write_all(folder, cases)
-    jobs, result = folder / "jobs.json", folder / "result.json"
-    jobs.write_text(json.dumps([str(path) for path in folders.values()]))
-    ran = subprocess.run(
-        [sys.executable, script, jobs, result], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return dict(zip(folders, json.loads(result.read_text()), strict=True))
+    def checkpoints(self) -> Mapping[str, Case]:
+        return {
+            **CASES,
+            "a tensor": replace(EXTRA, refused=self.EXTRA),
+            "another head": replace(HEAD, warned=self.HEAD_WARNED),
+        }
 
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        made = self.checkpoints()
+        return {"name": [*made], "warned": [name for name, case in made.items() if case.warned]}
 
-def check_refusal(case: Case, outcome: Mapping[str, Any]) -> None:
-    """Compare the sentence that refused a checkpoint with the case's pattern."""
-    if case.refused is None:
-        assert outcome["refused"] is None
-    else:
-        assert re.search(case.refused, outcome["refused"] or "served")
-        assert re.match("CheckpointError|ValueError", outcome["refused"])
+    @pytest.fixture(scope="class")
+    def outcomes(self, host: Programs, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
+        """Name → outcome; the host's script loads all checkpoints in one process."""
+        folder = tmp_path_factory.mktemp("unfitting")
+        folders = write_all(folder, self.checkpoints())
+        jobs, result = folder / "jobs.json", folder / "result.json"
+        jobs.write_text(json.dumps([str(path) for path in folders.values()]))
+        command = [sys.executable, host.folder / "load_models.py", jobs, result]
+        ran = subprocess.run(command, env=host.environment(), capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        return dict(zip(folders, json.loads(result.read_text()), strict=True))
 
+    def test_a_checkpoint_that_does_not_fit_is_refused_by_layer_and_tensor(
+        self, name: str, outcomes: Mapping[str, Outcome]
+    ) -> None:
+        expected, refused = self.checkpoints()[name].refused, outcomes[name]["refused"]
+        if expected is None:
+            assert refused is None
+        else:
+            assert re.search(expected, refused or "served")
+            assert re.match("CheckpointError|ValueError", refused)
 
-def warned(cases: Mapping[str, Case]) -> list[str]:
-    """The cases with a warning."""
-    return [name for name, case in cases.items() if case.warned]
-
-
-def check_warning(case: Case, outcome: Mapping[str, Any]) -> None:
-    """Find the case's warning among the messages."""
-    assert any(re.search(str(case.warned), message) for message in outcome["messages"])
+    def test_what_is_served_in_the_place_of_something_else_is_named(
+        self, warned: str, outcomes: Mapping[str, Outcome]
+    ) -> None:
+        said = str(self.checkpoints()[warned].warned)
+        assert any(re.search(said, message) for message in outcomes[warned]["messages"])
 
 
 def write_all(folder: Path, cases: Mapping[str, Case]) -> dict[str, Path]:

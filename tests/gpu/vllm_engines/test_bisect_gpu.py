@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -9,15 +11,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-import engines
-
-import bisecting
+from bisecting import PlantedFaults
 from fl_dispatch.cli.bisect.selftest import TESTS
 
-pytestmark = pytest.mark.gpu
-MEMORY = ("--engine-arg", "gpu_memory_utilization=0.1", "--engine-arg", f"kv_cache_memory_bytes={1 << 30}")
 
+@pytest.mark.gpu
+class TestFaults(PlantedFaults):
+    FAULTS = [name for name, test in TESTS.items() if test.ranks == 1]
 
-@pytest.mark.parametrize("name", [name for name, test in TESTS.items() if test.ranks == 1])
-def test_a_planted_fault_is_found_and_nothing_else_is_blamed(name: str) -> None:
-    bisecting.check("vllm", name, engines.environment(), *MEMORY)
+    def arguments(self, fault: str) -> Sequence[str]:
+        return ("--engine-arg", "gpu_memory_utilization=0.1", "--engine-arg", f"kv_cache_memory_bytes={1 << 30}")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from serving import start
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
-import positions
 from fl_dispatch.hosting.positions import windows
-from processes import Runs
+from positions import WINDOW, TextsAroundLimits
 from sampling import drawn
 from sglang_fl.attention import attention_layers
 
-WINDOW = positions.WINDOW
 MIXED = ["sliding_attention", "full_attention"]
 STATED = {
     "Mistral": ("MistralConfig", {"sliding_window": WINDOW}, [WINDOW, WINDOW]),
@@ -109,21 +105,6 @@ MISSING = drawn(
 )
 
 
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Path, Any]]:
-    root, started = tmp_path_factory.mktemp("windows"), {}
-    for name in MISSING:
-        case = positions.CASES[name]
-        path = positions.build(case, root / name.replace(" ", "_"))
-        step = {"prompts": positions.prompts(case), "max_tokens": 1, "scores": True}
-        started[name] = (path, start(path, step))
-    results = Runs({name: run for name, (_, run) in started.items()})
-    return {name: (started[name][0], results[name]) for name in MISSING}
-
-
-@pytest.mark.parametrize("name", MISSING)
-def test_texts_around_a_window_score_as_in_hugging_face(name: str, answered: Mapping[str, tuple[Path, Any]]) -> None:
-    path, result = answered[name]
-    scores = [row[:-1] for row in result["steps"][0]["scores"]]
-    right = positions.expected(path, positions.prompts(positions.CASES[name]))
-    assert max(positions.differences(scores, right)) < 1e-3
+@pytest.mark.engine
+class TestTexts(TextsAroundLimits):
+    NAMES = MISSING

@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from serving import start
 from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT, get_rope
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-import positions
 import rope_kinds
 from fl_dispatch.devices import CPU
 from fl_dispatch.hosting.positions import configurations, rotary_tables
-from processes import Runs
-from rope_kinds import KINDS, LENGTHS, LONGEST, SIZE, TRAINED
+from positions import ROOM, Case, TextsAroundLimits
+from rope_kinds import LONG, LONGEST, SIZE, TRAINED, Rotations, difference
 from sampling import drawn
 from sglang_fl.layers import classes, rotations
 from sglang_fl.platform import refusals
-
-LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longrope"]
 
 
 def _runner(kind: str, length: int = LONGEST) -> Any:
@@ -42,32 +38,25 @@ def _runner(kind: str, length: int = LONGEST) -> Any:
     return SimpleNamespace(layer=layer, **vars(runner))
 
 
-def _difference(runner: Any, kind: str, length: int, rows: int = 0) -> float:
-    query = rope_kinds.queries(length).flatten(1)
-    found, _ = runner.layer(rows + torch.arange(length), query.clone(), query.clone())
-    return float((found.view(length, -1, SIZE) - rope_kinds.turned(kind, length)).abs().max())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LONG])
-def test_queries_are_turned_as_in_hugging_face(kind: str) -> None:
-    runner = _runner(kind)
-    assert max(_difference(runner, kind, length) for length in LENGTHS) < 1e-4
+class TestRotations(Rotations):
+    def rotary(self, kind: str) -> Any:
+        return _runner(kind).layer
 
 
 @pytest.mark.parametrize("kind", LONG)
 def test_rows_behind_the_first_table_are_those_of_long_texts(kind: str) -> None:
     runner = _runner(kind)
     assert rotations.SPLIT.of(runner) == TRAINED
-    assert _difference(runner, kind, TRAINED) < 1e-4
-    assert _difference(runner, kind, TRAINED + 1, TRAINED) < 1e-4
-    assert _difference(runner, kind, LONGEST, TRAINED) < 1e-4
+    assert difference(runner.layer, kind, TRAINED) < 1e-4
+    assert difference(runner.layer, kind, TRAINED + 1, TRAINED) < 1e-4
+    assert difference(runner.layer, kind, LONGEST, TRAINED) < 1e-4
 
 
 @pytest.mark.parametrize("kind", LONG)
 def test_where_no_text_is_long_only_the_first_table_is_used(kind: str) -> None:
     runner = _runner(kind, TRAINED)
     assert rotations.SPLIT.find(runner) is None
-    assert _difference(runner, kind, TRAINED) < 1e-4
+    assert difference(runner.layer, kind, TRAINED) < 1e-4
 
 
 def _request(name: str, tokens: int, new: int) -> Any:
@@ -163,24 +152,9 @@ NAMES = (
 )
 
 
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Path, Any]]:
-    root, started = tmp_path_factory.mktemp("rotations"), {}
-    for name in NAMES:
-        case = positions.CASES[name]
-        path = positions.build(case, root / name.replace(" ", "_"))
-        step = {"prompts": positions.prompts(case), "max_tokens": 1, "scores": True}
-        engine = {"context_length": max(case.lengths) + positions.ROOM}
-        started[name] = (path, start(path, step, engine=engine))
-    results = Runs({name: run for name, (_, run) in started.items()})
-    return {name: (started[name][0], results[name]) for name in NAMES}
+@pytest.mark.engine
+class TestTexts(TextsAroundLimits):
+    NAMES = NAMES
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_texts_around_the_trained_length_score_as_in_hugging_face(
-    name: str, answered: Mapping[str, tuple[Path, Any]]
-) -> None:
-    path, result = answered[name]
-    scores = [row[:-1] for row in result["steps"][0]["scores"]]
-    right = positions.expected(path, positions.prompts(positions.CASES[name]))
-    assert max(positions.differences(scores, right)) < 1e-3
+    def options(self, case: Case) -> Mapping[str, Any]:
+        return {"context_length": max(case.lengths) + ROOM}

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import engines
 import pytest
 
 import bisecting
 from fl_dispatch.cli.bisect.selftest import DENSE, PLUGIN, TESTS
 from fl_dispatch.evidence.bisect import planted
 from fl_dispatch.evidence.bisect.documents import text
+from host_engines import Programs
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
 
-SHOWN = (
-    "one_shape",
-    "bfloat16_only",
-    "bfloat16_only-float32",
-    "beyond_256",
-    "leftover",
-    "one_rank",
-    "dies",
-    "not_exact",
-    "not_exact-bfloat16",
-    "beyond_256-compiled",
-)
-"""Those that were seen to be found, or rightly not blamed: all of them."""
+SHOWN = (*bisecting.SHOWN, "not_exact-bfloat16", "beyond_256-compiled")
 COMPILED = '{"mode": 3, "backend": "eager"}'
 """Traced and frozen as ever, and not handed to Inductor, which takes longer at each start."""
-FAULTS = drawn(SHOWN, 1, "planted faults")
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found_and_nothing_else_is_blamed(name: str) -> None:
-    traced = ("--engine-arg", f"compilation_config={COMPILED}") if TESTS[name].compiled else ()
-    bisecting.check("vllm", name, engines.environment(), *traced)
+class TestFaults(bisecting.PlantedFaults):
+    FAULTS = drawn(SHOWN, 1, "planted faults")
+
+    def arguments(self, fault: str) -> Sequence[str]:
+        return ("--engine-arg", f"compilation_config={COMPILED}") if TESTS[fault].compiled else ()
 
 
 @pytest.mark.parametrize("fault", drawn(("beyond_256", "not_exact"), 1, "against Hugging Face"))
 def test_against_hugging_face_what_is_wrong_is_found_and_what_is_right_is_not_blamed(
-    fault: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    fault: str, host: Programs, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(text(planted.policy(fault, DENSE)))
-    variables = engines.environment(VLLM_FL_PLUGIN_MODULES=PLUGIN)
+    variables = host.environment(VLLM_FL_PLUGIN_MODULES=PLUGIN)
     arguments = ("--model", str(checkpoint("qwen3")), "--dtype", "float32", "--policy", str(policy))
     status, found = bisecting.run(variables, "--host", "vllm", *arguments, "--against", "huggingface")
     blamed = [one["op"] for one in found["blamed"]]

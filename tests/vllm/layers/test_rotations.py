@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import start_features
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, get_rope
 
-import positions
 import rope_kinds
 from fl_dispatch.hosting.positions import rotary_tables
-from rope_kinds import KINDS, LENGTHS, LONGEST, SIZE, TRAINED
+from host_engines import Served
+from positions import ORIGINAL, Case, TextsAroundLimits
+from rope_kinds import LONG, LONGEST, SIZE, TRAINED, Rotations, difference
 from sampling import drawn
 from vllm_fl.layers import rotations
-
-LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longrope"]
 
 
 def _vllm_config(kind: str, length: int = LONGEST, asked: int | None = None) -> Any:
@@ -53,26 +52,22 @@ def _layer(kind: str, length: int) -> Any:
     return layer
 
 
-def _difference(layer: Any, kind: str, length: int) -> float:
-    query = rope_kinds.queries(length).flatten(1)
-    native = getattr(layer, "forward_native", layer.forward)
-    found, _ = native(torch.arange(length), query.clone(), query.clone())
-    return float((found.view(length, -1, SIZE) - rope_kinds.turned(kind, length)).abs().max())
+def _turns(layer: Any) -> Any:
+    return getattr(layer, "forward_native", layer.forward)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LONG])
-def test_queries_are_turned_as_in_hugging_face(kind: str) -> None:
-    layer = _layer(kind, LONGEST)
-    assert max(_difference(layer, kind, length) for length in LENGTHS) < 1e-4
+class TestRotations(Rotations):
+    def rotary(self, kind: str) -> Any:
+        return _turns(_layer(kind, LONGEST))
 
 
 @pytest.mark.parametrize("kind", LONG)
 def test_longrope_has_the_table_of_the_longest_text_that_is_served(kind: str) -> None:
     """vLLM takes one of both for all texts, and says so: by default that for short ones."""
-    long, short = _layer(kind, LONGEST), _layer(kind, TRAINED)
-    assert _difference(long, kind, LONGEST) < 1e-4
-    assert _difference(long, kind, TRAINED + 1) < 1e-4
-    assert _difference(short, kind, TRAINED) < 1e-4
+    long, short = _turns(_layer(kind, LONGEST)), _turns(_layer(kind, TRAINED))
+    assert difference(long, kind, LONGEST) < 1e-4
+    assert difference(long, kind, TRAINED + 1) < 1e-4
+    assert difference(short, kind, TRAINED) < 1e-4
 
 
 def test_a_table_that_is_right_stays() -> None:
@@ -156,27 +151,12 @@ NAMES = (
 )
 
 
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """Engines without a length of the user's, one after the other."""
-    root = tmp_path_factory.mktemp("rotations")
-    models = {name: positions.build(positions.CASES[name], root / name.replace(" ", "_")) for name in NAMES}
-    runs = [
-        (path, [positions.vllm_step(positions.prompts(positions.CASES[name]))], {"max_model_len": None})
-        for name, path in models.items()
-    ]
-    result = start_features(*runs).result()
-    steps = [run["steps"][0] for run in result["runs"]]
-    return {"log": result["log"], **{name: (models[name], step) for name, step in zip(NAMES, steps, strict=True)}}
+@pytest.mark.engine
+class TestTexts(TextsAroundLimits):
+    NAMES = NAMES
 
+    def options(self, case: Case) -> Mapping[str, Any]:
+        return {"max_model_len": None}  # no length of the user's
 
-@pytest.mark.parametrize("name", NAMES)
-def test_texts_around_a_limit_score_as_in_hugging_face(name: str, answered: Mapping[str, Any]) -> None:
-    path, step = answered[name]
-    texts = positions.prompts(positions.CASES[name])
-    scores = positions.vllm_scores(texts, step)
-    assert max(positions.differences(scores, positions.expected(path, texts))) < 1e-3
-
-
-def test_the_log_says_where_dynamic_texts_end(answered: Mapping[str, Any]) -> None:
-    assert f"--max-model-len is {positions.ORIGINAL} now" in answered["log"]
+    def test_the_log_says_where_dynamic_texts_end(self, served: Mapping[str, Future[Served]]) -> None:
+        assert f"--max-model-len is {ORIGINAL} now" in served["dynamic"].result().log
