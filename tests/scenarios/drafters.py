@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from running import PROMPTS
-from variants import WEIGHTS, changed
+from variants import WEIGHTS, changed, unsure
 
 NOISE = 0.02
 
@@ -149,22 +149,19 @@ TARGETS = {
     "several predictors": "deepseek_v3",
 }
 """Who drafts, and the family that it drafts for."""
+METHODS = {"several predictors": "mtp"}
+"""vLLM's name of a way to draft, where it differs."""
 TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
 LONG = 48
 """Prompts that repeat themselves, and how many tokens an answer to one has."""
 
 
-def _unsure(name: str, tensor: Tensor) -> Tensor:
-    """Logits a fiftieth as far apart: the same order, and something to draw from."""
-    return tensor * 0.02 if name == "model.norm.weight" else tensor
-
-
 def pairs(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, tuple[Path, Path]]:
     """Who drafts → the target, whose tokens are those of its family's checkpoint, and what drafts for it."""
-    unsure = {name: changed(checkpoint(name), folder / name, _unsure) for name in {*TARGETS.values()}}
-    qwen, llama = unsure["qwen3"], unsure["llama"]
-    predicting = with_mtp(unsure["deepseek_v3"], folder / "mtp")
-    several = with_mtp(unsure["deepseek_v3"], folder / "several", 3)
+    made = {name: unsure(checkpoint(name), folder / name) for name in {*TARGETS.values()}}
+    qwen, llama = made["qwen3"], made["llama"]
+    predicting = with_mtp(made["deepseek_v3"], folder / "mtp")
+    several = with_mtp(made["deepseek_v3"], folder / "several", 3)
     return {
         "draft_model": (qwen, noisy(qwen, folder / "noisy")),
         "eagle": (llama, eagle(llama, folder / "eagle")),

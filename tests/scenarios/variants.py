@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -149,3 +150,11 @@ def classifier(model: Path, target: Path, labels: int) -> Path:
     config["label2id"] = {name: int(index) for index, name in names["id2label"].items()}
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def said(model: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    """The same folder with further tensors, and further words in its configuration."""
+    path, weights = model / "config.json", model / WEIGHTS
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    save_file({**load_file(weights), **tensors}, weights, metadata={"format": "pt"})
+    return model

@@ -7,15 +7,19 @@ of one token reads all of them from the cache. Right is Hugging Face's network w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
 from fl_dispatch.cli.half_precision import LARGEST, MEAN
-from quantized_mixture import LATENT_LAYERS
-from quantized_network import distance, network, scores, with_fp8_latents
+from host_engines import WRONG, Answer, Call, Engine, Host, Pass, Scenario, Served, clean, ran
+from quantized_mixture import LATENT_LAYERS, latent
+from quantized_network import Computed, computed, distance, network, scores, with_fp8_latents
 from running import MAX_TOKENS, PROMPTS
 
 OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
@@ -76,12 +80,148 @@ def others(
     return found
 
 
-def behind(model: Path, scales: Sequence[float], found: Sequence[Mapping[str, Any]]) -> float:
+def behind(model: Path, scales: Sequence[float], found: Answer) -> float:
     """The largest difference of answers' log-probabilities from those of a network that reads the same from a cache."""
     largest = 0.0
-    for prompt, answer in zip(PROMPTS, found, strict=True):
-        (tokens,), (given,) = answer["tokens"], answer["logprobs"]
-        got = torch.tensor([step[str(token)] for token, step in zip(tokens, given, strict=True)])
-        made = rounded(model, scales, lambda n, cached=answer["cached"]: own(n, cached))
-        largest = max(largest, float((got - scores(made, [[*prompt, *tokens]])[-MAX_TOKENS:]).abs().max()))
+    for prompt, tokens, row, cached in zip(found.prompts, found.tokens, found.rows, found.cached, strict=True):
+        made = rounded(model, scales, lambda n, cached=cached: own(n, cached))
+        right = scores(made, [[*prompt, *tokens]])[-MAX_TOKENS:]
+        largest = max(largest, float((torch.tensor(row) - right).abs().max()))
     return largest
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """An engine with such a cache.
+
+    Args:
+        name: of the run.
+        engine: further arguments of the host's engine.
+        scales: of the layers; those that are not 1 are set in the engine, because no checkpoint brings any.
+        half: whether it computes in bfloat16.
+    """
+
+    name: str
+    engine: Mapping[str, Any]
+    scales: Sequence[float] = ALL_ONE
+    half: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class LatentCaches(Scenario):
+    """Each run is asked twice, so that the second pass finds its prompts in the cache."""
+
+    RUNS: ClassVar[Sequence[Run]]
+    OPERATORS: ClassVar[Sequence[str]] = OPERATORS
+    WRONG: ClassVar[Run | None] = None
+    """The run that is asked with a wrong implementation of each operator too."""
+    READS: ClassVar[Callable[[int], Sequence[int]]] = staticmethod(own)
+    """As :func:`own`."""
+    PLACE: ClassVar[Mapping[str, str]] = {}
+    """Further arguments of ``Host.serve``."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {
+            "single": [run for run in self.RUNS if not run.half],
+            "half": [run for run in self.RUNS if run.half],
+            "operator": self.OPERATORS if self.WRONG else (),
+            "run": self.RUNS,
+        }
+
+    def scaled(self, scales: Sequence[float]) -> Call:
+        """Set the layers' scales."""
+        return Call("rpc", {"method": "set_latent_scales", "args": [[*scales]]})
+
+    def asked(self, run: Run) -> list[Pass | Call]:
+        """Two passes, and with scales one that reads with others than it wrote; then one for each wrong operator.
+
+        A write that writes nothing finds what a wrong attention has led to, and not the right pass's latents.
+        """
+        found: list[Pass | Call] = [Pass(scores=True), Pass()]
+        if run.scales is not ALL_ONE:
+            found = [self.scaled(run.scales), *found, self.scaled([PLANTED * scale for scale in run.scales]), Pass()]
+        wrong = reversed(self.OPERATORS if run is self.WRONG else ())
+        return [*found, *(Pass(orders={operator: WRONG}) for operator in wrong)]
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return latent(tmp_path_factory.mktemp("latent") / "whole")
+
+    @pytest.fixture(scope="class")
+    def served(self, host: Host, model: Path) -> Callable[[Run], Served]:
+        engines = (Engine(model, self.asked(run), run.engine) for run in self.RUNS)
+        place = self.PLACE or {"plugins": ["wrong_plugin"], "deny": "wrong"}
+        started = dict(zip(self.RUNS, host.serve(*engines, **place), strict=True))
+        return lambda run: started[run].result()
+
+    @pytest.fixture(scope="class")
+    def passes(self, served: Callable[[Run], Served]) -> Callable[[Run], list[Answer]]:
+        """The answers to a run's passes."""
+
+        def of(run: Run) -> list[Answer]:
+            pairs = zip(self.asked(run), served(run).answers, strict=True)
+            return [answer for asked, answer in pairs if isinstance(asked, Pass)]
+
+        return of
+
+    @pytest.fixture(scope="class")
+    def right(
+        self, model: Path, passes: Callable[[Run], list[Answer]]
+    ) -> Callable[[Run], tuple[list[list[int]], Tensor, Computed]]:
+        """A run's texts, its log-probabilities, and what the network computes there."""
+
+        @cache
+        def of(run: Run) -> tuple[list[list[int]], Tensor, Computed]:
+            texts, got = passes(run)[0].scored()
+            return texts, got, computed(rounded(model, run.scales, self.READS), texts)
+
+        return of
+
+    def test_it_computes_what_the_network_with_rounded_latents_does(
+        self, single: Run, right: Callable[[Run], Any], model: Path
+    ) -> None:
+        texts, got, there = right(single)
+        assert distance(got, there.scores) <= there.rounding
+        for other, wrong in others(model, single.scales, texts, self.READS).items():
+            assert distance(got, wrong) > there.rounding, other
+        assert there.decides(PROMPTS, MAX_TOKENS)
+
+    def test_a_prompt_is_found_in_the_cache(self, run: Run, passes: Callable[[Run], list[Answer]]) -> None:
+        first, again = passes(run)[:2]
+        assert first.cached == [0] * len(PROMPTS)
+        assert max(again.cached) >= 320
+
+    def test_in_bfloat16_it_is_as_near_as_hugging_faces_network(
+        self, half: Run, model: Path, passes: Callable[[Run], list[Answer]]
+    ) -> None:
+        assert is_as_near_in_bfloat16(model, *passes(half)[0].scored())
+
+    def test_the_operators_ran_on_it(self, run: Run, host: Host, served: Callable[[Run], Served]) -> None:
+        for report in served(run).reports:
+            assert all(ran(report).get(operator) for operator in self.OPERATORS)
+            assert clean(report, host)
+
+    def test_a_wrong_implementation_changes_the_tokens(
+        self, operator: str, served: Callable[[Run], Served], passes: Callable[[Run], list[Answer]]
+    ) -> None:
+        assert self.WRONG is not None
+        first, *_ = found = passes(self.WRONG)
+        assert found[-1 - self.OPERATORS.index(operator)].tokens != first.tokens
+        assert served(self.WRONG).counted(operator) > 0
+
+
+class LatentCachesOfVLLM(LatentCaches):
+    """vLLM's steps read their own latents as they are, so an answer depends on what was found in the cache."""
+
+    def test_a_prompt_found_in_the_cache_is_read_as_it_was_stored(
+        self, single: Run, right: Callable[[Run], Any], passes: Callable[[Run], list[Answer]], model: Path
+    ) -> None:
+        """Prompts of one block and more: what they are read with, and answered from it; not so with other scales."""
+        _, _, there = right(single)
+        _, again, *planted = passes(single)[: 3 if single.scales is not ALL_ONE else 2]
+        assert again.cached == [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
+        assert behind(model, single.scales, again) <= 2 * there.largest
+        for wrong in planted:
+            assert behind(model, single.scales, wrong) > 2 * there.largest

@@ -131,6 +131,18 @@ class QuantizedCaches(Scenario):
     HALVES: ClassVar[Sequence[Run]]
     ALONE: ClassVar[Sequence[Run]]
     """Runs with wrong passes, of those in float32."""
+    SAME: ClassVar[bool] = True
+    """Whether a prompt's answer is the same where it is found in the cache.
+
+    On a GPU other kernels read fewer new tokens, and another batch may round an element the other way. So there answers
+    are the network's where rounding does not decide.
+    """
+    TOGETHER: ClassVar[bool] = True
+    """Whether engines share a process if the host can."""
+
+    def place(self, run: Run) -> Mapping[str, Any]:
+        """Further arguments of ``Host.serve``."""
+        return {"plugins": ["wrong_plugin"], "deny": "wrong"}
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         operators = [(run, operator) for operator in OPERATORS for run in self.ALONE]
@@ -147,11 +159,13 @@ class QuantizedCaches(Scenario):
         folder, runs = tmp_path_factory.mktemp("cache"), [*self.SINGLE, *self.HALVES]
         wrong = [Pass(orders={operator: WRONG}) for operator in WRONG_ORDER]
         asked = {run: [Pass(scores=True), Pass(), *self.calls(), *(wrong if run in self.ALONE else ())] for run in runs}
-        engines = (
-            Engine(run.cache.checkpoint(folder / run.name.replace(" ", "-")), asked[run], run.engine) for run in runs
-        )
-        started = dict(zip(runs, host.serve(*engines, plugins=["wrong_plugin"], deny="wrong"), strict=True))
-        return lambda run: started[run].result()
+
+        def engine(run: Run) -> Engine:
+            return Engine(run.cache.checkpoint(folder / run.name.replace(" ", "-")), asked[run], run.engine)
+
+        groups = [runs] if self.TOGETHER else [[run] for run in runs]
+        started = [one for group in groups for one in host.serve(*map(engine, group), **self.place(group[0]))]
+        return lambda run: started[runs.index(run)].result()
 
     @pytest.fixture(scope="class")
     def right(self, served: Callable[[Run], Served]) -> Callable[[Run], tuple[Tensor, Computed, list[list[int]]]]:
@@ -188,7 +202,9 @@ class QuantizedCaches(Scenario):
         assert first.cached == [0] * len(PROMPTS)
         assert max(again.cached) >= 320
         if run not in self.HALVES:
-            assert again.tokens == first.tokens
+            texts = [[*prompt, *tokens] for prompt, tokens in zip(again.prompts, again.tokens, strict=True)]
+            assert again.tokens == first.tokens or not self.SAME
+            assert self.SAME or run.cache.computed(texts).decides(PROMPTS, MAX_TOKENS)
 
     def test_the_operators_ran_on_a_quantized_cache(
         self, run: Run, host: Host, served: Callable[[Run], Served]

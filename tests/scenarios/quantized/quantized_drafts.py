@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import drafters
 import quantized_checkpoints as checkpoints
+from drafting import Drafting, Models
 from fl_dispatch.cli.checkpoints import build_checkpoint
+from host_engines import Served
 from quantized_checkpoints import SCHEMES
 from quantized_mixture import LATENT
+from quantized_network import network
 from variants import unsure
 
 
@@ -25,13 +28,9 @@ class Run(NamedTuple):
     def __str__(self) -> str:
         return f"{self.method}, {self.drafter or 'plain'} for {self.target or 'plain'}"
 
-
-class Models(NamedTuple):
-    """A target as it was before, as it is served, and what drafts for it."""
-
-    plain: Path
-    target: Path
-    drafter: Path
+    def speculation(self, drafter: Path | None) -> dict[str, Any]:
+        """vLLM's configuration."""
+        return {"method": self.method, "model": str(drafter), "num_speculative_tokens": self.tokens}
 
 
 MAKERS: Mapping[str, Callable[[Path, Path], Path]] = {
@@ -40,6 +39,35 @@ MAKERS: Mapping[str, Callable[[Path, Path], Path]] = {
     "eagle3": drafters.eagle3,
     "mtp": drafters.with_mtp,
 }
+
+
+class QuantizedDrafts(Drafting):
+    """Drafts beside quantized weights, the target's or the drafter's."""
+
+    ENGINE: ClassVar[Mapping[str, Any]]
+    """Arguments of both engines."""
+
+    def drafting(self, run: Run, made: Models) -> Mapping[str, Any]:
+        """The host's words for a run."""
+        raise NotImplementedError
+
+    def used(self, report: Mapping[str, Any], scheme: str) -> int:
+        """How much of a scheme's kernel an engine has."""
+        raise NotImplementedError
+
+    def options(self, run: Run, made: Models, drafts: bool) -> Mapping[str, Any]:
+        return {**self.ENGINE, **(self.drafting(run, made) if drafts else {})}
+
+    def network(self, run: Run, made: Models) -> Any:
+        return network(SCHEMES[run.target] if run.target else None, model=made.plain)
+
+    def models(self, run: Run, folder: Path) -> Models:
+        return models(run, folder)
+
+    def test_both_models_run_our_products(self, run: Run, served: Callable[[Any], tuple[Served, Served]]) -> None:
+        drafted, plain = (engine.reports[0] for engine in served(run))
+        assert all(self.used(drafted, scheme) > 0 for scheme in (run.target, run.drafter) if scheme)
+        assert not run.drafter or self.used(drafted, run.drafter) > self.used(plain, run.drafter)
 
 
 def models(run: Run, folder: Path) -> Models:

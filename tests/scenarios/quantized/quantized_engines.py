@@ -108,6 +108,8 @@ class QuantizedEngines(Rules, Scenario):
     """Further arguments of every engine."""
     ABSORBED: ClassVar[bool] = False
     """Whether the host's latent attention is absorbed for prompts too."""
+    PLACE: ClassVar[Mapping[str, Any]] = {"plugins": ["wrong_plugin"], "deny": "wrong"}
+    """Further arguments of ``Host.serve``."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         operators = [(run, operator) for run in self.ALONE for operator in self.wrong(run)]
@@ -155,7 +157,7 @@ class QuantizedEngines(Rules, Scenario):
 
         for _, runs in groupby(self.RUNS, lambda run: run.kind):
             together = list(runs)
-            started = host.serve(*map(engine, together), plugins=["wrong_plugin"], deny="wrong")
+            started = host.serve(*map(engine, together), **self.PLACE)
             found |= dict(zip(together, started, strict=True))
         return lambda run: found[run].result()
 

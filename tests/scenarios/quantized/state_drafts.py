@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import drafters
 import quantized_checkpoints as checkpoints
 from architectures import build_architecture
+from drafting import LOOK_UP, Drafting, Models
+from host_engines import Served
 from quantized_checkpoints import SCHEMES
 from quantized_states import SIZES
+from running import expected_tokens
 
 TIED = "lfm2"
 """A model with its embedding as the head: a random one hardly repeats a token, so that most drafts are wrong."""
 WAYS: dict[str, dict[str, Any]] = {
     "mtp": {"num_speculative_tokens": 3},
-    "ngram": {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "ngram": {"num_speculative_tokens": 3, **LOOK_UP},
 }
 """Who drafts, and vLLM's further words for it."""
 
@@ -46,3 +50,36 @@ class Run(NamedTuple):
         if self.scheme:
             model = checkpoints.write_checkpoint(folder / "quantized", SCHEMES[self.scheme], model=model)
         return model
+
+
+class DraftsForStates(Drafting):
+    """Under vLLM: drafts come from a predictor of one more token that drafts several times, and from a look-up.
+
+    A look-up has none for some requests. The third prompt is read in chunks beside requests that decode, and the last
+    one has one token.
+    """
+
+    PASSES = 2
+    ALONE = True
+    EXACT: ClassVar[Sequence[Run]] = ()
+    """Runs whose tokens Hugging Face's network computes."""
+    ENGINE: ClassVar[Mapping[str, Any]]
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {**super().cases(), "exact": self.EXACT}
+
+    def models(self, run: Run, folder: Path) -> Models:
+        model = run.build(folder)
+        return Models(model, model, None)
+
+    def options(self, run: Run, made: Models, drafts: bool) -> Mapping[str, Any]:
+        engine = {**self.ENGINE, "enforce_eager": not (drafts and run.compiled)}
+        return {**engine, "speculative_config": run.speculation()} if drafts else engine
+
+    def least(self, run: Run) -> int:
+        return 10 if run.model != TIED else -1
+
+    def test_greedy_tokens_equal_hugging_face(
+        self, exact: Run, made: Mapping[Any, Models], served: Callable[[Any], tuple[Served, Served]]
+    ) -> None:
+        assert self.greedy(served(exact)[0])[0] == expected_tokens(made[exact].plain)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from serving import STEP, start
 
 import drafters
@@ -62,28 +61,12 @@ PREDICTED = (*SEPARATE, "eagle", "eagle3", "mtp")
 They are all that a tree has: its first tokens, and those after each. From the third step on SGLang leaves keys where
 another branch had them.
 """
-TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
-LONG = 48
 SAMPLES = 800
 PLUGINS = {"SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method,unwritten_memory", "SGLANG_FL_PREFER": "reference"}
 WRONG = {"prefer": "reference", "per_op_order": {"rms_norm": ["impl:vendor.wrong"]}}
 
 each = pytest.mark.parametrize("method", DRAWN)
 each_predicted = pytest.mark.parametrize("method", [method for method in DRAWN if method in PREDICTED])
-
-
-def _unsure(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Logits a fiftieth as far apart: the same order, and something to draw from."""
-    return tensor * 0.02 if name == "model.norm.weight" else tensor
-
-
-def _said(model: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
-    """A drafter as SGLang reads it: with further tensors, and further words in its configuration."""
-    path = model / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    weights = model / variants.WEIGHTS
-    save_file({**load_file(weights), **tensors}, weights, metadata={"format": "pt"})
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +76,12 @@ def models(
     """Method → the target and what drafts for it."""
     folder = tmp_path_factory.mktemp("drafters")
     families = {run.target for run in RUNS.values()}
-    unsure = {name: variants.changed(checkpoint(name), folder / name, _unsure) for name in families}
+    unsure = {name: variants.unsure(checkpoint(name), folder / name) for name in families}
     qwen, llama = unsure["qwen3"], unsure["llama"]
     predicting = drafters.with_mtp(unsure["deepseek_v3"], folder / "mtp")
     size = json.loads((llama / "config.json").read_text())["hidden_size"]
     no_bias, head = {"fc.bias": torch.zeros(size)}, {"architectures": ["LlamaForCausalLMEagle"]}
-    eagle = _said(drafters.eagle(llama, folder / "eagle"), no_bias, **head)
+    eagle = variants.said(drafters.eagle(llama, folder / "eagle"), no_bias, **head)
     return {
         "draft_model": (qwen, drafters.noisy(qwen, folder / "noisy")),
         "itself": (qwen, qwen),
@@ -107,7 +90,7 @@ def models(
         "branches": (llama, eagle),
         "eagle": (llama, eagle),
         "rejection": (llama, eagle),
-        "eagle3": (llama, _said(drafters.eagle3(llama, folder / "eagle3"), {}, draft_vocab_size=None)),
+        "eagle3": (llama, variants.said(drafters.eagle3(llama, folder / "eagle3"), {}, draft_vocab_size=None)),
         "mtp": (predicting, predicting),
         "mtp_tree": (predicting, predicting),
         "ngram": (qwen, None),
@@ -118,7 +101,7 @@ SPREAD = {"temperature": drafters.TEMPERATURE, "top_k": drafters.TOP}
 STEPS: tuple[dict[str, Any], ...] = (
     STEP,
     STEP,
-    {"prompts": TURNS, "max_tokens": LONG},
+    {"prompts": drafters.TURNS, "max_tokens": drafters.LONG},
     {"prompts": PROMPTS[:1] * SAMPLES, "max_tokens": 2, "sampling": SPREAD},
 )
 """Two passes over the prompts, texts that repeat themselves, and samples."""
@@ -173,7 +156,7 @@ def test_long_answers_equal_hugging_face(
     method: str, result: Callable[[str], dict[str, Any]], models: dict[str, tuple[Path, Path | None]]
 ) -> None:
     network = reference_network(models[method][0], torch.float32)
-    assert result(method)["steps"][2]["tokens"] == [_continued(network, turn, LONG) for turn in TURNS]
+    assert result(method)["steps"][2]["tokens"] == [_continued(network, turn, drafters.LONG) for turn in drafters.TURNS]
 
 
 @each

@@ -1,0 +1,190 @@
+"""Engines that draft: no token and no distribution is another than without drafts, whoever drafts for whatever model.
+
+Drafts are made by a model, a head, a predictor of one more token, or a look-up of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+
+import drafters
+from host_engines import Call, Engine, Host, Pass, Scenario, Served, clean
+from running import PROMPTS, expected_tokens, reference_network
+
+SHORT, LONG = Pass(), Pass(drafters.TURNS, drafters.LONG)
+SPREAD: Mapping[str, Any] = {"temperature": drafters.TEMPERATURE, "top_k": drafters.TOP}
+NGRAM = "ngram"
+LOOK_UP: Mapping[str, Any] = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+"""vLLM's further words for a look-up."""
+
+
+class Models(NamedTuple):
+    """The network that an engine should compute, what is served, and what drafts for it, if that is a checkpoint."""
+
+    plain: Path
+    target: Path
+    drafter: Path | None
+
+
+class Drafting(Scenario):
+    """Each run is an engine that drafts, and the same one without drafts."""
+
+    RUNS: ClassVar[Sequence[Any]]
+    TOLD: ClassVar[Sequence[Any]] = ()
+    """Runs whose network tells the probability of each token, so that samples are compared."""
+    PASSES: ClassVar[int] = 1
+    """How often the standard prompts are asked; from the second time on they are in the prefix cache."""
+    SAMPLES: ClassVar[int] = 1500
+    ALONE: ClassVar[bool] = False
+    """Whether both engines have processes of their own, as frozen choices ask for."""
+    PLACE: ClassVar[Mapping[str, str]] = {}
+    """Further arguments of ``Host.serve``."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {"told": self.TOLD, "run": self.RUNS}
+
+    def models(self, run: Any, folder: Path) -> Models:
+        """Write a run's checkpoints into a folder that is not there yet."""
+        raise NotImplementedError
+
+    def options(self, run: Any, made: Models, drafts: bool) -> Mapping[str, Any]:
+        """Arguments of the host's engine."""
+        raise NotImplementedError
+
+    def network(self, run: Any, made: Models) -> Any:
+        """The network that tells probabilities."""
+        return reference_network(made.plain, torch.float32)
+
+    def calls(self) -> Sequence[Call]:
+        """What an engine that drafts is asked before all passes, and after them."""
+        return ()
+
+    def least(self, run: Any) -> int:
+        """A number of accepted drafts that is exceeded."""
+        return 0
+
+    @pytest.fixture(scope="class")
+    def made(self, tmp_path_factory: pytest.TempPathFactory) -> Mapping[Any, Models]:
+        folder = tmp_path_factory.mktemp("drafters")
+        return {run: self.models(run, folder / str(index)) for index, run in enumerate(self.RUNS)}
+
+    @pytest.fixture(scope="class")
+    def served(self, host: Host, made: Mapping[Any, Models]) -> Callable[[Any], tuple[Served, Served]]:
+        """A run → what its engine with drafts gave, and the one without."""
+
+        def begin(run: Any) -> Any:
+            greedy = [SHORT] * self.PASSES
+            spread = Pass(PROMPTS[:1], 2, samples=self.SAMPLES, sampling=SPREAD)
+            told = [spread] if run in self.TOLD else []
+            asked = [*greedy, Pass(LONG.prompts, LONG.max_tokens, drafts=True), *told]
+            pair = [
+                Engine(made[run].target, [*self.calls(), *asked, *self.calls()], self.options(run, made[run], True)),
+                Engine(made[run].target, [*greedy, LONG], self.options(run, made[run], False)),
+            ]
+            groups = [[one] for one in pair] if self.ALONE else [pair]
+            return [one for group in groups for one in host.serve(*group, **self.PLACE)]
+
+        started = {run: begin(run) for run in self.RUNS}
+
+        @cache
+        def of(run: Any) -> tuple[Served, Served]:
+            drafted, plain = (one.result() for one in started[run])
+            return drafted, plain
+
+        return of
+
+    def greedy(self, served: Served) -> list[list[list[int]]]:
+        """The tokens of all greedy passes."""
+        passes = [answer for answer in served.answers if answer.tokens][: self.PASSES + 1]
+        return [[*map(list, answer.tokens)] for answer in passes]
+
+    def test_greedy_tokens_are_those_without_drafts(
+        self, run: Any, served: Callable[[Any], tuple[Served, Served]]
+    ) -> None:
+        drafted, plain = served(run)
+        assert self.greedy(drafted) == self.greedy(plain)
+        assert {len(tokens) for tokens in self.greedy(drafted)[0]} == {SHORT.max_tokens}
+
+    def test_drafts_are_accepted_and_rejected(self, run: Any, served: Callable[[Any], tuple[Served, Served]]) -> None:
+        accepted, made = next(answer.drafts for answer in served(run)[0].answers if answer.drafts)
+        assert self.least(run) < accepted < made
+
+    def test_sampled_tokens_keep_the_networks_distribution(
+        self, told: Any, made: Mapping[Any, Models], served: Callable[[Any], tuple[Served, Served]]
+    ) -> None:
+        sampled = [answer.tokens for answer in served(told)[0].answers if len(answer.tokens) == self.SAMPLES]
+        drafters.check_pairs(self.network(told, made[told]), PROMPTS[0], sampled[0])
+
+    def test_every_layer_is_ours(self, run: Any, host: Host, served: Callable[[Any], tuple[Served, Served]]) -> None:
+        for engine in served(run):
+            assert clean(engine.reports[0], host)
+            assert engine.reports[0].get("model_runner", "V2") == "V2"
+        drafter = served(run)[0].reports[0].get("drafter")
+        assert drafter is None or not drafter["native_layers"]
+
+
+class Run(NamedTuple):
+    """Who drafts for a plain model under vLLM.
+
+    Args:
+        name: of the run.
+        method: vLLM's name of the way; a key of :data:`drafters.TARGETS`, or :data:`NGRAM`.
+        tokens: that are drafted.
+        graphs: whether the models are compiled.
+        sampled: the way drafts are chosen, vLLM's own if empty.
+        replayed: the graphs of drafters that have to be replayed on a GPU.
+    """
+
+    name: str
+    method: str
+    tokens: int = 3
+    graphs: bool = False
+    sampled: str = ""
+    replayed: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class DraftsForPlainModels(Drafting):
+    """Under vLLM: the tokens are Hugging Face's too."""
+
+    ENGINE: ClassVar[Mapping[str, Any]]
+
+    @pytest.fixture(scope="class")
+    def made(self, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[Any, Models]:
+        pairs = drafters.pairs(checkpoint, tmp_path_factory.mktemp("drafters"))
+        llama = checkpoint("llama")
+        return {run: _models(*pairs.get(run.method, (llama, None))) for run in self.RUNS}
+
+    def options(self, run: Run, made: Models, drafts: bool) -> Mapping[str, Any]:
+        engine = {**self.ENGINE, "enforce_eager": not run.graphs}
+        if not drafts:
+            return engine
+        who = LOOK_UP if made.drafter is None else {"model": str(made.drafter)}
+        who = {**who, "draft_sample_method": run.sampled} if run.sampled else who
+        method = drafters.METHODS.get(run.method, run.method)
+        return {**engine, "speculative_config": {"method": method, "num_speculative_tokens": run.tokens, **who}}
+
+    def test_greedy_tokens_equal_hugging_face(
+        self,
+        run: Run,
+        served: Callable[[Any], tuple[Served, Served]],
+        checkpoint: Callable[[str], Path],
+        expected: Callable[[str], list[list[int]]],
+    ) -> None:
+        """The networks choose as their families' checkpoints do, whose choices are not close."""
+        short, long = self.greedy(served(run)[0])
+        family = drafters.TARGETS.get(run.method, "llama")
+        assert short == expected(family)
+        assert long == expected_tokens(checkpoint(family), drafters.TURNS, drafters.LONG)
+
+
+def _models(target: Path, drafter: Path | None) -> Models:
+    return Models(target, target, drafter)
