@@ -109,6 +109,39 @@ def expected(checkpoint: Callable[[str], Path], scratch: Path) -> Callable[[str]
     return cache(of)
 
 
+ADAPTERS = {"one": 1, "two": 2, "late": 3, "head": 3}
+"""Names of LoRA adapters → the seeds of their numbers; "head" adapts the projection to the vocabulary too."""
+
+
+@pytest.fixture(scope="session")
+def adapter(checkpoint: Callable[[str], Path], scratch: Path) -> Callable[[str], Path]:
+    """Name → an adapter of the checkpoint "qwen3"."""
+    import variants
+
+    def of(name: str) -> Path:
+        products = (*variants.ADAPTED, "lm_head") if name == "head" else variants.ADAPTED
+        model, seed = checkpoint("qwen3"), ADAPTERS[name]
+        return _once(scratch / f"adapter {name}", lambda path: variants.adapter(model, path, seed, products))
+
+    return cache(of)
+
+
+@pytest.fixture(scope="session")
+def adapted(
+    checkpoint: Callable[[str], Path], adapter: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
+) -> Callable[[str | None], list[list[int]]]:
+    """An adapter's name, or none → Hugging Face's tokens for the standard prompts, by the merged weights."""
+    import variants
+
+    def of(name: str | None) -> list[list[int]]:
+        if name is None:
+            return expected("qwen3")
+        with tempfile.TemporaryDirectory() as folder:
+            return expected_tokens(variants.merged(checkpoint("qwen3"), adapter(name), Path(folder, "merged")))
+
+    return cache(of)
+
+
 @pytest.fixture(scope="session")
 def standin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Compiles the stand-in for FlagCX, as the library of its source tree, with some macros defined."""

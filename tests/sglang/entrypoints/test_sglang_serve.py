@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import psutil
@@ -21,11 +19,11 @@ import pytest
 from serving import environment, server_arguments
 
 from fl_dispatch.hosting.records.runs import Sizes, recorded
+from over_http import ASK, KEY, OverHTTP
 from processes import free_port
-from running import MAX_TOKENS, PROMPTS
+from running import PROMPTS
 
 READY_WITHIN = 400.0
-KEY = "open-sesame"
 
 
 class Server:
@@ -78,40 +76,18 @@ def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     running.kill()
 
 
-ASK: dict[str, Any] = {
-    "model": "tiny",
-    "max_tokens": MAX_TOKENS,
-    "temperature": 0.0,
-    "extra_body": {"ignore_eos": True, "return_token_ids": True},
-}
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client
 
 
-@pytest.mark.parametrize("row", range(len(PROMPTS)))
-def test_a_completion_has_the_tokens_of_hugging_face(
-    row: int, server: Server, expected: Callable[[str], list[list[int]]]
-) -> None:
-    answer = server.client.completions.create(prompt=PROMPTS[row], **ASK)
-    assert answer.choices[0].token_ids == expected("qwen3")[row]
+@pytest.fixture(scope="module")
+def log(server: Server) -> Path:
+    return server.log
 
 
-def test_a_streamed_completion_has_the_same_tokens(server: Server, expected: Callable[[str], list[list[int]]]) -> None:
-    tokens: list[int] = []
-    chunks = 0
-    for chunk in server.client.completions.create(prompt=PROMPTS[1], stream=True, **ASK):
-        tokens += chunk.choices[0].token_ids or []
-        chunks += 1
-    assert tokens == expected("qwen3")[1]
-    assert chunks > 1
-
-
-def test_chat_answers_and_streams_the_same_text(server: Server) -> None:
-    ask = {**ASK, "extra_body": {"ignore_eos": True}, "messages": [{"role": "user", "content": "hello world"}]}
-    whole = server.client.chat.completions.create(**ask).choices[0].message.content
-    chunks = server.client.chat.completions.create(stream=True, **ask)
-    parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert whole
-    assert len(parts) > 1
-    assert "".join(parts) == whole
+class TestServer(OverHTTP):
+    WARNED = ("SGLANG_FL_WIBBLE",)
 
 
 def test_a_completion_has_the_structure_that_was_asked_for(server: Server) -> None:
@@ -122,13 +98,6 @@ def test_a_completion_has_the_structure_that_was_asked_for(server: Server) -> No
     assert bound.strip() in ("water", "salt")
 
 
-def test_without_the_key_a_request_is_refused(server: Server) -> None:
-    stranger = openai.OpenAI(base_url=server.client.base_url, api_key="another", max_retries=0)
-    with pytest.raises(openai.AuthenticationError):
-        stranger.completions.create(prompt=PROMPTS[0], **ASK)
-    assert server.client.models.list().data[0].id == "tiny"
-
-
 def test_the_server_ran_our_operators_and_said_so(server: Server) -> None:
     log = server.log.read_text()
     assert "layers through fl_dispatch" in log
@@ -137,15 +106,6 @@ def test_the_server_ran_our_operators_and_said_so(server: Server) -> None:
     for operator in ("kv_cache_write", "paged_attention"):
         assert f"Op '{operator}' using 'vendor.cpu.cpp'" in log
     assert "never dispatched" not in log
-
-
-def test_a_warning_of_a_setting_is_given_once_with_level_date_and_logger(server: Server) -> None:
-    """The scheduler and the detokenizer are processes of their own, which read the settings too."""
-    ours = [line for line in server.log.read_text().splitlines() if "SGLANG_FL_WIBBLE" in line]
-    assert len(ours) == 1
-    assert re.match(
-        r"WARNING \d\S+ \S+ \[fl_dispatch\.settings\.\w+\] environment variable SGLANG_FL_WIBBLE: ", ours[0]
-    )
 
 
 def test_metrics_and_commands_say_what_the_scheduler_process_runs(server: Server) -> None:

@@ -13,89 +13,39 @@ import torch
 from serving import start
 
 import variants
+from adapters import AdaptersOfSGLang, Run, Wanted
+from host_engines import Served
 from running import MAX_TOKENS, PROMPTS, expected_tokens
 
 pytest.importorskip("sglang")
 
 from sglang_fl.layers import lora
 
-ADAPTERS = {"one": 1, "two": 2, "late": 3}
-"""Name → seed; the last is loaded while the engine serves."""
-MIXED = ["one", "two", None]
 BACKEND = {"lora_backend": "triton", "max_loras_per_batch": 3, "max_lora_rank": 8, "max_running_requests": 6}
 """A backend in Triton is replaced."""
 
 
-@pytest.fixture(scope="module")
-def merged(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """Name → the adapter, and Hugging Face's tokens of the weights merged with it."""
-    model, folder = checkpoint("qwen3"), tmp_path_factory.mktemp("adapters")
-    paths = {name: variants.adapter(model, folder / name, seed) for name, seed in ADAPTERS.items()}
-    return {
-        name: (path, expected_tokens(variants.merged(model, path, folder / f"merged {name}")))
-        for name, path in paths.items()
-    }
+@pytest.mark.engine
+class TestAdapters(AdaptersOfSGLang):
+    RUNS = (Run("triton", BACKEND),)
+    OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
 
-
-def asked(merged: dict[str, tuple[Path, Any]]) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The adapters that an engine starts with; and steps: with one, with several and none, with one that comes late."""
-    paths = {name: str(path) for name, (path, _) in merged.items()}
-    late, step = paths.pop("late"), {"max_tokens": MAX_TOKENS}
-    return paths, [
-        {**step, "prompts": PROMPTS, "lora": ["one"] * len(PROMPTS)},
-        {**step, "prompts": [prompt for prompt in PROMPTS for _ in MIXED], "lora": MIXED * len(PROMPTS)},
-        {**step, "prompts": PROMPTS, "lora": ["late"] * len(PROMPTS), "load": ["late", late]},
-    ]
-
-
-@pytest.fixture(scope="module")
-def result(checkpoint: Callable[[str], Path], merged: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
-    paths, steps = asked(merged)
-    return start(checkpoint("qwen3"), *steps, engine={"lora_paths": paths, **BACKEND}).result()
-
-
-def test_an_adapter_gives_the_tokens_of_the_merged_weights(
-    result: dict[str, Any], merged: dict[str, tuple[Path, Any]], expected: Callable[[str], list[list[int]]]
-) -> None:
-    assert result["steps"][0]["tokens"] == merged["one"][1]
-    different = [expected("qwen3"), *(tokens for _, tokens in merged.values())]
-    assert all(one != other for place, one in enumerate(different) for other in different[:place])
-
-
-def test_adapters_and_none_mix_in_one_batch(
-    result: dict[str, Any], merged: dict[str, tuple[Path, Any]], expected: Callable[[str], list[list[int]]]
-) -> None:
-    wanted = [expected("qwen3") if name is None else merged[name][1] for name in MIXED]
-    assert result["steps"][1]["tokens"] == [tokens[place] for place in range(len(PROMPTS)) for tokens in wanted]
-    assert max(map(int, re.findall(r"Prefill batch, #new-seq: (\d+)", result["log"]))) > 1
+    def test_another_backend_takes_the_place_of_one_in_triton(self, run: Run, served: Callable[[Run], Served]) -> None:
+        said = "lora_backend: torch_native instead of triton, because the others are Triton kernels"
+        assert said in served(run).log
 
 
 def test_two_ranks_share_the_adapted_projections(
-    checkpoint: Callable[[str], Path],
-    merged: dict[str, tuple[Path, Any]],
-    expected: Callable[[str], list[list[int]]],
+    checkpoint: Callable[[str], Path], adapter: Callable[[str], Path], adapted: Wanted
 ) -> None:
-    paths = {name: str(path) for name, (path, _) in merged.items()}
+    paths = {name: str(adapter(name)) for name in ("one", "two", "late")}
     step = {"max_tokens": MAX_TOKENS, "prompts": PROMPTS, "lora": ["one", None, "late", "two"]}
     few = {"max_loras_per_batch": 2}  # so requests wait, and adapters leave for others
     got = start(checkpoint("qwen3"), step, engine={"lora_paths": paths, "tp_size": 2, **BACKEND, **few}).result()
-    wanted = [expected("qwen3") if name is None else merged[name][1] for name in step["lora"]]
-    assert got["steps"][0]["tokens"] == [tokens[place] for place, tokens in enumerate(wanted)]
+    assert got["steps"][0]["tokens"] == [adapted(name)[place] for place, name in enumerate(step["lora"])]
     first, second = got["reports"]
     assert first["counts"] == second["counts"]
     assert first["native_layers"] == second["native_layers"] == {}
-
-
-def test_an_adapter_is_loaded_while_the_engine_serves(
-    result: dict[str, Any], merged: dict[str, tuple[Path, Any]]
-) -> None:
-    assert result["steps"][2]["tokens"] == merged["late"][1]
-
-
-def test_our_operators_ran_around_the_adapted_projections(result: dict[str, Any]) -> None:
-    operators = {key.split(" ")[0] for key in result["report"]["counts"]}
-    assert {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"} <= operators
-    assert "lora_backend: torch_native instead of triton, because the others are Triton kernels" in result["log"]
 
 
 ADAPTED = {"target_modules": list(variants.ADAPTED), "bias": "none", "modules_to_save": None, "use_rslora": False}

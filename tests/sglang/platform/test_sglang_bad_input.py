@@ -23,7 +23,6 @@ CASES = bad_settings.cases("SGLANG_FL") | {
         {"SGLANG_PLATFORM": "fl", "SGLANG_PLUGINS": "another"},
         r"RuntimeError: .*did not apply any of its hooks: SGLANG_PLUGINS must contain 'fl'",
     ),
-    "no_library": ({"FLAGCX_PATH": "/nowhere"}, r"ConfigError: environment variable FLAGCX_PATH: /nowhere: .*unset"),
     "forced_backend": (
         {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"},
         r"ConfigError: environment variable SGLANG_FORCE_FUSED_OP_BACKEND: 'torch' .*SGLANG_FL_PER_OP",

@@ -18,11 +18,16 @@ import pytest
 import torch
 from engines import PROMPTS, end, environment, serve_command, start_features, wait_until_served
 
+import distributions
 import variants
+from host_engines import Served, ran
+from pooled import LABELS, Pooling
 from processes import free_port
 
 TOLERANCE = 1e-5
-LAYERS, LABELS = 3, 3
+LAYERS = 3
+WHOLE = {"max_num_batched_tokens": 512}
+"""An encoder's prompt is not divided."""
 QUERY, DOCUMENTS = "river stone", ["the river runs", "cold white snow on the hill"]
 WORDS = "the river runs under the stone"
 
@@ -30,12 +35,30 @@ WORDS = "the river runs under the stone"
 @pytest.fixture(scope="module")
 def distribution(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A distribution with an IO processor, as a PYTHONPATH."""
-    folder = tmp_path_factory.mktemp("distribution")
-    info = folder / "fl_io-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-io\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.io_processor_plugins]\nshape = io_processor:register\n")
+    entries = "[vllm.io_processor_plugins]\nshape = io_processor:register\n"
+    folder = distributions.install(tmp_path_factory.mktemp("distribution"), "fl-io", entries)
     return os.pathsep.join((str(folder), environment()["PYTHONPATH"]))
+
+
+@pytest.mark.engine
+class TestPooling(Pooling):
+    ENGINE = {"runner": "pooling"}
+    WHOLE = WHOLE
+    PROBABILITIES = True
+    TOLERANCE = TOLERANCE
+
+    def test_the_runner_is_the_one_that_vllm_prefers(self, kind: str, served: Callable[[str], Served]) -> None:
+        assert served(kind).reports[0]["model_runner"] == "V2"
+
+    def test_all_attention_is_ours_and_an_encoders_writes_no_cache(
+        self, kind: str, served: Callable[[str], Served]
+    ) -> None:
+        (report,) = served(kind).reports
+        assert report["attention"] == {"AttentionFLImpl": LAYERS}
+        if kind == "encoder":
+            assert "kv_cache_write" not in ran(report)
+            calls = sum(count for name, count in report["counts"].items() if name.split()[0] == "paged_attention")
+            assert calls % LAYERS == 0
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +66,6 @@ def models(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("pooling")
     return {
         "decoder": checkpoint("qwen3"),
-        "encoder": variants.encoder(folder / "bert"),
-        "classifier": variants.classifier(checkpoint("qwen3"), folder / "classifier", LABELS),
         "cross-encoder": variants.encoder(folder / "cross", "BertForSequenceClassification", num_labels=1),
         "tagger": variants.encoder(folder / "tagger", "BertForTokenClassification", num_labels=LABELS),
     }
@@ -52,53 +73,16 @@ def models(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def runs(models: dict[str, Path], distribution: str) -> dict[str, Any]:
-    """One process; each model embeds the prompts twice, together and one by one."""
-    both = [{"do": "embed", "prompts": PROMPTS}, *({"do": "embed", "prompts": [prompt]} for prompt in PROMPTS)]
+    """One process with engines for what vLLM alone has."""
     processor = {"do": "encode_plugin", "data": {"texts": [WORDS, "hello"]}}
     pooling = {"runner": "pooling"}
-    whole = {**pooling, "max_num_batched_tokens": 512}  # an encoder's prompt is not divided
     started = start_features(
-        (models["decoder"], [*both, processor], {**pooling, "io_processor_plugin": "shape"}),
-        (models["encoder"], both, whole),
-        (models["classifier"], [{"do": "classify", "prompts": PROMPTS}], pooling),
-        (models["cross-encoder"], [{"do": "score", "query": QUERY, "documents": DOCUMENTS}], whole),
-        (models["tagger"], [{"do": "token_classify", "prompts": PROMPTS}], whole),
+        (models["decoder"], [processor], {**pooling, "io_processor_plugin": "shape"}),
+        (models["cross-encoder"], [{"do": "score", "query": QUERY, "documents": DOCUMENTS}], {**pooling, **WHOLE}),
+        (models["tagger"], [{"do": "token_classify", "prompts": PROMPTS}], {**pooling, **WHOLE}),
         PYTHONPATH=distribution,
     )
     return dict(zip(models, started.result()["runs"], strict=True))
-
-
-def _hidden(model: Path, prompt: list[int], token: int) -> torch.Tensor:
-    from transformers import AutoModel
-
-    network = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        hidden = network(torch.tensor([prompt])).last_hidden_state[0, token]
-    return torch.nn.functional.normalize(hidden, dim=0)
-
-
-@pytest.mark.parametrize(("kind", "token"), [("decoder", -1), ("encoder", 0)])
-@pytest.mark.parametrize("together", [True, False])
-def test_embeddings_equal_hugging_face(
-    kind: str, token: int, together: bool, runs: dict[str, Any], models: dict[str, Path]
-) -> None:
-    whole, *single = runs[kind]["steps"][: 1 + len(PROMPTS)]
-    found = whole if together else [one[0] for one in single]
-    expected = torch.stack([_hidden(models[kind], prompt, token) for prompt in PROMPTS])
-    assert (torch.tensor(found) - expected).abs().max() < TOLERANCE
-    assert (expected[0] - expected[1]).abs().max() > 0.01  # prompts are told apart
-
-
-def test_both_models_have_the_runner_that_vllm_prefers(runs: dict[str, Any]) -> None:
-    assert {run["report"]["model_runner"] for run in runs.values()} == {"V2"}
-
-
-def test_an_encoder_attends_through_our_operator_and_writes_no_cache(runs: dict[str, Any]) -> None:
-    report = runs["encoder"]["report"]
-    calls = {key.split(" ")[0]: value for key, value in report["counts"].items()}
-    assert "kv_cache_write" not in calls
-    assert calls["paged_attention"] % LAYERS == 0
-    assert report["attention"] == {"AttentionFLImpl": LAYERS}
 
 
 def test_an_io_processor_runs_beside_us(runs: dict[str, Any]) -> None:
@@ -140,15 +124,6 @@ def _network(kind: str, model: Path) -> Any:
     return getattr(transformers, kind).from_pretrained(model, dtype=torch.float32).eval()
 
 
-def test_classes_of_texts_equal_hugging_face(runs: dict[str, Any], models: dict[str, Path]) -> None:
-    network = _network("Qwen3ForSequenceClassification", models["classifier"])
-    with torch.no_grad():
-        expected = torch.stack([network(torch.tensor([prompt])).logits[0].softmax(-1) for prompt in PROMPTS])
-    found = torch.tensor(runs["classifier"]["steps"][0])
-    assert (found - expected).abs().max() < TOLERANCE
-    assert (expected[0] - expected[1]).abs().max() > 0.01
-
-
 def test_classes_of_tokens_equal_hugging_face(runs: dict[str, Any], models: dict[str, Path]) -> None:
     network = _network("BertForTokenClassification", models["tagger"])
     for prompt, found in zip(PROMPTS, runs["tagger"]["steps"][0], strict=True):
@@ -169,8 +144,9 @@ def test_the_scores_of_a_cross_encoder_equal_hugging_face(runs: dict[str, Any], 
     assert abs(runs["cross-encoder"]["steps"][0][0] - runs["cross-encoder"]["steps"][0][1]) > 0.001
 
 
-@pytest.mark.parametrize("kind", ["classifier", "cross-encoder", "tagger"])
+@pytest.mark.parametrize("kind", ["cross-encoder", "tagger"])
 def test_our_attention_served_them(kind: str, runs: dict[str, Any]) -> None:
     report = runs[kind]["report"]
     assert report["attention"] == {"AttentionFLImpl": LAYERS}
+    assert report["model_runner"] == "V2"
     assert any(key.startswith("paged_attention ") for key in report["counts"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -18,26 +17,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from engines import MAX_TOKENS, PLUGINS, PROMPTS, end, environment, expected_tokens, serve_command, wait_until_served
 
+import distributions
 import variants
+from over_http import ASK, KEY, OverHTTP
 from processes import free_port
-
-openai = pytest.importorskip("openai")
-KEY = "open-sesame"
 
 
 @pytest.fixture(scope="module")
 def stat_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file that the stat logger of another distribution, beside it, writes; the same one adds a route."""
-    folder = tmp_path_factory.mktemp("stat_logger")
-    info = folder / "fl_stat-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-stat\nVersion: 0\n")
     entries = "[vllm.stat_logger_plugins]\nfile = stat_logger:FileStatLogger\n"
-    (info / "entry_points.txt").write_text(f"{entries}[vllm.endpoint_plugins]\ngreeting = endpoint:Greeting\n")
-    return folder / "tokens.txt"
+    entries += "[vllm.endpoint_plugins]\ngreeting = endpoint:Greeting\n"
+    return distributions.install(tmp_path_factory.mktemp("stat_logger"), "fl-stat", entries) / "tokens.txt"
 
 
 @pytest.fixture(scope="module")
@@ -134,45 +129,9 @@ def client(
             end(server)
 
 
-ASK: dict[str, Any] = {
-    "model": "tiny",
-    "max_tokens": MAX_TOKENS,
-    "temperature": 0.0,
-    "extra_body": {"ignore_eos": True, "return_token_ids": True},
-}
-
-
-@pytest.mark.parametrize("row", range(len(PROMPTS)))
-def test_a_completion_has_the_tokens_of_hugging_face(
-    row: int, client: Any, expected: Callable[[str], list[list[int]]]
-) -> None:
-    answer = client.completions.create(prompt=PROMPTS[row], **ASK)
-    assert answer.choices[0].token_ids == expected("qwen3")[row]
-
-
-def test_a_streamed_completion_has_the_same_tokens(client: Any, expected: Callable[[str], list[list[int]]]) -> None:
-    tokens: list[int] = []
-    chunks = 0
-    for chunk in client.completions.create(prompt=PROMPTS[1], stream=True, **ASK):
-        tokens += chunk.choices[0].token_ids or []
-        chunks += 1
-    assert tokens == expected("qwen3")[1]
-    assert chunks > 1
-
-
-def test_chat_answers_and_streams_the_same_text(client: Any) -> None:
-    ask = {**ASK, "messages": [{"role": "user", "content": "hello world"}]}
-    whole = client.chat.completions.create(**ask).choices[0].message.content
-    parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(stream=True, **ask)]
-    assert whole
-    assert "".join(parts) == whole
-
-
-def test_without_the_key_a_request_is_refused(client: Any) -> None:
-    stranger = openai.OpenAI(base_url=client.base_url, api_key="another", max_retries=0)
-    with pytest.raises(openai.AuthenticationError):
-        stranger.completions.create(prompt=PROMPTS[0], **ASK)
-    assert client.models.list().data[0].id == "tiny"
+class TestServer(OverHTTP):
+    WARNED = ("VLLM_FL_WIBBLE", "VLLM_FL_NATIVE_PLATFORM")
+    HOST_WARNS_TOO = True
 
 
 def test_a_stat_logger_of_another_plugin_counts_the_tokens(client: Any, stat_log: Path) -> None:
@@ -245,14 +204,6 @@ def test_a_profile_is_written(client: Any, profiles: Path) -> None:
     _tokens(client)
     _ask(client, "stop_profile")
     assert any(file.stat().st_size for file in profiles.rglob("*") if file.is_file())
-
-
-@pytest.mark.parametrize("variable", ["VLLM_FL_WIBBLE", "VLLM_FL_NATIVE_PLATFORM"])
-def test_a_warning_of_a_setting_is_given_once_with_level_date_and_logger(variable: str, client: Any, log: Path) -> None:
-    """The engine is a process of its own, which reads the settings too."""
-    ours = [line for line in log.read_text().splitlines() if variable in line and "fl" in line.partition("]")[0]]
-    assert len(ours) == 1
-    assert re.match(rf"WARNING \d\S+ \S+ \[\w*fl\w*\.\S+\] environment variable {variable}: ", ours[0])
 
 
 def test_vllm_does_not_warn_of_the_threads_on_which_the_model_computes(client: Any, log: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import MAX_TOKENS, PROMPTS, RUNNERS, expected_tokens, ran, start_features
+from engines import MAX_TOKENS, PROMPTS, RUNNERS, ran, start_features
 from transformers import AutoModelForCausalLM
 
 import drafters
 import variants
+from adapters import MIX, MIXED, Adapters, Run, Wanted, mixed
+from host_engines import Call, Pass, Served
 from sampling import drawn
 
 SHORT = {"max_tokens": MAX_TOKENS}
@@ -22,12 +24,16 @@ SCORED = {"max_tokens": 2, "prompt_logprobs": 1}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_num_seqs": 6}
 EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
 PIECES = {**COMPILED, "compilation_config": {"mode": "VLLM_COMPILE", "backend": "eager"}}
-RUNS = {
-    **{f"{runner}, eager": (runner, EAGER) for runner in drawn(tuple(RUNNERS), 1, "model runner with adapters")},
-    **{f"{runner}, compiled": (runner, COMPILED) for runner in drawn(tuple(RUNNERS), 1, "compiled with adapters")},
-    **{f"{runner}, pieces": (runner, PIECES) for runner in drawn(tuple(RUNNERS), 1, "pieces with adapters")},
-}
-"""Name → model runner, and arguments of ``LLM``."""
+RUNS = [
+    Run(f"{runner}, {name}", {**LORA, **how, "max_loras": 3}, RUNNERS[runner])
+    for name, how, drawing in (
+        ("eager", EAGER, "model runner with adapters"),
+        ("compiled", COMPILED, "compiled with adapters"),
+        ("pieces", PIECES, "pieces with adapters"),
+    )
+    for runner in drawn(tuple(RUNNERS), 1, drawing)
+]
+SCORED_PROMPTS, SCORED_WITH = PROMPTS[:2] * 3, ("head", None, "one", "head", None, "two")
 LOOK_UP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTS = {
     f"{method}, {name}": (method, how)
@@ -38,127 +44,94 @@ DRAFTED = drawn(tuple(DRAFTS), 2, "drafts with adapters")
 WRONG = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_PREFER": "reference"}
 
 
-@pytest.fixture(scope="module")
-def adapters(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return [variants.adapter(checkpoint("qwen3"), folder / name, seed) for name, seed in (("one", 1), ("two", 2))]
+def _paths(adapter: Callable[[str], Path], *names: str | None) -> list[str | None]:
+    return [name and str(adapter(name)) for name in names]
 
 
-@pytest.fixture(scope="module")
-def head(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of the projection to the vocabulary, besides the others."""
-    folder = tmp_path_factory.mktemp("head")
-    return variants.adapter(checkpoint("qwen3"), folder / "three", 3, adapted=(*variants.ADAPTED, "lm_head"))
-
-
-@pytest.fixture(scope="module")
-def merged_tokens(
-    checkpoint: Callable[[str], Path], adapters: list[Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[list[int]]]:
-    """Hugging Face's tokens of the weights merged with each adapter."""
-    folder = tmp_path_factory.mktemp("merged")
-    return [expected_tokens(variants.merged(checkpoint("qwen3"), path, folder / path.name)) for path in adapters]
-
-
-@pytest.fixture(scope="module", params=RUNS)
-def run(
-    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], adapters: list[Path], head: Path
-) -> dict[str, Any]:
-    runner, arguments = RUNS[request.param]
-    one, two, heads = *map(str, adapters), str(head)
-    shared, mixed = PROMPTS[2], [heads, None, one, heads, None, two]
-    alone = list(zip(PROMPTS[:2] * 3, mixed, strict=True))
-    steps = [
-        {"do": "generate", "prompts": PROMPTS, "sampling": SHORT, "lora": [one] * len(PROMPTS)},
-        {"do": "generate", "prompts": PROMPTS * 3, "sampling": SHORT, "lora": [one, two, None] * len(PROMPTS)},
-        {"do": "reset_prefix_cache"},
-        {"do": "generate", "prompts": [shared], "sampling": SHORT, "lora": [one]},
-        {"do": "generate", "prompts": [shared] * 2, "sampling": SHORT, "lora": [one, two]},
-        {"do": "generate", "prompts": [shared], "sampling": SHORT},
-        {"do": "generate", "prompts": PROMPTS[:2] * 3, "sampling": SCORED, "lora": mixed},
-        *({"do": "generate", "prompts": [prompt], "sampling": SCORED, "lora": [lora]} for prompt, lora in alone),
-    ]
-    engine = {**LORA, **arguments, "max_loras": 3}
-    (found,) = start_features((checkpoint("qwen3"), steps, engine), **RUNNERS[runner]).result()["runs"]
-    assert found["report"]["model_runner"] == runner
-    assert (found["report"]["compiled"] is not None) == (arguments is not EAGER)
-    return found
+def _together(adapter: Callable[[str], Path]) -> dict[str, Any]:
+    """The step of :data:`MIX`."""
+    return {"do": "generate", "prompts": MIX.prompts, "sampling": SHORT, "lora": _paths(adapter, *MIX.adapters)}
 
 
 def _tokens(step: list[dict[str, Any]]) -> list[list[int]]:
     return [output["tokens"][0] for output in step]
 
 
-def test_an_adapter_gives_the_tokens_of_the_merged_weights(
-    run: dict[str, Any], merged_tokens: list[list[list[int]]], expected: Callable[[str], list[list[int]]]
-) -> None:
-    assert _tokens(run["steps"][0]) == merged_tokens[0]
-    assert merged_tokens[0] != merged_tokens[1]
-    assert expected("qwen3") not in merged_tokens
+@pytest.mark.engine
+class TestAdapters(Adapters):
+    RUNS = RUNS
+    OPERATORS = ("kv_cache_write", "paged_attention")
 
+    def known(self) -> Sequence[str]:
+        return ["one", "two", "head"]
 
-def test_two_adapters_and_none_mix_in_one_batch(
-    run: dict[str, Any], merged_tokens: list[list[list[int]]], expected: Callable[[str], list[list[int]]]
-) -> None:
-    weights = [*merged_tokens, expected("qwen3")]
-    found = _tokens(run["steps"][1])
-    wrong = {index: tokens for index, tokens in enumerate(found) if tokens != weights[index % 3][index % len(PROMPTS)]}
-    assert wrong == {}
+    def more(self, adapter: Callable[[str], Path]) -> Sequence[Pass | Call]:
+        """A prefix of one adapter asked with others, and scores of prompts, together and one by one."""
+        shared = PROMPTS[2]
+        return [
+            Call("reset_prefix_cache"),
+            Pass([shared], adapters=["one"]),
+            Pass([shared] * 2, adapters=["one", "two"]),
+            Pass([shared]),
+            Call("generate", {"prompts": [*SCORED_PROMPTS], "sampling": SCORED, "lora": _paths(adapter, *SCORED_WITH)}),
+            *(
+                Call("generate", {"prompts": [prompt], "sampling": SCORED, "lora": _paths(adapter, name)})
+                for prompt, name in zip(SCORED_PROMPTS, SCORED_WITH, strict=True)
+            ),
+        ]
 
+    def operators(self, report: Mapping[str, Any]) -> Sequence[str]:
+        if report["compiled"] is not None:
+            assert report["compiled"]["graphs"] + report["compiled"]["loaded"] >= 1
+            return self.OPERATORS
+        return (*self.OPERATORS, "rms_norm", "silu_and_mul", "rotary_embedding", "lora_shrink", "lora_expand")
 
-def test_a_prefix_is_shared_within_an_adapter_only(run: dict[str, Any]) -> None:
-    first, both, plain = run["steps"][3:6]
-    assert first[0]["cached"] == 0
-    assert [output["cached"] > 0 for output in both] == [True, False]
-    assert plain[0]["cached"] == 0
+    def test_each_run_is_what_its_name_says(self, run: Run, served: Callable[[Run], Served]) -> None:
+        (report,) = served(run).reports
+        assert (report["model_runner"], report["compiled"] is None) == (run.name[:2], "eager" in run.name)
 
+    def test_a_prefix_is_shared_within_an_adapter_only(self, run: Run, served: Callable[[Run], Served]) -> None:
+        first, both, plain = (answer.cached for answer in served(run).answers[3:6])
+        assert first[0] == 0
+        assert [cached > 0 for cached in both] == [True, False]
+        assert plain[0] == 0
 
-def test_our_operators_ran_around_the_adapted_projections(run: dict[str, Any]) -> None:
-    operators = {key.split(" ")[0] for key in run["report"]["counts"]}
-    assert {"kv_cache_write", "paged_attention"} <= operators
-    if run["report"]["compiled"] is None:
-        ours = {"rms_norm", "silu_and_mul", "rotary_embedding", "lora_shrink", "lora_expand"}
-        assert ours <= operators
-    else:
-        assert run["report"]["compiled"]["graphs"] + run["report"]["compiled"]["loaded"] >= 1
-    assert run["report"]["native_layers"] == {}
-    assert run["report"]["failed"] == {}
-
-
-def test_prompt_logprobs_are_those_of_each_requests_own_adapter(
-    run: dict[str, Any], checkpoint: Callable[[str], Path], head: Path, tmp_path: Path
-) -> None:
-    together, *alone = run["steps"][6], *(output for (output,) in run["steps"][7:])
-    assert len(together) == len(alone) == 6
-    for mixed, single in zip(together, alone, strict=True):
-        assert mixed["tokens"] == single["tokens"]
-        for found, wanted in zip(mixed["prompt_logprobs"][1:], single["prompt_logprobs"][1:], strict=True):
-            assert found == pytest.approx(wanted, abs=1e-4)
-    network = AutoModelForCausalLM.from_pretrained(variants.merged(checkpoint("qwen3"), head, tmp_path / "merged"))
-    scores = network(torch.tensor([PROMPTS[0]])).logits[0].log_softmax(-1)
-    for place, found in enumerate(together[0]["prompt_logprobs"][1:]):
-        assert found == pytest.approx({token: scores[place, int(token)].item() for token in found}, rel=1e-4, abs=1e-3)
+    def test_prompt_logprobs_are_those_of_each_requests_own_adapter(
+        self,
+        run: Run,
+        served: Callable[[Run], Served],
+        checkpoint: Callable[[str], Path],
+        adapter: Callable[[str], Path],
+        tmp_path: Path,
+    ) -> None:
+        together, *others = (answer.returned for answer in served(run).answers[6:])
+        alone = [output for (output,) in others]
+        assert len(together) == len(alone) == 6
+        for one, single in zip(together, alone, strict=True):
+            assert one["tokens"] == single["tokens"]
+            for found, wanted in zip(one["prompt_logprobs"][1:], single["prompt_logprobs"][1:], strict=True):
+                assert found == pytest.approx(wanted, abs=1e-4)
+        merged = variants.merged(checkpoint("qwen3"), adapter("head"), tmp_path / "merged")
+        scores = AutoModelForCausalLM.from_pretrained(merged)(torch.tensor([PROMPTS[0]])).logits[0].log_softmax(-1)
+        for place, found in enumerate(together[0]["prompt_logprobs"][1:]):
+            right = {token: scores[place, int(token)].item() for token in found}
+            assert found == pytest.approx(right, rel=1e-4, abs=1e-3)
 
 
 @pytest.fixture(scope="module")
-def swapped(checkpoint: Callable[[str], Path], adapters: list[Path]) -> dict[str, Any]:
+def swapped(checkpoint: Callable[[str], Path], adapter: Callable[[str], Path]) -> dict[str, Any]:
     """A compiled engine with room for one adapter, whose requests have another one each time."""
-    one, two = map(str, adapters)
-    asked = [[lora] * len(PROMPTS) for lora in (one, two, None, one)]
+    asked = [[lora] * len(PROMPTS) for lora in _paths(adapter, "one", "two", None, "one")]
     steps = [{"do": "generate", "prompts": PROMPTS, "sampling": SHORT, "lora": lora} for lora in asked]
-    together = {"do": "generate", "prompts": PROMPTS * 3, "sampling": SHORT, "lora": [one, two, None] * len(PROMPTS)}
     engine = {**LORA, **COMPILED, "max_loras": 1}
-    (found,) = start_features((checkpoint("qwen3"), [*steps, together], engine)).result()["runs"]
+    (found,) = start_features((checkpoint("qwen3"), [*steps, _together(adapter)], engine)).result()["runs"]
     return found
 
 
-def test_adapters_change_places_after_compilation(
-    swapped: dict[str, Any], merged_tokens: list[list[list[int]]], expected: Callable[[str], list[list[int]]]
-) -> None:
-    one, two, none, again, together = map(_tokens, swapped["steps"])
-    assert [one, two, none, again] == [*merged_tokens, expected("qwen3"), merged_tokens[0]]
-    weights = [*merged_tokens, expected("qwen3")]
-    assert together == [weights[index % 3][index % len(PROMPTS)] for index in range(len(together))]
+def test_adapters_change_places_after_compilation(swapped: dict[str, Any], adapted: Wanted) -> None:
+    *alone, together = map(_tokens, swapped["steps"])
+    assert alone == [adapted(name) for name in ("one", "two", None, "one")]
+    assert together == mixed(adapted)
     assert swapped["report"]["compiled"]["graphs"] == 1
 
 
@@ -166,30 +139,28 @@ def test_adapters_change_places_after_compilation(
 def test_a_wrong_product_is_in_the_graph(
     operator: str,
     checkpoint: Callable[[str], Path],
-    adapters: list[Path],
-    merged_tokens: list[list[list[int]]],
-    expected: Callable[[str], list[list[int]]],
+    adapter: Callable[[str], Path],
+    adapted: Wanted,
 ) -> None:
-    lora = [str(adapters[0])] * len(PROMPTS)
+    lora = _paths(adapter, "one") * len(PROMPTS)
     steps = [
         {"do": "generate", "prompts": PROMPTS, "sampling": SHORT},
         {"do": "generate", "prompts": PROMPTS, "sampling": SHORT, "lora": lora},
     ]
     job = checkpoint("qwen3"), steps, {**LORA, **PIECES}
     (found,) = start_features(job, **WRONG, VLLM_FL_PER_OP=f"{operator}=vendor:wrong").result()["runs"]
-    base, adapted = map(_tokens, found["steps"])
-    assert base == expected("qwen3")
-    assert adapted not in (base, merged_tokens[0])
+    base, wrong = map(_tokens, found["steps"])
+    assert base == adapted(None)
+    assert wrong not in (base, adapted("one"))
 
 
 def test_our_kernels_serve_adapters_in_tritons_interpreter(
     checkpoint: Callable[[str], Path],
-    adapters: list[Path],
-    merged_tokens: list[list[list[int]]],
-    expected: Callable[[str], list[list[int]]],
+    adapter: Callable[[str], Path],
+    adapted: Wanted,
 ) -> None:
     pytest.importorskip("triton")
-    one, two = map(str, adapters)
+    one, two = _paths(adapter, "one", "two")
     few = {"do": "generate", "prompts": PROMPTS[:2] * 3, "sampling": {"max_tokens": 4}}
     steps = [{**few, "lora": [one, None, two, two, None, one]}]
     kernels = ";".join(f"{operator}=impl:default.triton" for operator in ("lora_shrink", "lora_expand"))
@@ -197,8 +168,7 @@ def test_our_kernels_serve_adapters_in_tritons_interpreter(
     job = checkpoint("qwen3"), steps, engine
     variables = {"TRITON_INTERPRET": "1", "VLLM_FL_PREFER": "reference", "VLLM_FL_PER_OP": kernels}
     (found,) = start_features(job, cold=True, **variables).result()["runs"]
-    first, second = merged_tokens
-    base = expected("qwen3")
+    first, second, base = map(adapted, MIXED)
     wanted = [first[0], base[1], second[0], second[1], base[0], first[1]]
     assert _tokens(found["steps"][0]) == [tokens[:4] for tokens in wanted]
     assert ran(found, "lora_shrink") == ran(found, "lora_expand") == {"default.triton"}
@@ -208,20 +178,14 @@ def test_our_kernels_serve_adapters_in_tritons_interpreter(
 def test_two_ranks_serve_adapters(
     sharded: bool,
     checkpoint: Callable[[str], Path],
-    adapters: list[Path],
-    merged_tokens: list[list[list[int]]],
-    expected: Callable[[str], list[list[int]]],
+    adapter: Callable[[str], Path],
+    adapted: Wanted,
 ) -> None:
-    one, two = map(str, adapters)
-    steps = [
-        {"do": "generate", "prompts": PROMPTS * 3, "sampling": SHORT, "lora": [one, two, None] * len(PROMPTS)},
-        {"do": "rpc", "method": "fl_report", "args": []},
-    ]
+    steps = [_together(adapter), {"do": "rpc", "method": "fl_report", "args": []}]
     engine = {**LORA, **COMPILED, "max_loras": 2, "tensor_parallel_size": 2, "fully_sharded_loras": sharded}
     (found,) = start_features((checkpoint("qwen3"), steps, engine)).result()["runs"]
-    weights = [*merged_tokens, expected("qwen3")]
     tokens, reports = _tokens(found["steps"][0]), found["steps"][1]
-    assert tokens == [weights[index % 3][index % len(PROMPTS)] for index in range(len(tokens))]
+    assert tokens == mixed(adapted)
     assert [report["rank"] for report in reports] == [0, 1]
     assert all(report["compiled"]["graphs"] == 1 and report["failed"] == {} for report in reports)
 
@@ -258,12 +222,10 @@ def test_drafts_change_no_token_of_an_adapter(
 
 def test_adapters_are_there_again_after_sleep(
     checkpoint: Callable[[str], Path],
-    adapters: list[Path],
-    merged_tokens: list[list[list[int]]],
-    expected: Callable[[str], list[list[int]]],
+    adapter: Callable[[str], Path],
+    adapted: Wanted,
 ) -> None:
-    one, two = map(str, adapters)
-    generate = {"do": "generate", "prompts": PROMPTS * 3, "sampling": SHORT, "lora": [one, two, None] * len(PROMPTS)}
+    generate = _together(adapter)
     steps = [
         generate,
         {"do": "sleep", "level": 1},
@@ -277,10 +239,8 @@ def test_adapters_are_there_again_after_sleep(
     ]
     job = checkpoint("qwen3"), steps, {**LORA, **COMPILED, "max_loras": 2, "enable_sleep_mode": True}
     (found,) = start_features(job).result()["runs"]
-    weights = [*merged_tokens, expected("qwen3")]
     for place in (0, 3, 8):
-        tokens = _tokens(found["steps"][place])
-        assert tokens == [weights[index % 3][index % len(PROMPTS)] for index in range(len(tokens))], place
+        assert _tokens(found["steps"][place]) == mixed(adapted), place
 
 
 def _update(wrapper: Any, prefill: bool, requests: list[int], tokens: list[int]) -> None:

@@ -39,7 +39,6 @@ for name, variables in json.loads(sys.argv[1]).items():
 """
 
 CASES = bad_settings.cases("VLLM_FL") | {
-    "no_library": ({"FLAGCX_PATH": "/nowhere"}, r"ConfigError: environment variable FLAGCX_PATH: /nowhere: .*unset"),
     "cache_size": ({"VLLM_CPU_KVCACHE_SPACE": "much"}, r"ConfigError: .*VLLM_CPU_KVCACHE_SPACE: .*GiB.*'much'"),
 }
 SERVED = {

@@ -49,6 +49,10 @@ def cases(prefix: str) -> dict[str, Case]:
             {f"{prefix}_PLUGIN_MODULES": "duplicate_plugin"},
             r"RegistrationError: .*vendor\.twice.*silu_and_mul",
         ),
+        "no_library": (
+            {"FLAGCX_PATH": "/nowhere"},
+            r"ConfigError: environment variable FLAGCX_PATH: /nowhere: .*unset",
+        ),
         "nothing_left": ({f"{prefix}_PER_OP": "rms_norm=vendor:nobody"}, r"ConfigError: .*rms_norm"),
     }
 
