@@ -34,7 +34,7 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "end tokens": _ask(temperature=1.0, seed=3, stop_token_ids=ENDS, logprobs=1),
     "a least length": _ask(temperature=1.0, seed=3, stop_token_ids=ENDS, min_tokens=17),
     "lengths": _ask() | {"sampling": [{"max_tokens": 1 + 12 * place} for place in range(len(PROMPTS))]},
-    "stop strings": _ask(temperature=1.0, seed=4, stop=["a", "b", "c"]),
+    "stop strings": _ask(temperature=1.0, seed=4, stop=list("abcdefghijklmnopqrstuvwxyz")),
     "a grammar": _ask(structured_outputs={"regex": "[a-c]{3}-[0-9]{2}"}, ignore_eos=False),
     "samples": _ask(temperature=1.0, seed=5, n=2),
     "a cached prefix": _ask(),
@@ -48,7 +48,7 @@ def engines(
     """Runs of ``start_features``: all requests with an adapter, and requests that take each other's blocks."""
     count = len(PROMPTS)
     asked = list(ASKED.values())
-    leave = {"do": "join_and_leave", "prompts": PROMPTS, "max_tokens": NEW, "leave": {"1": 9}}
+    leave = {"do": "join_and_leave", "prompts": PROMPTS, "max_tokens": NEW, "leave": {"1": 6}}
     asked.append({**leave, "arrive": [0, 1, 12, 12][:count] + [12] * (count - 4)})
     asked.append({"do": "streamed", "prompts": PROMPTS, "sampling": {"max_tokens": NEW}})
     asked += [{"do": "metrics", "contains": part} for part in ("generation_tokens", "spec_decode")]
