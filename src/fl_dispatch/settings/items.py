@@ -162,7 +162,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     _item(
         "steps", "VLLM_FL_STEPS", values.whole, int, partial(values.within, 1, 64),
-        "the most steps of the model for one scheduling, while all requests decode; 1 for one",
+        "the most steps of the model for one scheduling, while all requests decode",
     ),
     _item(
         "steps_ms", "VLLM_FL_STEPS_MS", values.number, float, partial(values.within, 0.0, 1e4),

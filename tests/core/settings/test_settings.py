@@ -876,7 +876,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variables_are_not_ours() -> None:
     assert not {"VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL"} & set(variable_names())
-    assert len(variable_names()) == len(set(variable_names())) == 31
+    assert len(variable_names()) == len(set(variable_names())) == 33
 
 
 def rows() -> dict[str, list[str]]:
@@ -906,7 +906,7 @@ def shown(field: str) -> str:
         return "flaggems_enable_oplist.txt in the user's cache directory"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
+    if isinstance(value, int | float):
         return f"{value:g}"
     return str(value) if isinstance(value, str) else "(none)"
 
