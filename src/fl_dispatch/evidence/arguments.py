@@ -74,14 +74,17 @@ def apart(tensor: Tensor) -> Tensor:
     """A copy with the same strides, in a memory that holds nothing else; gaps between its rows are NaN if it can be."""
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(new.untyped_storage())
-    whole.fill_(math.nan if tensor.dtype.is_floating_point else 0)
+    if has_nan(tensor.dtype):
+        whole.fill_(math.nan)
+    else:
+        whole.view(torch.uint8).zero_()
     return new.copy_(tensor.detach())
 
 
 def _guard(inside: Tensor, whole: Tensor, views: list[Tensor]) -> None:
     """Copy what the views cover into ``inside``, a part of ``whole``; all the rest of floating memory becomes NaN."""
     dtype = views[0].dtype
-    if not dtype.is_floating_point or any(view.dtype is not dtype for view in views):
+    if not has_nan(dtype) or any(view.dtype is not dtype for view in views):
         inside.copy_(_bytes(views[0]))
         return
     whole.view(dtype).fill_(math.nan)
@@ -90,11 +93,16 @@ def _guard(inside: Tensor, whole: Tensor, views: list[Tensor]) -> None:
         elements.as_strided(view.shape, view.stride(), elements.storage_offset() + view.storage_offset()).copy_(view)
 
 
+def has_nan(dtype: torch.dtype) -> bool:
+    """Whether numbers of a type are floating point, one an element; two in a byte have no NaN and no wider type."""
+    return dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2
+
+
 def double(value: Any, device: torch.device) -> Any:
-    """A floating tensor in float64 and in memory of its own, another tensor copied, anything else unchanged."""
+    """A tensor of floats in float64 and in memory of its own, another tensor copied, anything else unchanged."""
     if not isinstance(value, Tensor):
         return value
-    dtype = torch.float64 if value.is_floating_point() else value.dtype
+    dtype = torch.float64 if has_nan(value.dtype) else value.dtype
     return value.to(device=device, dtype=dtype, copy=True)
 
 

@@ -17,6 +17,10 @@ from .inputs import quantized, shapes
 
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
 FP8 = torch.float8_e4m3fn
+FP4 = torch.float4_e2m1fn_x2
+"""Two numbers of e2m1 in a byte, the first one in its low half; PyTorch moves such bytes, and has no arithmetic."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of e2m1 by the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats 1.0)."""
 LARGEST = MappingProxyType({"int8": 127.0, "float8_e4m3fn": 448.0})
 """The quantized types, and the magnitude that the largest element of a group gets."""
 LEAST_SCALE = 1e-10
@@ -266,6 +270,12 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
         yield sample(f"{bits} bits, one scale a column", 4, 128, 320, bits, 320)
         yield sample(f"{bits} bits, small groups, odd columns", 3, 37, 48, bits, 16, True, serving=False)
         yield sample(f"{bits} bits, empty batch", 0, 32, 64, bits, 64, serving=False)
+    for rows, columns, inner in ((1, 256, 1024), (6, 192, 256), (80, 96, 256)):
+        weight = source.float4(columns, inner, 32)
+        yield Sample(f"float4, {rows} of {inner} to {columns}, groups of 32", (source.normal(rows, inner), *weight))
+    weight = source.float4(37, 48, 16)
+    yield Sample("float4, groups of 16, odd columns", (source.normal(3, 48), *weight), serving=False)
+    yield Sample("float4, groups of 16, one row", (source.normal(1, 48), *weight), serving=False)
     float8 = source.normal(128, 256).to(FP8)
     yield Sample(
         "float8, one scale a column", (source.normal(3, 256), float8, source.scales(128, 1, size=256**-0.5).to(dtype))
@@ -293,7 +303,7 @@ def weight_only_linear(
     Args:
         x: ``[..., inner]``, floating point.
         weight: ``[columns, inner / 2]``, uint8: numbers from 0 to 15, two in a byte, the first one in its low half; or
-            ``[columns, inner]``, int8 or float8_e4m3fn.
+            float4_e2m1fn_x2, in the same order; or ``[columns, inner]``, int8 or float8_e4m3fn.
         scale: ``[columns, groups]``, dtype of ``x``; groups of ``inner / groups`` elements.
         zero: ``[columns, groups]``, int8, or ``None`` for 8 with numbers of 4 bits, and for 0 with others.
         bias: ``[columns]``, dtype of ``x``, or ``None``.
@@ -311,8 +321,18 @@ def weight_only_linear(
     return functional.linear(x.to(wide), dequantized, None if bias is None else bias.to(wide)).to(x.dtype)
 
 
+def packs_two(weight: Tensor) -> bool:
+    """Whether a byte of a weight has two numbers."""
+    return weight.dtype in (torch.uint8, FP4)
+
+
 def unpacked(weight: Tensor) -> Tensor:
-    """Numbers of 4 bits, one a byte; another weight as it is."""
-    if weight.dtype is not torch.uint8:
+    """Numbers of 4 bits, one an element: uint8, or float32 of float4_e2m1fn_x2; another weight as it is."""
+    if not packs_two(weight):
         return weight
-    return torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
+    stored = weight.view(torch.uint8)
+    codes = torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+    if weight.dtype is not FP4:
+        return codes
+    signed = torch.tensor(E2M1 + tuple(-number for number in E2M1), device=weight.device)
+    return signed[codes.long()]

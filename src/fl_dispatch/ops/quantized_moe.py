@@ -23,7 +23,7 @@ from .moe import (
     read_experts,
     tokens_workload,
 )
-from .quantization import FP8, ROW, TENSOR, quantize, scaled_linear, weight_only_linear
+from .quantization import FP4, FP8, ROW, TENSOR, quantize, scaled_linear, weight_only_linear
 
 ScaledLinear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, str, int], Tensor]
 """As the operator ``scaled_linear``."""
@@ -227,6 +227,12 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
         yield sample("empty batch", 0, 8, 2, 64, 32, serving=False)
         yield source("zero points, groups of 16", bits, 16, True)("9 tokens", 9, 8, 2, 64, 48)
         yield source("one scale a column", bits, 64)("one token", 1, 8, 2, 64, 64)
+    sample = _sampler(mixtures.weight_only(dtype, device, generator, 4, 32, kind=FP4), "float4, groups of 32")
+    yield sample("decode, 16 tokens, 32 experts, as gpt-oss has them", 16, 32, 4, 128, 32, "swigluoai", biases=True)
+    yield sample("prefill, 40 tokens, 8 experts", 40, 8, 2, 128, 96, out=True)
+    yield sample("half of the experts is here", 20, 32, 4, 96, 64, local=range(16, 32))
+    groups = _sampler(mixtures.weight_only(dtype, device, generator, 4, 16, kind=FP4), "float4, groups of 16")
+    yield groups("9 tokens", 9, 8, 2, 64, 48)
 
 
 @operator(
@@ -265,8 +271,8 @@ def weight_only_moe(
 
     Args:
         hidden_states: ``[tokens, hidden]``, floating point.
-        w13: ``[local experts, 2 * inner, hidden / 2]``, uint8, or ``[.., hidden]``, int8 or float8_e4m3fn; ``[..,
-            inner, ..]`` without a gate.
+        w13: ``[local experts, 2 * inner, hidden / 2]``, uint8 or float4_e2m1fn_x2, or ``[.., hidden]``, int8 or
+            float8_e4m3fn; ``[.., inner, ..]`` without a gate.
         w13_scale: ``[local experts, rows of w13, groups]``, dtype of ``hidden_states``.
         w2: ``[local experts, hidden, inner / 2]`` or ``[.., inner]``, dtype of ``w13``.
         w2_scale: ``[local experts, hidden, groups]``, dtype of ``w13_scale``.

@@ -15,7 +15,13 @@ from fl_dispatch.devices import detect_device, device_specs
 from fl_dispatch.hosting.quantized import remedies
 
 SERVED: Mapping[str, str] = MappingProxyType(
-    {"auto_awq": "awq", "auto_gptq": "gptq", "compressed-tensors": "compressed-tensors", "fp8": "fp8"}
+    {
+        "auto_awq": "awq",
+        "auto_gptq": "gptq",
+        "compressed-tensors": "compressed-tensors",
+        "fp8": "fp8",
+        "gpt_oss_mxfp4": "mxfp4",
+    }
 )
 """vLLM's names of the methods that are served → the names that checkpoints have."""
 
@@ -44,6 +50,8 @@ def verify(method: str) -> None:
     from ..host import HOST
 
     device, name = detect_device(), SERVED.get(method, method)
+    if method == "mxfp4":
+        raise refused("quantization 'mxfp4' of another model than gpt-oss", remedies.of_method(method))
     if method not in SERVED and method in SERVED.values():
         raise ValueError(f"vllm_fl serves '{name}' only where the checkpoint's config.json has a quantization_config")
     if method not in SERVED:

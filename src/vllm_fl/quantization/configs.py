@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
-from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, register_quantization_config
+from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, mxfp4, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.compressed_tensors import schemes as vllms
@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear
 from vllm.model_executor.layers.quantization.utils.gptq_utils import is_layer_gptq_quantized
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
 from fl_dispatch.hosting.quantized import layer_parts, orders, remedies, schemes, stored_experts
@@ -41,6 +42,8 @@ class Served:
 
     fl_format: str
     """The name that checkpoints have for the format."""
+    fl_loads: type | None = None
+    """A class of experts with a loader of its own that knows the format."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -65,7 +68,7 @@ class Served:
             return UnquantizedFusedMoEMethod(layer.moe_config)
         kernel = stored_experts.KINDS[schemes.served(scheme, prefix, refused, experts=True)](scheme)
         # A loader of a model's own knows vLLM's methods by name, and loads those of others as if they were plain.
-        if kind.weight_loader is not RoutedExperts.weight_loader:
+        if kind.weight_loader is not RoutedExperts.weight_loader and kind is not self.fl_loads:
             raise refused(f"quantized experts that {kind.__name__} loads in a way of its own ({prefix})")
         return QuantizedMethod(kernel, layer.moe_config)
 
@@ -193,6 +196,16 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
         return any(part in name for part in self.modules_to_not_convert or ()) or None
 
 
+class Mxfp4ConfigFL(Served, mxfp4.GptOssMxfp4Config):
+    """``mxfp4``: the experts of gpt-oss; other layers are not quantized."""
+
+    fl_format = "mxfp4"
+    fl_loads = GptOssRoutedExperts
+
+    def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
+        return schemes.mxfp4()
+
+
 MAKERS: dict[Kind, tuple[type[Any], str]] = {
     Kind.INT8: (vllms.CompressedTensorsW8A8Int8, "kernel"),
     Kind.FP8: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
@@ -314,6 +327,7 @@ CONFIGS: dict[str, type[QuantizationConfig]] = {
     "auto_gptq": GPTQConfigFL,
     "compressed-tensors": CompressedTensorsConfigFL,
     "fp8": Fp8ConfigFL,
+    "gpt_oss_mxfp4": Mxfp4ConfigFL,
 }
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from single_layers import made, mixture
 from torch import nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
+import float4
 from fl_dispatch import (
     BackendImplKind,
     OpImpl,
@@ -26,6 +28,7 @@ from fl_dispatch.ops import OPERATORS
 from quantized_checkpoints import AWQ, FP8_CONFIG, SCHEMES
 from single_quantized import GPTQ4, MIXTURE, NAMED, PACKED, QuantizedExperts
 from vllm_fl.quantization import expert_method as methods
+from vllm_fl.quantization.configs import Mxfp4ConfigFL
 
 STATIC_FP8 = {**FP8_CONFIG, "activation_scheme": "static"}
 
@@ -60,6 +63,48 @@ def test_quantized_experts_of_gpt_oss_are_refused() -> None:
         mixture(made(PACKED), kind=GptOssRoutedExperts)
     left = mixture(made({**PACKED, "ignore": NAMED}), kind=GptOssRoutedExperts)
     assert isinstance(left.quant_method, UnquantizedFusedMoEMethod)
+
+
+def gpt_oss(**parallel: int) -> nn.Module:
+    """The experts of a layer of gpt-oss in MXFP4, zeros with scales of 2 ** -127."""
+    return mixture(Mxfp4ConfigFL.from_config(dict(float4.MXFP4)), kind=GptOssRoutedExperts, **parallel)
+
+
+def test_mxfp4_experts_compute_with_the_numbers_that_their_bytes_stand_for() -> None:
+    layer, generator = gpt_oss(), torch.Generator().manual_seed(0)
+    weights = {}
+    for name in ("w13", "w2"):
+        stored = getattr(layer, f"{name}_weight")
+        count, columns, half = stored.shape
+        blocks, scales = float4.mxfp4(torch.randn((count, columns, 2 * half), generator=generator))
+        layer.weight_loader(stored, blocks.flatten(2), f"{name}_weight", None, None)
+        layer.weight_loader(getattr(layer, f"{name}_weight_scale"), scales, f"{name}_weight_scale", None, None)
+        weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, inner, columns]
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.randn((5, weights["w13"].shape[1]), generator=generator)
+    for expert in range(2):
+        between = nn.functional.silu(x @ weights["w13"][expert][:, : weights["w2"].shape[1]])
+        between = between * (x @ weights["w13"][expert][:, weights["w2"].shape[1] :])
+        routing = (torch.ones(5, 1), torch.full((5, 1), expert, dtype=torch.int32), "silu", False, None)
+        got = layer.quant_method.fl_kernel.apply_experts(layer, x, *routing, None)
+        torch.testing.assert_close(got, between @ weights["w2"][expert], rtol=1e-4, atol=1e-3)
+
+
+def test_mxfp4_experts_with_a_part_of_a_group_on_a_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"experts with 48 elements on a rank, not a multiple of a group's 32"):
+        mixture(Mxfp4ConfigFL.from_config({}), kind=GptOssRoutedExperts, inner=96, tp_size=2, tp_rank=1)
+
+
+@pytest.mark.parametrize(("exponent", "dtype"), [(90, torch.float16), (150, torch.float16), (255, torch.bfloat16)])
+def test_scales_that_the_models_type_does_not_have_are_refused(exponent: int, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"does not have scales of .*, which the checkpoint has; serve in bfloat16"):
+        orders.powers_of_two(torch.tensor([127, exponent], dtype=torch.uint8), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_power_of_two_is_a_scale_of_models_in(dtype: torch.dtype) -> None:
+    exponents = torch.arange(255).to(torch.uint8)
+    assert torch.equal(orders.powers_of_two(exponents, dtype).double(), torch.exp2(exponents.double() - 127))
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,23 @@ from vllm_fl.quantization.configs import CompressedTensorsConfigFL
 
 class TestLayers(QuantizedLayers):
     METHODS = {**METHODS, "inc": METHODS["auto-round"], "another": f"{METHODS['modelopt']}, or 'W4A16'"}
-    REFUSAL = "vllm_fl does not support quantization '{method}' yet (only awq, gptq, compressed-tensors, fp8); {works}"
+    REFUSAL = (
+        "vllm_fl does not support quantization '{method}' yet (only awq, gptq, compressed-tensors, fp8, mxfp4); {works}"
+    )
 
     def refusal(self, method: str) -> str:
         with pytest.raises(ValueError, match="does not support") as refused:
             quantization.verify(method)
         return str(refused.value)
+
+
+def test_mxfp4_is_served_in_gpt_oss_only() -> None:
+    with pytest.raises(ValueError, match="does not support") as refused:
+        quantization.verify("mxfp4")
+    assert str(refused.value) == (
+        "vllm_fl does not support quantization 'mxfp4' of another model than gpt-oss yet; quantize with "
+        "llm-compressor's scheme 'W4A16'"
+    )
 
 
 def test_scales_that_are_neither_are_not_taken_for_some() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import explain
+from ...ops.quantization import FP4
 from . import blocks, orders
 from .layers import QuantizedKernel
 
@@ -245,6 +246,27 @@ class PackedExperts(QuantizedExperts):
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
         return tuple(getattr(layer, f"{name}_{self._packing.zero}") for name in NAMES)
+
+
+class Float4Experts(QuantizedExperts):
+    """Weights of e2m1 with a power of two for a group, for rows as they are: ``weight_only_moe``."""
+
+    fl_operator = "weight_only_moe"
+    fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in ("weight", "weight_scale"))
+    fl_dtype: torch.dtype
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Bytes stay as they are; exponents become scales of the model's type."""
+        for name in NAMES:
+            weight, scale = (getattr(layer, f"{name}_{part}").data for part in ("weight", "weight_scale"))
+            scales = orders.powers_of_two(scale, self.fl_dtype)
+            self._keep(layer, **{f"{name}_weight": weight.view(FP4), f"{name}_weight_scale": scales})
+
+    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
+        return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+
+    def _rest(self, layer: Any) -> tuple[Any, ...]:
+        return None, None
 
 
 OPERATORS = (ScaledExperts.fl_operator, PackedExperts.fl_operator)

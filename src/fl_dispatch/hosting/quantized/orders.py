@@ -59,6 +59,20 @@ def zero_points(numbers: Tensor, bits: int) -> Tensor:
     return (numbers - (128 if bits == 8 else 0)).to(torch.int8).contiguous()
 
 
+def powers_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in float8_e8m0fnu, stored as bytes, as the same numbers of another type.
+
+    Raises:
+        ValueError: the type does not have one of them.
+    """
+    exact = exponents.view(torch.float8_e8m0fnu).to(torch.float32)
+    scales = exact.to(dtype)
+    if not torch.equal(scales.float(), exact):
+        beyond = exact[scales.float() != exact].unique()
+        raise ValueError(f"{dtype} does not have scales of {beyond[0]:g}, which the checkpoint has; serve in bfloat16")
+    return scales
+
+
 def scale_of_columns(scale: Tensor, widths: Sequence[int]) -> Tensor:
     """A scale for each column, ``[columns, 1]``, float32.
 

@@ -28,6 +28,8 @@ TOKEN = "token"
 """A scale for each row of an input."""
 BITS = (4, 8)
 """Bits of packed weights."""
+FLOAT4_GROUP = 32
+"""Elements with a scale in common, a power of two, in MXFP4 (OCP Microscaling Formats 1.0)."""
 PACKED_FORM = "pack-quantized"
 LEFT = "not quantized"
 """The answer of a checkpoint's rules for a layer that they leave as it is."""
@@ -101,6 +103,7 @@ class Kind(Enum):
     COMPRESSED = "packed by compressed-tensors"
     GPTQ = "packed by gptq"
     AWQ = "packed by awq"
+    MXFP4 = "mxfp4"
 
 
 def compressed(weights: Any, inputs: Any, form: str) -> Scheme:
@@ -164,6 +167,11 @@ def gptq_rule(usual: Mapping[str, Any], dynamic: Mapping[str, Any]) -> Callable[
 def awq(bits: int, group: int, zero_point: bool) -> Scheme:
     """A scheme of ``awq``."""
     return Scheme("awq", Numbers(bits, "int", GROUP if group > 0 else CHANNEL, group, symmetric=not zero_point))
+
+
+def mxfp4() -> Scheme:
+    """The scheme of gpt-oss's experts, the only layers that ``mxfp4`` quantizes."""
+    return Scheme("mxfp4", Numbers(4, "float", GROUP, FLOAT4_GROUP))
 
 
 def _is_number(value: Any) -> bool:
@@ -298,6 +306,8 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
     weights, inputs, form = scheme.weights, scheme.inputs, scheme.form
     if scheme.method in ("gptq", "awq"):
         return Kind(f"packed by {scheme.method}")
+    if scheme.method == "mxfp4":
+        return Kind.MXFP4 if experts else None
     if form == PACKED_FORM:
         packed = weights.kind == "int" and weights.bits in BITS and weights.per in (CHANNEL, GROUP)
         return Kind.COMPRESSED if packed and inputs is None and not weights.dynamic else None

@@ -188,6 +188,24 @@ class AwqExperts(_Packed):
     packing, has_zeros = experts.AWQ, True
 
 
+class Float4Experts(Experts, experts.Float4Experts):
+    """As gpt-oss has them: the rows of gate and ``up`` alternate."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self._group = scheme.weights.group
+
+    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
+        if reason := experts.indivisible((sizes.hidden, sizes.inner), 4, self._group):
+            return reason
+        self.fl_dtype = sizes.dtype
+        for name, columns, inner in sizes.weights():
+            for part, elements in (("weight", 2), ("weight_scale", self._group)):
+                stored = torch.zeros(sizes.count, columns, inner // elements, dtype=torch.uint8)
+                parameters.add(f"{name}_{part}", stored, GROUP)
+        return ""
+
+
 KINDS: Mapping[Kind, Callable[[Scheme], Experts]] = MappingProxyType(
     {
         Kind.INT8: Int8Experts,
@@ -196,6 +214,7 @@ KINDS: Mapping[Kind, Callable[[Scheme], Experts]] = MappingProxyType(
         Kind.COMPRESSED: PackedExperts,
         Kind.GPTQ: GptqExperts,
         Kind.AWQ: AwqExperts,
+        Kind.MXFP4: Float4Experts,
     }
 )
 """Kinds of experts → the class that makes their parameters."""

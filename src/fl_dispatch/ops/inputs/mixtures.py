@@ -187,10 +187,16 @@ def scaled(
 
 
 def weight_only(
-    dtype: torch.dtype, device: torch.device, generator: torch.Generator, bits: int, group: int, zeros: bool
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    bits: int,
+    group: int,
+    zeros: bool = False,
+    kind: torch.dtype = torch.int8,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Mixture → arguments of ``weight_only_moe``."""
-    products = Products(dtype, torch.device("cpu"), generator, torch.int8)
+    """Mixture → arguments of ``weight_only_moe``; ``kind``: integers, or the type of floats."""
+    products = Products(dtype, torch.device("cpu"), generator, kind)
 
     def arguments(mixture: Mixture) -> tuple[Any, ...]:
         here, inputs, hidden, inner = mixture.here, mixture.inputs, mixture.hidden, mixture.inner

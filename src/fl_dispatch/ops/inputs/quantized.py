@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -189,10 +190,19 @@ class Products(Source):
         parts = (one if one is None else one.view(experts, columns, one.shape[1]) for one in (weight, scale, zero))
         return tuple(parts)  # type: ignore[return-value]
 
+    def float4(self, columns: int, inner: int, group: int) -> tuple[Tensor, Tensor]:
+        """Numbers of e2m1, two in a byte, and scales that are powers of two."""
+        codes = torch.randint(0, 256, (columns, inner // 2), generator=self.generator).to(torch.uint8)
+        powers = torch.randint(-1, 2, (columns, inner // group), generator=self.generator)
+        scale = torch.exp2(powers - round(math.log2(inner) / 2) - 2.0)
+        return codes.view(torch.float4_e2m1fn_x2).to(self.device), scale.to(self.device, self.dtype)
+
     def weight(
         self, columns: int, inner: int, bits: int, group: int, zeros: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``weight``, ``scale`` and ``zero`` of ``weight_only_linear``."""
+        if self.quantized is torch.float4_e2m1fn_x2:
+            return *self.float4(columns, inner, group), None
         if bits == 4:
             drawn = torch.randint(0, 256, (columns, inner // 2), generator=self.generator).to(torch.uint8)
         else:

@@ -127,6 +127,27 @@ def test_rows_groups_and_types_decide_how_few_bits_are_multiplied(
     assert (found.shape, found.dtype) == ((rows, 40), dtype)
 
 
+@pytest.mark.parametrize(
+    ("rows", "group", "dtype", "kernels"),
+    [
+        (1, 32, HALF, ["word_row"]),
+        (1, 20, HALF, ["row"]),
+        (2, 32, HALF, ["word_rows"]),
+        (2, 32, SINGLE, ["dequantize"]),
+        (2, 16, HALF, ["dequantize"]),
+    ],
+)
+def test_float4_is_multiplied_in_the_forms_of_integers(
+    rows: int, group: int, dtype: torch.dtype, kernels: list[str], launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_only_linear, "processors", lambda device: 4)
+    weight = torch.zeros(40, group, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    scale = torch.ones(40, 2, dtype=dtype)
+    found = weight_only_linear.weight_only_linear(torch.zeros(rows, 2 * group, dtype=dtype), weight, scale)
+    assert launched == kernels
+    assert (found.shape, found.dtype) == ((rows, 40), dtype)
+
+
 @pytest.mark.parametrize(("first", "between", "words"), [(0, 0, True), (4, 4, True), (1, 0, False), (0, 2, False)])
 def test_columns_that_do_not_begin_with_a_word_are_read_in_bytes(
     first: int, between: int, words: bool, launched: list[str]

@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from fl_dispatch.ops.quantization import FP8
+from fl_dispatch.ops.quantization import FP4, FP8
 from fl_dispatch.ops.quantized_moe import NARROW_PAIRS, sums_narrow
 
 from ..launch import Launcher, compiles, power_of_two, stages_that_fit
 from ..products.scaled_linear import SHORT_SUM, refused_blocks, scaled_product
-from ..products.weight_only_linear import dequantized_tile, divisor
+from ..products.weight_only_linear import dequantized_tile, divisor, stored_numbers
 from ..rows.quantization import WIDEST, quantized_rows
 from .fused_moe import Plan, Plans, Tile, add_up, arrange, multiply, result, strides
 from .fused_moe_kernels import _block_expert, _block_pairs, _finish, _tile, _weight_rows
@@ -154,6 +154,7 @@ def _packed(
     GROUPS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     PACKED: tl.constexpr,
+    FLOAT4: tl.constexpr,
     UNIT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -194,7 +195,7 @@ def _packed(
     for k in range(0, INNER, BLOCK_K):
         w = dequantized_tile(
             left, scale + column, zero + column, weight_row[:, None] >= 0, k // PACKED, STORED, INNER // GROUPS,
-            HAS_ZERO, not LATE, PACKED, UNIT, BLOCK_N, BLOCK_K // PACKED,
+            HAS_ZERO, not LATE, PACKED, FLOAT4, UNIT, BLOCK_N, BLOCK_K // PACKED,
         )  # fmt: skip
         a = tl.load(right + k, mask=seen[:, None] & (step < INNER - k)[None, :], other=0.0)
         if LATE:
@@ -223,7 +224,7 @@ def _refused(hidden_states: Tensor, activation: str, out: Tensor | None, *stored
         return "elements of a row of the weights or of a bias that do not lie side by side"
     if out is not None and out.numel() and out.stride(1) != 1:
         return "elements of a row of 'out' that do not lie side by side"
-    compiled = first is None or compiles(first.dtype, first.device)
+    compiled = first is None or first.dtype is FP4 or compiles(first.dtype, first.device)
     return compiled if isinstance(compiled, str) else ""
 
 
@@ -268,8 +269,8 @@ def supports_packed(
     out: Tensor | None,
 ) -> bool | str:
     """Weights of a type that compiles."""
-    if w13.dtype not in (torch.uint8, torch.int8, FP8) or w2.dtype is not w13.dtype:
-        return "weights of uint8, int8 or float8_e4m3fn, both of one type"
+    if w13.dtype not in (torch.uint8, torch.int8, FP4, FP8) or w2.dtype is not w13.dtype:
+        return "weights of uint8, int8, float4_e2m1fn_x2 or float8_e4m3fn, both of one type"
     return _refused(hidden_states, activation, out, w13, w2, w13_bias, w2_bias) or True
 
 
@@ -380,7 +381,7 @@ def weight_only_moe(
     out = result(hidden_states, (tokens, hidden), out)
     if not out.numel():
         return out
-    experts, packed = w2.shape[0], 2 if w13.dtype is torch.uint8 else 1
+    experts, (packed, float4, w13), (*_, w2) = w2.shape[0], stored_numbers(w13), stored_numbers(w2)
     if not experts:
         return out.zero_()
     if hidden_states.stride(1) != 1:
@@ -413,7 +414,7 @@ def weight_only_moe(
             _launch_packed,
             (x, numbers, scale, zeros, added, topk_weights, *order.tensors, to),
             (
-                *numbers_of, zero is not None, packed, unit, *activated, bias is not None, weighted, late,
+                *numbers_of, zero is not None, packed, float4, unit, *activated, bias is not None, weighted, late,
             ),
             columns,
             tile,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.quantization import FP4
 
 from ..launch import Launcher, compiles, fitting
 from ..products.prefetch import after, ask
@@ -161,7 +162,7 @@ def supports(
         return "float64"
     if any(one is not None and one.stride(-1) != 1 for one in (x, weight, bias, norm_weight, residual)):
         return "elements of a row, of a column or of another vector that do not lie side by side"
-    if weight.dtype in (torch.uint8, torch.int8) or (scale is not None and scale.shape[1] > 1) or zero is not None:
+    if weight.dtype in (torch.uint8, torch.int8, FP4) or (scale is not None and scale.shape[1] > 1) or zero is not None:
         return "numbers of 4 bits, int8, zero points, and scales of groups"
     if norm_weight is not None and FORMS[min(weight.element_size(), 2), True] is None:
         return APART

@@ -7,7 +7,8 @@ once in every call, and PyTorch multiplies; reading and writing it is then a sma
 
 Numbers of 4 bits are read in words, eight at a time, where a column's words are aligned; else in bytes. No number of a
 word is converted: its bits become the last ones of a large number and count its unit; that number is subtracted.
-The large number is an argument, because ptxas would load a constant anew for each use.
+The large number is an argument, because ptxas would load a constant anew for each use. The codes of e2m1 become the
+bits of a float with another offset of its exponent, which a factor mends: exactly, because powers of two are exact.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
+from fl_dispatch.ops.quantization import FP4, packs_two
 
 from ..launch import Launcher, compiles, power_of_two, processors, stages_that_fit
 
@@ -71,6 +73,13 @@ HALF_BASES = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
 
 
 @triton.jit
+def _float4(codes):
+    """The numbers that the last four bits of codes mean in e2m1, in float32."""
+    bits = (codes & 7) << 22 | (codes & 8) << 28
+    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0  # 2^126
+
+
+@triton.jit
 def _row(
     x,
     weight,
@@ -86,11 +95,15 @@ def _row(
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    FLOAT4: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``stored``: bytes of a column; ``PACKED``: numbers in one; ``GROUP``: elements of one, ``UNIT`` a part of it."""
+    """``stored``: bytes of a column; ``PACKED``: numbers in one; ``GROUP``: elements of one, ``UNIT`` a part of it.
+
+    Numbers are of e2m1 with ``FLOAT4``.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1).to(tl.int64)[:, None]
     UNITS: tl.constexpr = BLOCK * PACKED // UNIT
@@ -107,13 +120,15 @@ def _row(
         a = a.to(tl.float32).reshape(UNITS, UNIT)
         if PACKED == 2:
             number = tl.interleave(number & 15, number >> 4)
+        if FLOAT4:
+            number = _float4(number.to(tl.int32))
         part = tl.sum(number.to(tl.float32).reshape(COLUMNS, UNITS, UNIT) * a[None, :, :], axis=2)
         inside = (start * PACKED + unit * UNIT < stored * PACKED)[None, :]
         group = ((start * PACKED + unit * UNIT) // GROUP)[None, :]
         if HAS_ZERO:
             offset = tl.load(zero + there * GROUPS + group, mask=inside, other=0.0).to(tl.float32)
             part -= offset * tl.sum(a, axis=1)[None, :]
-        elif PACKED == 2:
+        elif PACKED == 2 and not FLOAT4:
             part -= 8.0 * tl.sum(a, axis=1)[None, :]
         acc += part * tl.load(scale + there * GROUPS + group, mask=inside, other=0.0).to(tl.float32)
     y = tl.sum(acc, axis=1)
@@ -140,6 +155,7 @@ def _rows(
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    FLOAT4: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STORED: tl.constexpr,
@@ -164,8 +180,11 @@ def _rows(
         part = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
         if PACKED == 2:
             even, odd = a.reshape(ROWS, STORED, 2).split()
-            low = ((number & 15).to(tl.float32) - offset).to(a.dtype)
-            high = ((number >> 4).to(tl.float32) - offset).to(a.dtype)
+            if FLOAT4:
+                low, high = _float4(number.to(tl.int32)).to(a.dtype), _float4((number >> 4).to(tl.int32)).to(a.dtype)
+            else:
+                low = ((number & 15).to(tl.float32) - offset).to(a.dtype)
+                high = ((number >> 4).to(tl.float32) - offset).to(a.dtype)
             part = tl.dot(low, tl.trans(even), part)
             part = tl.dot(high, tl.trans(odd), part)
         elif HAS_ZERO:
@@ -202,6 +221,7 @@ def _word_row(
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FLOAT4: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -238,8 +258,11 @@ def _word_row(
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for j in tl.static_range(8):
             one = elements[j].to(tl.float32)
-            number = _digit(packed, BASE, 0 if HAS_ZERO else 8, 0 if j < 5 else 16, j if j < 5 else j - 4)
-            part += number * (one * 0.0625 ** (j if j < 5 else j - 4))[None, :]
+            if FLOAT4:
+                part += _float4(packed >> 4 * j) * one[None, :]
+            else:
+                number = _digit(packed, BASE, 0 if HAS_ZERO else 8, 0 if j < 5 else 16, j if j < 5 else j - 4)
+                part += number * (one * 0.0625 ** (j if j < 5 else j - 4))[None, :]
             if HAS_ZERO:
                 total += one
         part = tl.sum(part.reshape(COLUMNS, UNITS, UNIT), axis=2)
@@ -268,6 +291,16 @@ def _pairs(words, BASE):
     return tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(words.shape[0], words.shape[1] * 4)
 
 
+@triton.jit
+def _float4_pairs(pairs, dtype: tl.constexpr):
+    """Pairs of codes of e2m1 in the last bits of both halves of words as bits of a half type, but for a factor."""
+    if dtype == tl.bfloat16:
+        magnitudes = (pairs & 0x00070007) << 6
+    else:
+        magnitudes = (pairs & 0x00070007) << 9
+    return magnitudes | (pairs & 0x00080008) << 12
+
+
 @triton.jit(do_not_specialize=["rows", "BASE"])
 def _word_rows(
     x,
@@ -287,6 +320,7 @@ def _word_rows(
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FLOAT4: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -294,6 +328,7 @@ def _word_rows(
     """``WORDS`` at a time, a part of a group, which has ``GROUP``; ``PIECE``: those of a program."""
     dtype: tl.constexpr = x.dtype.element_ty
     UNSCALED: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    FLOAT4_UNIT: tl.constexpr = 85070591730234615865843651857942052864.0 if dtype == tl.bfloat16 else 16384.0
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there, known = tl.minimum(column, columns - 1).to(tl.int64), row < rows
@@ -307,7 +342,9 @@ def _word_rows(
         a = tl.load(right + start * 8, mask=known[:, None], other=0.0)
         group = start // GROUP
         factor = tl.load(scale + there * GROUPS + group).to(tl.float32)
-        if HAS_ZERO:
+        if FLOAT4:
+            number = _halves(_float4_pairs(_pairs(packed, 0), dtype), dtype) * tl.full([1, 1], FLOAT4_UNIT, dtype=dtype)
+        elif HAS_ZERO:
             offset = (tl.load(zero + there * GROUPS + group).to(tl.float32) + UNSCALED).to(dtype)
             number = _halves(_pairs(packed, BASE), dtype) - offset[:, None]
         else:
@@ -345,6 +382,7 @@ def dequantized_tile(
     HAS_ZERO: tl.constexpr,
     SCALED: tl.constexpr,
     PACKED: tl.constexpr,
+    FLOAT4: tl.constexpr,
     UNIT: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -362,11 +400,13 @@ def dequantized_tile(
     number = tl.load(weight + byte, mask=known & (byte < stored), other=0.0)
     if PACKED == 2:
         number = tl.interleave(number & 15, number >> 4)
+    if FLOAT4:
+        number = _float4(number.to(tl.int32))
     wide = number.to(tl.float32).reshape(COLUMNS, UNITS, UNIT)
     group, inside = unit // GROUP, known & (unit < stored * PACKED)
     if HAS_ZERO:
         wide -= tl.load(zero + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    elif PACKED == 2:
+    elif PACKED == 2 and not FLOAT4:
         wide -= 8.0
     if SCALED:
         wide *= tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
@@ -386,6 +426,7 @@ def _dequantize(
     GROUPS,
     HAS_ZERO: tl.constexpr,
     PACKED: tl.constexpr,
+    FLOAT4: tl.constexpr,
     UNIT: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -396,7 +437,7 @@ def _dequantize(
     element = (start * PACKED + tl.arange(0, BLOCK * PACKED))[None, :]
     result = dequantized_tile(
         weight + column * WEIGHT_ROW, scale + column * GROUPS, zero + column * GROUPS, column < columns, start, stored,
-        GROUP, HAS_ZERO, True, PACKED, UNIT, COLUMNS, BLOCK,
+        GROUP, HAS_ZERO, True, PACKED, FLOAT4, UNIT, COLUMNS, BLOCK,
     ).to(out.dtype.element_ty)  # fmt: skip
     tl.store(out + column * (stored * PACKED) + element, result, mask=(column < columns) & (element < stored * PACKED))
 
@@ -414,10 +455,16 @@ def divisor(number: int) -> int:
     return number & -number
 
 
+def stored_numbers(weight: Tensor) -> tuple[int, bool, Tensor]:
+    """Numbers in an element of a weight, whether they are of e2m1, and the weight as kernels read it."""
+    float4 = weight.dtype is FP4
+    return 2 if packs_two(weight) else 1, float4, weight.view(torch.uint8) if float4 else weight
+
+
 def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """The weight ``[columns, inner]`` in the dtype of its scales."""
     columns, stored = weight.shape
-    packed = 2 if weight.dtype is torch.uint8 else 1
+    packed, float4, weight = stored_numbers(weight)
     out = torch.empty((columns, stored * packed), dtype=scale.dtype, device=weight.device)
     at_once, block, warps = DEQUANTIZED
     scale, group = scale.contiguous(), stored * packed // scale.shape[1]
@@ -425,7 +472,7 @@ def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         (-(-stored // block), -(-columns // at_once), 1),
         (weight, scale, scale if zero is None else zero.contiguous(), out),
         (
-            stored, columns, weight.stride(0), group, scale.shape[1], zero is not None, packed,
+            stored, columns, weight.stride(0), group, scale.shape[1], zero is not None, packed, float4,
             min(UNIT, divisor(group)), at_once, block,
         ),
         warps=warps,
@@ -440,7 +487,7 @@ def _words(weight: Tensor) -> Tensor | None:
     return weight.view(torch.int32) if weight.dtype is torch.uint8 and aligned else None
 
 
-def _row_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group: int) -> None:
+def _row_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], group: int) -> None:
     """One row, with ``group`` words of one scale."""
     _, weight, scale = tensors[:3]
     columns, words = weight.shape
@@ -460,11 +507,11 @@ def _row_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group: 
     )  # fmt: skip
 
 
-def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group: int, together: int) -> None:
+def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], group: int, together: int) -> None:
     """Some rows of a half type, ``together`` words at a time."""
     rows, weight, scale, zero, bias, out = tensors
     (count, (columns, words)), device = (rows.shape[0], weight.shape), rows.device
-    has_zero, has_bias = flags
+    has_zero, has_bias, float4 = flags
     tall = max(FEW_ROWS, power_of_two(count))
     at_once, warps, stages, wanted = WORD_FEW if tall <= FEW_ROWS else WORD_SOME
     programs, steps = -(-columns // at_once), words // together
@@ -478,7 +525,7 @@ def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group:
         (rows, weight, scale, zero, bias, parts),
         (
             words, columns, rows.stride(0), weight.stride(0), scale.shape[1], piece, group, has_zero,
-            has_bias and pieces == 1, tall, at_once, together,
+            has_bias and pieces == 1, float4, tall, at_once, together,
         ),
         sizes=(count, HALF_BASES[rows.dtype]),
         warps=warps,
@@ -491,7 +538,7 @@ def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group:
 
 def supports(x: Tensor, weight: Tensor, *others: object) -> bool | str:
     """Weights of a type that compiles."""
-    return compiles(weight.dtype, weight.device)
+    return weight.dtype is FP4 or compiles(weight.dtype, weight.device)
 
 
 def weight_only_linear(
@@ -506,13 +553,14 @@ def weight_only_linear(
     out = x.new_empty((*x.shape[:-1], columns))
     if not out.numel():
         return out
-    rows = x.reshape(-1, x.shape[-1])
-    count, groups, packed = rows.shape[0], scale.shape[1], 2 if weight.dtype is torch.uint8 else 1
+    rows, given = x.reshape(-1, x.shape[-1]), weight
+    packed, float4, weight = stored_numbers(weight)
+    count, groups = rows.shape[0], scale.shape[1]
     scale = scale.contiguous()
     tensors = (
         rows, weight, scale, scale if zero is None else zero.contiguous(), out if bias is None else bias, out,
     )  # fmt: skip
-    flags, words = (zero is not None, bias is not None), None if stored // groups % 4 else _words(weight)
+    flags, words = (zero is not None, bias is not None, float4), None if stored // groups % 4 else _words(weight)
     if count == 1 and words is not None and (WORD_FROM > 1 or x.dtype not in HALF_TYPES):
         _row_of_words((rows, words, *tensors[2:]), flags, words.shape[1] // groups)
         return out
@@ -524,7 +572,7 @@ def weight_only_linear(
             (-(-columns // at_once), 1, 1),
             tensors,
             (
-                stored, columns, weight.stride(0), group, groups, *flags, packed, unit, block, at_once,
+                stored, columns, weight.stride(0), group, groups, *flags[:2], packed, float4, unit, block, at_once,
             ),
         )  # fmt: skip
         return out
@@ -535,14 +583,15 @@ def weight_only_linear(
         return out
     wide = -(-columns // WIDE[0]) >= processors(x.device)
     if count > SOME_ROWS * (4 if wide else 1) or together < FEW_ROWS or x.dtype not in HALF_TYPES:
-        return torch.nn.functional.linear(x, dequantized(weight, scale, zero).to(x.dtype), bias)
+        return torch.nn.functional.linear(x, dequantized(given, scale, zero).to(x.dtype), bias)
     tall = max(FEW_ROWS, power_of_two(count))
     at_once, warps, stages = WIDE if wide else NARROW
     _launch_rows(
         (-(-columns // at_once), 1, 1),
         tensors,
         (
-            stored, columns, rows.stride(0), weight.stride(0), group, groups, *flags, packed, tall, at_once, together,
+            stored, columns, rows.stride(0), weight.stride(0), group, groups, *flags[:2], packed, float4, tall, at_once,
+            together,
         ),
         sizes=(count,),
         warps=warps,

@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_dispatch import weight_forms
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
-from fl_dispatch.ops.quantization import FP8
+from fl_dispatch.ops.quantization import FP4, FP8
 
 from . import packed_weights
 from .limits import capability, problem
@@ -40,6 +40,8 @@ def _why_not(
     """Why neither the sizes nor the types fit, or an empty string."""
     if why := problem("x", x, contiguous=False):
         return why
+    if weight.dtype is FP4:
+        return "the kernel is asked for integers and fp8 only"
     if x.dtype not in HALF_TYPES or scale.dtype is not x.dtype:
         return f"x is {x.dtype} and scale {scale.dtype}, not one half type"
     columns, groups = scale.shape
