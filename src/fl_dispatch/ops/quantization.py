@@ -271,11 +271,11 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
         yield sample(f"{bits} bits, small groups, odd columns", 3, 37, 48, bits, 16, True, serving=False)
         yield sample(f"{bits} bits, empty batch", 0, 32, 64, bits, 64, serving=False)
     for rows, columns, inner in ((1, 256, 1024), (6, 192, 256), (80, 96, 256)):
-        weight = source.float4(columns, inner, 32)
-        yield Sample(f"float4, {rows} of {inner} to {columns}, groups of 32", (source.normal(rows, inner), *weight))
-    weight = source.float4(37, 48, 16)
-    yield Sample("float4, groups of 16, odd columns", (source.normal(3, 48), *weight), serving=False)
-    yield Sample("float4, groups of 16, one row", (source.normal(1, 48), *weight), serving=False)
+        float4 = source.float4(columns, inner, 32)
+        yield Sample(f"float4, {rows} of {inner} to {columns}, groups of 32", (source.normal(rows, inner), *float4))
+    float4 = source.float4(37, 48, 16)
+    yield Sample("float4, groups of 16, odd columns", (source.normal(3, 48), *float4), serving=False)
+    yield Sample("float4, groups of 16, one row", (source.normal(1, 48), *float4), serving=False)
     float8 = source.normal(128, 256).to(FP8)
     yield Sample(
         "float8, one scale a column", (source.normal(3, 256), float8, source.scales(128, 1, size=256**-0.5).to(dtype))

@@ -68,7 +68,7 @@ def powers_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     exact = exponents.view(torch.float8_e8m0fnu).to(torch.float32)
     scales = exact.to(dtype)
     if not torch.equal(scales.float(), exact):
-        beyond = exact[scales.float() != exact].unique()
+        beyond = exact[scales.float() != exact]
         raise ValueError(f"{dtype} does not have scales of {beyond[0]:g}, which the checkpoint has; serve in bfloat16")
     return scales
 
