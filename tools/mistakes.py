@@ -244,6 +244,78 @@ MISTAKES = (
         "tests/vllm/quantization/test_quantized_cache.py"
         "::TestCaches::test_it_computes_what_the_network_with_rounded_keys_and_values_does",
     ),
+    Mistake(
+        "a quantized head is served",
+        "sglang_fl/quantization/configs.py",
+        "if isinstance(layer, ParallelLMHead) and self.fl_quantizes_head(prefix):",
+        "if False:",
+        "tests/sglang/quantization/test_sglang_quantized_layers.py"
+        "::TestLayers::test_each_layer_of_each_checkpoint_is_served_or_refused_as_recorded",
+        venv=".venv-sglang",
+    ),
+    Mistake(
+        "ranks divide groups of experts",
+        "fl_dispatch/hosting/quantized/experts.py",
+        "if group > 0 and size % group:",
+        "if group > size:",
+        "tests/vllm/quantization/test_expert_methods.py"
+        "::TestExperts::test_parts_of_experts_that_do_not_stand_alone_are_refused",
+    ),
+    Mistake(
+        "a scale that a checkpoint lacks is taken as it is",
+        "fl_dispatch/hosting/quantized/orders.py",
+        "and bool((values <= UNSET).any())",
+        "and False",
+        "tests/sglang/quantization/test_sglang_expert_methods.py"
+        "::TestExperts::test_a_scale_that_the_checkpoint_lacks_is_noticed",
+        venv=".venv-sglang",
+    ),
+    Mistake(
+        "a rotation's scale is forgotten",
+        "fl_dispatch/hosting/positions/rotary_tables.py",
+        "torch.cat((angles.cos(), angles.sin()), -1) * self.scale",
+        "torch.cat((angles.cos(), angles.sin()), -1)",
+        "tests/vllm/layers/test_rotations.py"
+        "::TestRotations::test_queries_are_turned_as_in_hugging_face[yarn, attention_factor]",
+    ),
+    Mistake(
+        "a tensor that has no place is dropped",
+        "vllm_fl/checkpoint.py",
+        'left = [] if model_config.runner_type == "pooling" else account.left(allowed)',
+        "left = []",
+        "tests/vllm/quantization/test_unfitting_checkpoints.py"
+        "::TestCheckpoints::test_a_checkpoint_that_does_not_fit_is_refused_by_layer_and_tensor[a tensor]",
+    ),
+    Mistake(
+        "a latent cache is read without its scale",
+        "vllm_fl/attention/mla.py",
+        "            layer._k_scale_float if self.fl_fp8 else None,",
+        "            None,",
+        "tests/vllm/quantization/test_quantized_latent_cache.py"
+        "::TestCaches::test_it_computes_what_the_network_with_rounded_latents_does",
+    ),
+    Mistake(
+        "a rejected draft is answered",
+        "vllm_fl/runner_kernels/verification.py",
+        "token = torch.where((heat == 0) & ~accepted, best, draft)",
+        "token = draft",
+        "tests/vllm/speculation/test_drafts.py::TestDrafts::test_greedy_tokens_are_those_without_drafts",
+    ),
+    Mistake(
+        "tokens have the adapter of their mirror image",
+        "vllm_fl/layers/lora.py",
+        "        adapters[: len(host)] = host\n",
+        "        adapters[: len(host)] = host[::-1]\n",
+        "tests/vllm/layers/test_lora.py::TestAdapters::test_adapters_and_none_mix_in_one_batch",
+    ),
+    Mistake(
+        "a package's defaults are not read",
+        "fl_dispatch/settings/load.py",
+        "path = platforms.get_config_path(platform) if platform is not None else None",
+        "path = None",
+        "tests/npu/test_own_chip.py::TestChip::test_its_defaults_are_in_force",
+        venv=".venv-npu",
+    ),
 )
 
 
