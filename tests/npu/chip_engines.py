@@ -64,7 +64,8 @@ class VLLMOnNPU(NamesOfVLLM):
     def _start(self, engine: Engine, variables: Mapping[str, str]) -> Future[Served]:
         options = dict(engine.options)
         steps = [_step(one) for one in engine.asked]
-        started = start(engine.model, options.pop("dtype"), steps, self._environment(**variables), **options)
+        environment = {name: value for name, value in self._environment(**variables).items() if value}
+        started = start(engine.model, options.pop("dtype"), steps, environment, **options)
         return then(started, partial(_served, engine))
 
 

@@ -70,7 +70,7 @@ class SGLangOnNPU(NamesOfSGLang):
         assert not plugins
         assert not deny
         given = {"SGLANG_FL_PLUGIN_MODULES": "wrong_kernels", "SGLANG_FL_PREFER": "vendor", **variables}
-        return [_start(engine, given) for engine in engines]
+        return [_start(engine, {name: value for name, value in given.items() if value}) for engine in engines]
 
 
 def _start(engine: Engine, variables: Mapping[str, str]) -> Future[Served]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import distributions
 import processes
 from fl_dispatch.cli.half_precision import table
 from processes import Finished, free_port, pool
@@ -115,8 +116,5 @@ def distribution(folder: Path, entry: str) -> str:
         folder: an empty one.
         entry: ``module:function``, which SGLang calls in each of its processes.
     """
-    info = folder / "fl_test_plugin-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-test-plugin\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nfl_test_plugin = {entry}\n")
+    distributions.install(folder, "fl-test-plugin", f"[sglang.srt.plugins]\nfl_test_plugin = {entry}\n")
     return os.pathsep.join((str(folder), environment()["PYTHONPATH"]))

@@ -11,6 +11,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
+import distributions
 from fl_dispatch.errors import PluginLoadError
 from fl_transfer import extension
 from vllm_fl.extensions import GROUP, extensions
@@ -19,11 +20,7 @@ from vllm_fl.host import HOST
 
 def installed(folder: Path, group: str, line: str) -> Path:
     """A distribution that has one entry point, in a folder for ``sys.path``."""
-    metadata = folder / "outside-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[{group}]\n{line}\n")
-    return folder
+    return distributions.install(folder, "outside", f"[{group}]\n{line}\n", "1.0")
 
 
 def test_the_plugin_finds_the_transfer_by_its_entry_point() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import distributions
 from fl_dispatch import config, devices
 from fl_dispatch.devices import detect
 from fl_dispatch.errors import DeviceError
@@ -127,10 +128,7 @@ SPEC = replace(CPU, name="nimbus", priority=150, {changes})
 def command(tmp_path: Path, changes: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command ``fl`` where a package with this spec is installed."""
     (tmp_path / "nimbus_fl.py").write_text(PACKAGE.format(changes=changes))
-    about = tmp_path / "nimbus_fl-1.0.dist-info"
-    about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: nimbus-fl\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[vllm_fl.device]\nnimbus = nimbus_fl:SPEC\n")
+    distributions.install(tmp_path, "nimbus-fl", "[vllm_fl.device]\nnimbus = nimbus_fl:SPEC\n", "1.0")
     return subprocess.run(
         [sys.executable, "-c", "from fl_dispatch.cli import main; main()", *arguments],
         env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"},

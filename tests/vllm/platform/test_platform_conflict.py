@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 
+import distributions
 from vllm_fl.platform.startup import START
 
 
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package with a platform of its own."""
-    info = tmp_path / "other_platform-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-platform\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[{START.group}]\nother = other_platform:register\nfl = vllm_fl:register\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    entries = f"[{START.group}]\nother = other_platform:register\nfl = vllm_fl:register\n"
+    monkeypatch.syspath_prepend(str(distributions.install(tmp_path, "other-platform", entries)))
 
 
 def test_alone_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from engines import HERE, Finished, Runs, background, python, start
 
+import distributions
 from fl_dispatch.devices import CPU
 from fl_dispatch.hosting.start import startup as hosting
 from vllm_fl.compat import detection
@@ -39,11 +40,7 @@ except RuntimeError as error:
 @pytest.fixture(scope="session")
 def distribution(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A second distribution that names our two entry points apart, as a PYTHONPATH."""
-    folder = tmp_path_factory.mktemp("distribution")
-    info = folder / "fl_apart-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-apart\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    folder = distributions.install(tmp_path_factory.mktemp("distribution"), "fl-apart", ENTRY_POINTS)
     plugins = HERE / "plugins"
     return os.pathsep.join(filter(None, (str(folder), str(plugins), os.environ.get("PYTHONPATH", ""))))
 
