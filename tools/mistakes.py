@@ -279,12 +279,12 @@ MISTAKES = (
         "::TestRotations::test_queries_are_turned_as_in_hugging_face[yarn, attention_factor]",
     ),
     Mistake(
-        "a tensor that has no place is dropped",
-        "vllm_fl/checkpoint.py",
-        'left = [] if model_config.runner_type == "pooling" else account.left(allowed)',
-        "left = []",
+        "a weight that no tensor filled is served",
+        "fl_dispatch/hosting/loading/refusals.py",
+        "if not (found := account.unfilled(model, allowed)):",
+        "if not (found := []):",
         "tests/vllm/quantization/test_unfitting_checkpoints.py"
-        "::TestCheckpoints::test_a_checkpoint_that_does_not_fit_is_refused_by_layer_and_tensor[a tensor]",
+        "::TestCheckpoints::test_a_checkpoint_that_does_not_fit_is_refused_by_layer_and_tensor[a norm]",
     ),
     Mistake(
         "a latent cache is read without its scale",

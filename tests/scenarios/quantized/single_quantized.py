@@ -132,11 +132,9 @@ class QuantizedLayers(Scenario):
     METHODS: ClassVar[Mapping[str, str]] = METHODS
     REFUSAL: ClassVar[str]
     """The whole sentence about a method; ``{method}`` is its name and ``{works}`` what is served."""
-    SCOPE: ClassVar[str | None] = PREFIX
-    """The name that a layer has when its weights are there."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
-        return {"method": [*self.METHODS], "scheme": [*SCHEMES]}
+        return {"method": [*self.METHODS]}
 
     def refusal(self, method: str) -> str:
         """What the host's plugin says of a method."""
@@ -148,11 +146,6 @@ class QuantizedLayers(Scenario):
 
     def test_a_method_that_is_not_served_is_refused_with_what_works(self, method: str, layers: Layers) -> None:
         assert self.refusal(method) == self.REFUSAL.format(method=method, works=self.METHODS[method])
-
-    def test_a_layer_without_its_scales_is_not_computed(self, scheme: str, layers: Layers) -> None:
-        layer, method = filled(layers, SCHEMES[scheme].config)
-        with pytest.raises(ValueError, match=rf"the checkpoint has no '\w*scale\w*' .* \({self.SCOPE}\)"):
-            method.process_weights_after_loading(layer)
 
     def test_a_checkpoint_with_a_scale_a_head_is_served_with_a_cache_that_is_not_quantized(
         self, layers: Layers, monkeypatch: pytest.MonkeyPatch

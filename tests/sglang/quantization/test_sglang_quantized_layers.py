@@ -9,7 +9,7 @@ import torch
 from single_layers import PREFIX, layer_of, linear, made
 
 from quantized_checkpoints import CACHE_SCHEME, SCHEMES
-from single_quantized import GPTQ4, METHODS, QuantizedLayers
+from single_quantized import GPTQ4, METHODS, Layers, QuantizedLayers, filled
 
 
 class TestLayers(QuantizedLayers):
@@ -58,6 +58,13 @@ def test_fp8_is_refused_on_a_chip_without_it(scheduler: None, scheme: str, monke
     monkeypatch.setattr(layers, "detect_device", lambda: ASCEND)
     with pytest.raises(ValueError, match=rf"the weights of {PREFIX} \(ascend has no float8_e4m3fn\) yet"):
         made(dict(SCHEMES[scheme].config)).get_quant_method(linear(), PREFIX)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_without_its_scales_is_not_computed(layers: Layers, scheme: str) -> None:
+    layer, method = filled(layers, SCHEMES[scheme].config)
+    with pytest.raises(ValueError, match=rf"the checkpoint has no '\w*scale\w*' .* \({PREFIX}\)"):
+        method.process_weights_after_loading(layer)
 
 
 @pytest.mark.parametrize(
