@@ -117,6 +117,10 @@ def streamed(llm: Any, prompts: list[list[int]], sampling: dict[str, Any]) -> li
     return pieces
 
 
+def scheduler(llm: Any) -> str:
+    return type(llm.llm_engine.engine_core.engine_core.scheduler).__name__
+
+
 def embedded(llm: Any, folder: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Tokens for prompts of which the engine gets the embeddings only, from the checkpoint in ``folder``."""
     import torch
@@ -518,6 +522,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         beam_search,
         join_and_leave,
         streamed,
+        scheduler,
         embedded,
         prioritized,
         embed,

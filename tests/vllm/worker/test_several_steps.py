@@ -12,19 +12,28 @@ from engines import Runs, start_features, unpacked
 from several import ASKED, MOST, NEW, VARIABLES, Compared, alike, engines, whole
 
 import variants
+from sampling import drawn
 from vllm_fl.compat import arrivals, versions
 from vllm_fl.several_steps import choice
 from vllm_fl.several_steps.scheduler import Pace
 
+WAYS = {"StepsScheduler": {}, "AsyncStepsScheduler": {"VLLM_FL_PLUGIN_MODULES": "asynchronous_plugin"}}
+"""Scheduler → the variables of engines that have it."""
+
+
+@pytest.fixture(scope="module", params=drawn(tuple(WAYS), 1, "scheduler of several steps"))
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 @pytest.fixture(scope="module")
-def compared(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Compared:
+def compared(way: str, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """The same engines and requests, the last engine divided between two ranks."""
     folder = tmp_path_factory.mktemp("several")
     model = variants.with_characters(checkpoint("qwen3"), folder / "qwen3")
     runs = engines(model, variants.adapter(model, folder / "adapter", 1))
-    runs.append((model, [ASKED["seeds"]], {"tensor_parallel_size": 2}))
-    variables = {**VARIABLES, **unpacked("0.33")}
+    runs.append((model, [ASKED["seeds"], {"do": "scheduler"}], {"tensor_parallel_size": 2}))
+    variables = {**VARIABLES, **unpacked("0.33"), **WAYS[way]}
     steps = {"one": 1, "several": MOST}
     return Compared(
         Runs({name: start_features(*runs, VLLM_FL_STEPS=str(most), **variables) for name, most in steps.items()})
@@ -43,6 +52,11 @@ def test_schedulings_made_several_steps_in_every_engine_and_rank(compared: Compa
         assert all(each == made[0] for each in made)
         assert made[0][str(MOST)] > 0
     assert compared.runs["one"]["runs"][0]["report"]["steps"] is None
+
+
+def test_a_scheduler_of_ours_gives_room_for_several_steps(way: str, compared: Compared) -> None:
+    one, several = compared.steps(2, 1)
+    assert (one, several) == (way.replace("Steps", ""), way)
 
 
 def test_a_request_that_ends_early_has_no_token_behind_its_end(compared: Compared) -> None:
