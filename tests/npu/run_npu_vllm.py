@@ -3,7 +3,8 @@
 A job is ``{"engine": arguments of LLM, "steps": [...]}``, a step ``{"prompts": token ids, "max_tokens": n, "wrong": the
 ``npu::`` operator whose kernel is wrong, "reset": whether the prefix cache is emptied before, "adapters": the folder of
 each prompt's LoRA adapter, or null, "while": a file that exists during the step, "scores": whether the result has the
-log-probabilities of the prompts' and the generated tokens, and no others}``.
+log-probabilities of the prompts' and the generated tokens, and no others, "sampling": further options of each prompt's
+sampling}``.
 """
 
 from __future__ import annotations
@@ -28,12 +29,24 @@ def _answer(output: Any) -> dict[str, Any]:
     }
 
 
+def _sampling(options: dict[str, Any]) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from vllm import SamplingParams
+
+    if "logit_bias" in options:  # JSON has texts for keys
+        options = {**options, "logit_bias": {int(token): value for token, value in options["logit_bias"].items()}}
+    if "structured_outputs" in options:
+        options = {**options, "structured_outputs": StructuredOutputsParams(**options["structured_outputs"])}
+    return SamplingParams(**options)
+
+
 def main(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     import emulated_npu
     from fl_dispatch.cli.checkpoints import VOCABULARY
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     llm = LLM(**job["engine"])
     llm.collective_rpc("fl_set_counting", args=(True,))
@@ -47,7 +60,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         emulated_npu.reset_calls()
         emulated_npu.reset_waits()
         wanted = {"logprobs": 0, "prompt_logprobs": 0} if step.get("scores") else {"logprobs": VOCABULARY}
-        sampling = SamplingParams(temperature=0.0, max_tokens=step["max_tokens"], ignore_eos=True, **wanted)
+        wanted |= {"temperature": 0.0, "max_tokens": step["max_tokens"], "ignore_eos": True}
+        sampling = [_sampling({**wanted, **own}) for own in step.get("sampling", [{}] * len(step["prompts"]))]
         folders = step.get("adapters", [])
         adapters = [folder and LoRARequest(folder, 1 + folders.index(folder), folder) for folder in folders]
         prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
@@ -58,6 +72,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         steps.append(
             {
                 "tokens": [answer["tokens"][0] for answer in answers],
+                "texts": [output.outputs[0].text for output in outputs],
                 "rows": [row for answer in answers for row in answer["logprobs"][0]],
                 "answers": answers if step.get("scores") else [],
                 "cached": [output.num_cached_tokens for output in outputs],
@@ -67,7 +82,9 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             }
         )
     reports = llm.collective_rpc("fl_report")
-    return {"pid": os.getpid(), "steps": steps, "report": reports[0], "reports": reports}
+    counted = [] if job["engine"].get("disable_log_stats", True) else llm.get_metrics()
+    metrics = {one.name: one.value for one in counted if hasattr(one, "value")}
+    return {"pid": os.getpid(), "steps": steps, "report": reports[0], "reports": reports, "metrics": metrics}
 
 
 if __name__ == "__main__":

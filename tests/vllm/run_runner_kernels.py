@@ -397,7 +397,8 @@ def embedded(draw: Draw) -> Sequence[Any]:
     scheduled = b.lengths.numpy()
     b = SimpleNamespace(
         req_ids=list("0123"), num_reqs=4, idx_mapping=b.idx, query_start_loc=b.starts, num_scheduled_tokens=scheduled,
-        computed=b.computed,
+        computed=b.computed, query_start_loc_np=b.starts.numpy(),
+        num_computed_tokens_np=b.computed[b.idx.long()].numpy(),
     )  # fmt: skip
     embeddings = draw.normal(int(b.query_start_loc[-1]), width)
     state.apply(b, b.computed, embeddings)

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 UNBALANCED_IN_FLOAT16 = ("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "LagunaForCausalLM")
-"""For float16 vLLM divides the shared experts by the scale of the routed ones, so that sums stay small, and a decoder
-layer has to divide the rest as well. DeepSeek's do; these do not, so their tokens are wrong on every platform."""
+"""For float16 vLLM's runner of experts divides the shared ones by the scale of the routed ones, so that sums stay
+small, and a decoder layer has to divide the rest as well. DeepSeek's do; these do not, so our runner multiplies."""
 
 
 def is_unbalanced(model: ModelConfig) -> bool:
-    """Whether vLLM would give wrong tokens for this model in float16."""
+    """Whether the model is in float16, and vLLM's own runner of experts would give wrong tokens."""
     scale = getattr(model.hf_text_config, "routed_scaling_factor", None)
     return model.dtype == torch.float16 and model.architecture in UNBALANCED_IN_FLOAT16 and scale != 1.0
 

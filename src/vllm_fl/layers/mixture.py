@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from fl_dispatch.settings import get_settings
 
+from ..compat import models
 from .forwards import DispatchedLayer
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 
@@ -71,10 +73,15 @@ class RunnerLayer(DispatchedLayer):
     fl_choices = ("topk_softmax", "topk_sigmoid", "grouped_topk")
     fl_operator = ""
     fl_traced = False
+    fl_multiplies: bool = False
+    """Whether the scale of the routed experts is theirs, where vLLM's runner would divide the shared ones by it."""
     router: Any
+    routed_scaling_factor: float
     _shared_experts: Any
 
     def __init__(self, *args: Any, layer_name: str, router: Any, **kwargs: Any) -> None:
+        from vllm.config import get_current_vllm_config
+
         from .routers import RouterFL, route
         from .shared_experts import beside
 
@@ -91,6 +98,8 @@ class RunnerLayer(DispatchedLayer):
             self.fl_operator, router = found.operator, RouterFL(router, found)
         super().__init__(*args, layer_name=layer_name, router=router, **kwargs)
         self._shared_experts = beside(self._shared_experts)
+        model = get_current_vllm_config().model_config
+        self.fl_multiplies = model is not None and models.is_unbalanced(model)
 
     def fl_bind(self, scope: str | None) -> None:
         if self.fl_operator:
@@ -99,3 +108,10 @@ class RunnerLayer(DispatchedLayer):
 
     def fl_runs(self) -> bool:
         return bool(self.fl_operator)
+
+    def _maybe_apply_routed_scale_to_output(
+        self, shared_output: Tensor | None, fused_output: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        if not self.fl_multiplies:
+            return super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)  # type: ignore[misc]
+        return shared_output, fused_output.mul_(self.routed_scaling_factor)

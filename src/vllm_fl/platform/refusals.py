@@ -236,17 +236,19 @@ def _has_kernel(op_name: str) -> bool:
 
 
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    from vllm.platforms import current_platform
+
     return [
         (
-            model.is_encoder_decoder and device.accelerator and "v2" not in device.model_runners,
-            "encoder-decoder models by the V1 model runner",
+            model.is_encoder_decoder and device.accelerator and (device.is_foreign or "v2" not in device.model_runners),
+            "encoder-decoder models",
         ),
         *_quantization_features(model, device),
         (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
         (models.has_indexer(model) and model.architecture not in SPARSE_MODELS, "this model's sparse attention"),
         (
-            models.is_unbalanced(model),
-            f"{model.architecture} in float16 (vLLM itself scales the shared experts wrongly there)",
+            models.is_unbalanced(model) and not current_platform.is_out_of_tree(),
+            f"{model.architecture} in float16 on vLLM's own platform (its MoERunner scales the shared experts wrongly)",
         ),
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import flat, rows_of, take
+from .rows import flat, put, rows_of, take, worth_a_look
 
 
 def prepare_prefill_inputs(
@@ -31,17 +31,19 @@ def prepare_prefill_inputs(
     known = state.clamp(min=0)
     computed, length = take(num_computed_tokens, known).to(torch.int64), take(prefill_lens, known).to(torch.int64)
     reading = (state >= 0) & (computed < length)
-    if not bool(reading.any()):  # most steps, and nothing below would be written
+    asked = worth_a_look(reading)
+    if not len(asked):  # most steps, and nothing below would be written
         return
     rows = rows_of(query_start_loc, len(state), len(input_ids))
     column = (take(computed, rows.request) + rows.offset).clamp(0, most)
     tokens = all_token_ids[take(known, rows.request), column].to(input_ids.dtype)
     input_ids.copy_(torch.where(rows.inside & take(reading, rows.request), tokens, input_ids))
-    state, computed, length = state[reading], computed[reading], length[reading]
-    new = (query_start_loc[1 : len(idx_mapping) + 1] - query_start_loc[: len(idx_mapping)])[reading]
-    ahead = (computed + new)[:, None] + torch.arange(num_lookahead, device=state.device)
-    tokens = all_token_ids[state[:, None], ahead.clamp(max=most)]
-    next_prefill_tokens[:, state] = tokens.masked_fill(ahead >= length[:, None], 0).T.to(next_prefill_tokens.dtype)
+    new = query_start_loc[1 : len(state) + 1] - query_start_loc[: len(state)]
+    state, computed, length, new, reading = (take(one, asked) for one in (known, computed, length, new, reading))
+    step = torch.arange(num_lookahead, device=state.device)[:, None]
+    ahead = computed + new + step
+    tokens = all_token_ids[state, ahead.clamp(max=most)].masked_fill(ahead >= length, 0)
+    put(next_prefill_tokens, step * next_prefill_tokens.stride(0) + state, tokens, reading)
 
 
 def prepare_pos_seq_lens(
@@ -95,8 +97,7 @@ def combine_sampled_and_draft_tokens(
         tokens = torch.where(drafted >= 0, draft, tokens)
     started = take(torch.stack((length > prompt, length - logits >= prompt)).T, rows.request)
     written = rows.inside & started[:, 0] & ((drafted >= 0) | started[:, 1])
-    place = logits_indices.to(torch.int64).masked_select(written)
-    input_ids.index_copy_(0, place, tokens.to(input_ids.dtype).masked_select(written))
+    put(input_ids, logits_indices.to(torch.int64), tokens, written)
 
 
 def get_num_sampled_and_rejected(
@@ -136,42 +137,37 @@ def post_update(
     **_: Any,
 ) -> None:
     """Take a step's tokens over into the requests' states."""
-    requests = len(idx_mapping)
-    state, count = idx_mapping.to(torch.int64), num_sampled[:requests].to(torch.int64)
+    requests, state = len(idx_mapping), idx_mapping.to(torch.int64)
+    real, state = state >= 0, state.clamp(min=0)
+    count = torch.where(real, num_sampled[:requests].to(torch.int64), 0)
     tokens, computed = sampled_tokens[:requests].to(torch.int64), -num_rejected[:requests].to(torch.int64)
     if query_start_loc is not None:
         computed = computed + (query_start_loc[1 : requests + 1] - query_start_loc[:requests])
-    if bool((state < 0).any()):
-        mine = state >= 0
-        state, count, tokens, computed = state[mine], count[mine], tokens[mine], computed[mine]
-        draft_tokens = None if draft_tokens is None else draft_tokens[:requests][mine]
     if draft_tokens is not None:
         assert draft_tokens_out is not None
-        draft_tokens_out[state] = draft_tokens[:requests].to(draft_tokens_out.dtype)
+        column = torch.arange(draft_tokens_out.shape[1], device=state.device)
+        cell = (state * draft_tokens_out.stride(0))[:, None] + column
+        put(draft_tokens_out, cell, draft_tokens[:requests], real[:, None])
     total = take(total_len, state).to(torch.int64)
     place = torch.arange(tokens.shape[1], device=tokens.device)
     new = place < count[:, None]
-    cell = (state * all_token_ids.stride(0) + total)[:, None] + place
-    written = tokens.masked_select(new)
-    flat(all_token_ids).index_copy_(0, cell.masked_select(new), written.to(all_token_ids.dtype))
+    put(all_token_ids, (state * all_token_ids.stride(0) + total)[:, None] + place, tokens, new)
     if output_bin_counts is not None:
-        row = state[:, None].expand_as(tokens).masked_select(new)
-        ones = torch.ones_like(written, dtype=output_bin_counts.dtype)
-        output_bin_counts.index_put_((row, written), ones, accumulate=True)
-    last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].to(last_sampled_tokens.dtype)
-    kept = take(flat(last_sampled_tokens), state)
-    flat(last_sampled_tokens).index_copy_(0, state, torch.where(count > 0, last, kept))
-    total_len.index_copy_(0, state, (total + count).to(total_len.dtype))
-    num_computed_tokens.index_add_(0, state, computed.to(num_computed_tokens.dtype))
+        cell = torch.where(new, (state * output_bin_counts.stride(0))[:, None] + tokens, 0).flatten()
+        flat(output_bin_counts).index_add_(0, cell, new.flatten().to(output_bin_counts.dtype))
+    last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+    put(last_sampled_tokens, state, last, count > 0)
+    total_len.index_add_(0, state, count.to(total_len.dtype))
+    num_computed_tokens.index_add_(0, state, torch.where(real, computed, 0).to(num_computed_tokens.dtype))
 
 
 def post_update_num_computed_tokens(
     idx_mapping: Tensor, num_computed_tokens: Tensor, query_start_loc: Tensor, **_: Any
 ) -> None:
     """Count a step's tokens as computed."""
-    requests, mine = len(idx_mapping), idx_mapping >= 0
-    new = (query_start_loc[1 : requests + 1] - query_start_loc[:requests])[mine]
-    num_computed_tokens[idx_mapping[mine].to(torch.int64)] += new.to(num_computed_tokens.dtype)
+    requests, state = len(idx_mapping), idx_mapping.to(torch.int64)
+    new = torch.where(state >= 0, query_start_loc[1 : requests + 1] - query_start_loc[:requests], 0)
+    num_computed_tokens.index_add_(0, state.clamp(min=0), new.to(num_computed_tokens.dtype))
 
 
 def expand_idx_mapping(

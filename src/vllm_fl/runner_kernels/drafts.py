@@ -107,21 +107,21 @@ def update_draft_inputs(
     **_: Any,
 ) -> None:
     """Keep a step's drafts, and write the batch of the next step if there is one."""
-    requests, step = len(draft_tokens), int(current_step)
-    output_draft_tokens[:requests, step] = draft_tokens
-    if step >= num_speculative_steps - 1:
-        return
-    sample_positions[:requests] += 1
-    input_ids[:requests] = draft_tokens.to(input_ids.dtype)
-    next_hidden_states[:requests, :hidden_size] = hidden_states[:requests]
+    requests, step = len(draft_tokens), current_step.view(1).to(torch.int64)
+    output_draft_tokens[:requests].index_copy_(1, step, draft_tokens[:, None].to(output_draft_tokens.dtype))
+    more = step < num_speculative_steps - 1
+    sample_positions[:requests] += more
+    input_ids[:requests] = torch.where(more, draft_tokens.to(input_ids.dtype), input_ids[:requests])
+    following = next_hidden_states[:requests, :hidden_size]
+    following.copy_(torch.where(more, hidden_states[:requests], following))
     if ADVANCE_DRAFT_POSITIONS:
-        _advance(positions[:requests], seq_lens[:requests], max_model_len)
+        _advance(positions[:requests], seq_lens[:requests], max_model_len, more)
 
 
-def _advance(positions: Tensor, seq_lens: Tensor, max_model_len: int) -> None:
-    """One token further, in place; a request at its longest stays there, because its drafts are never used."""
-    positions.copy_((positions + 1).clamp(max=max_model_len - 1))
-    seq_lens.copy_((seq_lens + 1).clamp(max=max_model_len))
+def _advance(positions: Tensor, seq_lens: Tensor, max_model_len: int, by: Tensor | int = 1) -> None:
+    """``by`` tokens further, in place; a request at its longest stays there, because its drafts are never used."""
+    positions.copy_((positions + by).clamp(max=max_model_len - 1))
+    seq_lens.copy_((seq_lens + by).clamp(max=max_model_len))
 
 
 def expand_prefill_inputs(

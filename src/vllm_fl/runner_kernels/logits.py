@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ def unpacked(words: Tensor, columns: int) -> Tensor:
 
 
 def packed(bits: Tensor, words: int) -> Tensor:
-    """Bool ``[columns]`` as int32 ``[words]``, the reverse of :func:`unpacked`."""
-    padded = bits.new_zeros(words * BITS)
-    padded[: len(bits)] = bits
-    values = padded.view(words, BITS).to(torch.int64) << torch.arange(BITS, device=bits.device)
+    """Bool ``[rows, columns]`` as int32 ``[rows, words]``, the reverse of :func:`unpacked`."""
+    padded = torch.nn.functional.pad(bits, (0, words * BITS - bits.shape[1]))
+    values = padded.unflatten(1, (words, BITS)).to(torch.int64) << torch.arange(BITS, device=bits.device)
     return values.sum(-1).to(torch.int32)
 
 
@@ -83,7 +81,11 @@ def bias(
 
 def _named(tokens: Tensor, count: Tensor, size: int) -> Tensor:
     """Bool ``[rows, size]``: the tokens among the first ``count`` of each row."""
-    valid = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+    return _marked(tokens, torch.arange(tokens.shape[1], device=tokens.device) < count[:, None], size)
+
+
+def _marked(tokens: Tensor, valid: Tensor, size: int) -> Tensor:
+    """Bool ``[rows, size]``: the tokens of each row that are valid; both are ``[rows, any]``."""
     found = torch.zeros(len(tokens), size + 1, dtype=torch.bool, device=tokens.device)
     found.scatter_(1, tokens.to(torch.int64).masked_fill(~valid, size), True)
     return found[:, :size]
@@ -108,12 +110,11 @@ def penalties(
     """Penalize tokens that the prompt or the output has, drafts before a row included."""
     state, rows = idx_mapping.to(torch.int64), logits[:, :size]
     counts = output_counts[state][:, :size].to(torch.int64)
-    place = local_positions[: len(state)].to(torch.int64)
-    first = torch.arange(len(state), device=state.device) - place
-    for earlier in range(int(place.max()) if len(place) else 0):
-        column = (first + earlier + 1).clamp(max=len(token_ids) - 1)
-        drafted = (earlier < place).to(torch.int64)[:, None]
-        counts.scatter_add_(1, token_ids[column].to(torch.int64)[:, None].clamp(0, size - 1), drafted)
+    place = torch.arange(len(state), device=state.device)
+    before = place[:, None] - place
+    drafted = (before >= 0) & (before < local_positions[: len(state), None])  # in rows of the same request up to this
+    tokens = token_ids[: len(state)].to(torch.int64).clamp(0, size - 1)
+    counts.scatter_add_(1, tokens.expand(len(state), -1), drafted.to(torch.int64))
     seen = counts > 0
     factor = repetition[state].float()[:, None]
     scale = torch.where(unpacked(prompt_mask[state], size) | seen, factor, 1.0)
@@ -136,15 +137,15 @@ def bincount(
     **_: Any,
 ) -> None:
     """Note which tokens the prompts of new requests have, and count those that were generated before."""
-    for state in idx_mapping.tolist():
-        prompt, length = int(prompt_len[state]), int(prefill_len[state])
-        tokens = all_token_ids[state, :length].to(torch.int64)
-        found = torch.zeros(prompt_mask.shape[1] * BITS, dtype=torch.bool, device=prompt_mask.device)
-        found[tokens[:prompt]] = True
-        prompt_mask[state] |= packed(found, prompt_mask.shape[1])
-        output_counts[state] += torch.bincount(tokens[prompt:], minlength=output_counts.shape[1]).to(
-            output_counts.dtype
-        )
+    state = idx_mapping.to(torch.int64)
+    prompt, length = prompt_len[state][:, None], prefill_len[state][:, None]
+    tokens = all_token_ids[state].to(torch.int64)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    words = prompt_mask.shape[1]
+    prompt_mask[state] |= packed(_marked(tokens, place < prompt, words * BITS), words)
+    generated = ((place >= prompt) & (place < length)).to(output_counts.dtype)
+    counts = output_counts[state].scatter_add_(1, tokens.clamp(0, output_counts.shape[1] - 1), generated)
+    output_counts[state] = counts
 
 
 def bad_words(
@@ -165,17 +166,24 @@ def bad_words(
     **_: Any,
 ) -> None:
     """Rule out the last token of each bad word if the output ends with its other tokens."""
-    for row, state in enumerate(idx_mapping.tolist()):
-        if not (count := int(num_words[state])):
-            continue
-        place = int(local_positions[row])
-        output = all_token_ids[state, int(prompt_len[state]) : int(total_len[state])].tolist()
-        output += input_ids[row - place + 1 : row + 1].tolist()  # drafts before this row
-        offsets, tokens = word_offsets[state].tolist(), word_tokens[state].tolist()
-        for begin, end in pairwise(offsets[: count + 1]):
-            *prefix, last = tokens[begin:end]
-            if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
-                logits[row, last] = NEVER
+    state, row = idx_mapping.to(torch.int64), torch.arange(len(idx_mapping), device=idx_mapping.device)[:, None]
+    tokens, count = word_tokens[state].to(torch.int64), num_words[state][:, None]
+    word = torch.arange(word_offsets.shape[1], device=tokens.device)
+    offsets = word_offsets[state].to(torch.int64).masked_fill(word > count, tokens.shape[1])  # what follows is stale
+    begin, end = offsets[:, :-1], offsets[:, 1:]
+    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
+    ends = offsets.gather(1, torch.searchsorted(offsets, place, right=True).clamp(max=offsets.shape[1] - 1))
+    drafts = local_positions[: len(state), None].to(torch.int64)
+    prompt = prompt_len[state][:, None].to(torch.int64)
+    length = total_len[state][:, None].to(torch.int64) - prompt
+    at = length + drafts - (ends - 1 - place)  # the place in the output that a token but a word's last has to stand at
+    old = all_token_ids[state[:, None], (prompt + at).clamp(0, all_token_ids.shape[1] - 1)]
+    drafted = input_ids[(row - drafts + at - length + 1).clamp(0, len(input_ids) - 1)]
+    differs = (place < ends - 1) & ((at < 0) | (tokens != torch.where(at >= length, drafted, old)))
+    wrong = torch.nn.functional.pad(differs.to(torch.int64).cumsum(1), (1, 0))
+    fits = (word[:-1] < count) & (wrong.gather(1, end) == wrong.gather(1, begin))
+    ruled_out = _marked(tokens.gather(1, (end - 1).clamp(min=0)), fits, logits.shape[1])
+    logits.masked_fill_(ruled_out, NEVER)
 
 
 def apply_grammar_bitmask(
@@ -193,10 +201,10 @@ def apply_grammar_bitmask(
     """Rule out the tokens that a grammar does not allow; a mask belongs to a request and to one of its rows."""
     request, place = rows.to(torch.int64) // MASK_STRIDE, rows.to(torch.int64) % MASK_STRIDE
     first, end = cu_num_logits[request].to(torch.int64), cu_num_logits[request + 1].to(torch.int64)
-    active = place < end - first
-    row = (first + place)[active]
-    allowed = unpacked(bitmask[: len(rows)][active], size)
-    logits[row, :size] = logits[row, :size].masked_fill(~allowed, NEVER)
+    row = torch.where(place < end - first, first + place, len(logits))
+    ruled_out = torch.zeros(len(logits) + 1, size, dtype=torch.bool, device=logits.device)
+    ruled_out[row] = ~unpacked(bitmask[: len(rows)], size)
+    logits[:, :size].masked_fill_(ruled_out[:-1], NEVER)
 
 
 def num_nans(logits: Tensor, stride: int, found: Tensor, size: int, **_: Any) -> None:

@@ -104,9 +104,11 @@ def compact_sampling_mask(
     kept = logits[source][:, :size].isfinite()
     counts.copy_(torch.where(real, kept.sum(-1), 0))
     order = kept.cumsum(-1) - 1
-    where = real[:, None] & kept & (order < max_num_kept)
-    rows, columns = where.nonzero(as_tuple=True)
-    token_ids[rows, order[where]] = columns.to(token_ids.dtype)
+    column = torch.arange(size, device=row.device).to(token_ids.dtype).expand_as(kept)
+    first = token_ids.new_zeros(len(row), max_num_kept + 1)
+    first.scatter_(1, torch.where(kept, order, max_num_kept).clamp(max=max_num_kept), column)
+    listed = torch.arange(max_num_kept, device=row.device) < counts[:, None]
+    token_ids[:, :max_num_kept] = torch.where(listed, first[:, :-1], token_ids[:, :max_num_kept])
     bits = torch.nn.functional.pad(kept, (0, -size % 8)).view(len(row), -1, 8).to(torch.int64)
     words = (bits << torch.arange(8, device=bits.device)).sum(-1).to(torch.uint8)
-    packed_mask[real, : words.shape[1]] = words[real]
+    packed_mask[:, : words.shape[1]] = torch.where(real[:, None], words, packed_mask[:, : words.shape[1]])

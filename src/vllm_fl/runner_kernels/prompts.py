@@ -13,12 +13,12 @@ from torch import Tensor
 
 def overlay(self: Any, input_batch: Any, num_computed_tokens: Tensor, inputs_embeds: Tensor) -> None:
     """Write requests' own embeddings over ``inputs_embeds`` ``[tokens, hidden]``, except at positions of tokens."""
-    starts = input_batch.query_start_loc.tolist()
+    starts, computed = input_batch.query_start_loc_np.tolist(), input_batch.num_computed_tokens_np.tolist()
     for place, name in enumerate(input_batch.req_ids):
         if name not in self.gpu_tensors:
             continue
         embeddings, is_token = self.gpu_tensors[name]
-        first = int(num_computed_tokens[input_batch.idx_mapping[place]])
+        first = computed[place]  # exact while a prompt is read, and never too small
         rows = min(starts[place + 1] - starts[place], len(embeddings) - first)
         if rows <= 0:
             continue

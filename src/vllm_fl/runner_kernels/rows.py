@@ -1,4 +1,8 @@
-"""Ragged rows: which request a token of a flat batch belongs to, without asking the device how many there are."""
+"""Ragged rows: which request a token of a flat batch belongs to, without asking the device how many there are.
+
+On an accelerator a form reads no tensor on the host, because the host would wait for the device in each step. In main
+memory there is nothing to wait for, and rows that nobody needs are left out.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,26 @@ def rows_of(start_loc: Tensor, requests: int, tokens: int) -> Rows:
 def take(values: Tensor, index: Tensor) -> Tensor:
     """``values[index]`` for int64 indices of the first dimension, faster on a CPU."""
     return values.index_select(0, index)
+
+
+def put(target: Tensor, index: Tensor, values: Tensor, written: Tensor) -> None:
+    """Write to elements of a tensor of integers, where ``written`` says so.
+
+    Args:
+        target: contiguous; overwritten.
+        index: int64, flat places in ``target``; those that are written differ. The others may be any numbers.
+        values, written: broadcast to the shape of ``index``; ``written`` is bool.
+    """
+    place = torch.where(written, index, 0).flatten()
+    change = torch.where(written, values.to(target.dtype) - take(flat(target), place).view_as(index), 0)
+    flat(target).index_add_(0, place, change.flatten())
+
+
+def worth_a_look(mask: Tensor) -> Tensor:
+    """The places of ``[rows]`` of bool that are true, in main memory; all places on an accelerator."""
+    if mask.device.type == "cpu":
+        return mask.nonzero()[:, 0]
+    return torch.arange(len(mask), device=mask.device)
 
 
 def flat(tensor: Tensor) -> Tensor:

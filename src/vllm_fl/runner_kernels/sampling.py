@@ -7,19 +7,22 @@ draws the same tokens in any batch, by the Triton kernel and by this form, up to
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .rows import flat, take
+from .rows import flat, take, worth_a_look
 
 GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 WORD = 0xFFFFFFFF
 DRAFT_SALT = 1 << 30
 """Added to a draft's position, so that a draft and its verification draw different noise."""
 SECOND_DOMAIN = 0x9E3779B9
+NUMBERS = "fl_numbers"
+"""Attribute of a tensor of the device: the numbers of the host that it is a copy of."""
 LEAST = 5.960464477539063e-08
 """The least argument of a logarithm: half of float32's epsilon."""
 
@@ -62,7 +65,10 @@ def gumbel_sample(
         assert logits_cache_col is not None
         assert logits_cache_source is not None
         column = logits_cache_col.to(torch.int64).expand(len(state))
-        logits_cache[state[real], column[real], :size] = logits_cache_source[real, :size]
+        row = torch.arange(len(state), device=state.device)
+        row = torch.where(real, row, real.to(torch.int32).argmax())  # a row of no request writes what a real one does
+        cell = take(state, row), take(column, row), slice(size)
+        logits_cache[cell] = torch.where(real.any(), logits_cache_source[row, :size], logits_cache[cell])
         if _mixes_columns():
             seed = seed ^ (column << 32)
     heat = torch.where(real, take(temperatures, state).float(), 0.0)
@@ -70,7 +76,7 @@ def gumbel_sample(
     if APPLY_TEMPERATURE:
         values = (logits[:, :size].float() / torch.where(heat == 0, 1.0, heat)[:, None]).to(values.dtype)
     place = positions[: len(state)].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
-    values = noised(values, heat, seed, place)
+    values = noised(values, heat, seed, place, temperatures)
     best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
 
 
@@ -105,13 +111,33 @@ def _mixes_columns() -> bool:
     return hasattr(importlib.import_module(GUMBEL), "spec_step_seed")
 
 
-def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Logits ``[rows, vocabulary]`` with Gumbel noise in the rows with a temperature other than 0."""
-    drawn = (heat != 0).nonzero()[:, 0]
+def remember(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap the method that copies numbers of the host to the device, so that the copy knows them."""
+
+    @wraps(copy)
+    def copied(self: Any, *args: Any) -> Tensor:
+        made = copy(self, *args)
+        setattr(made, NUMBERS, self.np)
+        return made
+
+    return copied
+
+
+def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
+    """Logits ``[rows, vocabulary]`` with Gumbel noise in the rows with a temperature other than 0.
+
+    Args:
+        heat: ``[rows]``; the temperatures of the rows' requests.
+        temperatures: ``[states]``; none is asked of the device if the host knows that all are 0.
+    """
+    numbers = getattr(temperatures, NUMBERS, None)
+    if numbers is not None and not numbers.any():
+        return values
+    drawn = worth_a_look(heat != 0)
     if not len(drawn):
         return values
     noise = gumbel_noise(seeds[drawn].to(torch.int64), positions[drawn], values.shape[1], values.dtype == torch.float64)
-    return values.index_add(0, drawn, noise)
+    return values.index_add(0, drawn, noise.masked_fill((heat[drawn] == 0)[:, None], 0))
 
 
 def best_of_blocks(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) -> None:

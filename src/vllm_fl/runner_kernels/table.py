@@ -114,5 +114,8 @@ def register(main_memory: bool = False) -> None:
     embeddings.PromptEmbedsState.apply = prompts.overlay
     lookup: Any = importlib.import_module(f"{RUNNER}.spec_decode.ngram.speculator")
     lookup.HAS_TRITON = True  # else it refuses to be made; its kernels have forms
+    if not main_memory:
+        buffers: Any = importlib.import_module(f"{RUNNER}.buffer_utils")
+        buffers.UvaBackedTensor.copy_to_uva = sampling.remember(buffers.UvaBackedTensor.copy_to_uva)
     forms = native.forms(FORMS) if main_memory else FORMS
     register_kernels({f"{WORKER}.{name}": form for name, form in forms.items()})

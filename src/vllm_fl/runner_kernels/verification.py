@@ -51,7 +51,8 @@ def flatten_sampled(
     """Write each request's tokens to its rows of logits."""
     rows = rows_of(cu_num_logits, len(num_sampled), len(flat_sampled))
     written = rows.inside & (rows.offset < num_sampled[rows.request])
-    flat_sampled[written] = sampled[rows.request[written], rows.offset[written]]
+    tokens = sampled[rows.request, rows.offset.clamp(max=sampled.shape[1] - 1)]
+    flat_sampled.copy_(torch.where(written, tokens.to(flat_sampled.dtype), flat_sampled))
 
 
 def local_logits_stats(
@@ -238,7 +239,8 @@ def resample(
         ratio = (drafts - draft_rejected_logsumexp[:, None] - target).exp()
         left = torch.where(ratio < 1.0, target + torch.log1p(-ratio), NEVER)
     values = torch.where(some[:, None], left, values).to(local_max.dtype)
-    values = noised(values, heat, seeds[state.clamp(min=0)].masked_fill(state < 0, 0), positions[row].to(torch.int64))
+    seed, place = seeds[state.clamp(min=0)].masked_fill(state < 0, 0), positions[row].to(torch.int64)
+    values = noised(values, heat, seed, place, temperatures)
     best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
 
 

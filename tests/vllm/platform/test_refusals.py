@@ -201,7 +201,6 @@ def test_an_unsupported_feature_is_named(
 @pytest.mark.parametrize(
     ("family", "arguments", "named"),
     [
-        ("qwen3", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ("qwen3", {"data_parallel_size": 2}, "data parallelism (one engine for each rank is the way)"),
         ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}, "speculative decoding"),
         ("lfm2", {}, "models with layers that keep a state"),
@@ -435,8 +434,22 @@ def test_a_model_with_an_encoder_and_a_decoder_runs_eagerly_on_a_gpu_of_the_v2_r
     config.apply_defaults(whisper, HOPPER)
     assert whisper.compilation_config.mode == CompilationMode.NONE
     assert _asked(refusals._model_features(whisper.model_config, HOPPER)) == []
-    lacking = ["encoder-decoder models by the V1 model runner"]
-    assert _asked(refusals._model_features(whisper.model_config, ASCEND)) == lacking
+    for device in (ASCEND, dataclasses.replace(HOPPER, model_runners=("v1",))):
+        assert _asked(refusals._model_features(whisper.model_config, device)) == ["encoder-decoder models"]
+
+
+def test_models_whose_experts_vllms_own_runner_scales_wrongly_are_refused_on_its_own_platform(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    model = configure("glm4_moe", dtype="float16").model_config
+    assert _asked(refusals._model_features(model, HOPPER)) == []
+    monkeypatch.setattr(type(current_platform), "is_out_of_tree", lambda self: False)
+    (found,) = _asked(refusals._model_features(model, HOPPER))
+    assert found.startswith("Glm4MoeForCausalLM in float16 on vLLM's own platform")
+    model.hf_text_config.routed_scaling_factor = 1.0
+    assert _asked(refusals._model_features(model, HOPPER)) == []
 
 
 def test_graphs_do_not_leave_the_device_with_an_engine_that_sleeps(configure: Callable[..., Any]) -> None:
