@@ -81,7 +81,6 @@ def unserved(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     check(options)
     model = vllm_config.model_config
     return [
-        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism with {CONNECTOR}"),
         (parallel.data_parallel_size > 1, f"data parallelism (one engine for each rank is the way) with {CONNECTOR}"),
         (parallel.nnodes > 1, f"ranks on several machines with {CONNECTOR}"),
         (vllm_config.speculative_config is not None, f"speculative decoding with {CONNECTOR}"),

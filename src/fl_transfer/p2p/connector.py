@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class P2pConnector(KVConnectorBase_V1):
-    """A KV connector for vLLM: it hands prompts' caches between engines with equal numbers of tensor-parallel ranks."""
+    """A KV connector for vLLM: it hands prompts' caches between engines that divide the model alike, rank by rank."""
 
     _cache_hit_source = CacheHitSource.P2P  # in vLLM's own counts of known tokens
 
@@ -47,7 +47,9 @@ class P2pConnector(KVConnectorBase_V1):
             self.fl_scheduling = Scheduling(own, produces, consumes, block_size, parallel.world_size)
         else:
             model = vllm_config.model_config
-            facts = {"block_size": block_size, "ranks": parallel.world_size, "model": model.architecture}
+            stages = parallel.pipeline_parallel_size
+            divided = {"ranks": parallel.world_size, "stages": stages}
+            facts = {"block_size": block_size, **divided, "model": model.architecture}
             self.fl_working = Working(own, parallel.rank, options, produces, consumes, facts)
 
     # -- in the scheduler ---------------------------------------------------------------------------------------------

@@ -247,11 +247,13 @@ def test_after_the_reading_engine_is_killed_no_request_is_lost(
         together.ask(PROMPTS[1], "nobody")
 
 
-@pytest.fixture(scope="module")
-def divided(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Engines of two ranks each, and one of a single rank that reads: name → server and address."""
+@pytest.fixture(scope="module", params=drawn(("tensor", "pipeline"), 1, "P2P of two ranks"))
+def divided(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
+    """Engines of two ranks or two stages each, and one of a single rank that reads: name → server and address."""
     folder, model = tmp_path_factory.mktemp("divided"), checkpoint("qwen3")
-    two = "--tensor-parallel-size 2"
+    two = f"--{request.param}-parallel-size 2"
     started = {
         "two read": serve(folder / "two read.txt", model, "kv_producer", {}, two),
         "one reads": serve(folder / "one reads.txt", model, "kv_producer", {}),

@@ -194,7 +194,7 @@ class Inbox:
     def _wrong(self, message: Put, size: int, arriving: _Arriving | None) -> str:
         """Why a part cannot be the next one of this transfer, if so."""
         if message.layout != self._layout:
-            return "its blocks have another form: another model, dtype, block size or number of ranks"
+            return "its blocks have another form: another model, dtype, block size or number of ranks or stages"
         if size != message.count * self.block_bytes:
             return f"{size} bytes are not {message.count} blocks of {self.block_bytes}"
         if arriving is not None and arriving.expected not in (0, message.total):
