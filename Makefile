@@ -7,7 +7,7 @@
 # make site   the pages as a site; open build/site/index.html, or serve that folder over HTTP for its search
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make changes the next version's part of the changelog, from changes/
-# make hosts  other versions of the hosts, Ray and TRL, for tests that need them   make clean   removes what make made
+# make hosts  other versions of the hosts, Ray, TRL and NIXL, for tests that need them   make clean   removes what make made
 # make host-check VLLM=0.33.0 (or SGLANG=0.5.21)   does a version that is not installed still have what we rely on?
 # make host-suite  vLLM's own tests with the plugin on and off (hours; make host-suite ARGS="--areas core")
 #
@@ -144,9 +144,9 @@ $(ENVIRONMENTS) .venv-newest/.ready: requirements/dev.txt pyproject.toml | .venv
 	@$(foreach step,$(LAST_STEPS),$(@D)/bin/python $(step) &&) true
 	@touch $@
 
-# What some tests put before an environment on PYTHONPATH: the Python files of other versions of the hosts, Ray and TRL.
+# What some tests put before an environment on PYTHONPATH: the Python files of other versions of the hosts, Ray, TRL, NIXL.
 HOSTS := .venv-hosts/vllm-0.33.0 .venv-hosts/sglang-0.5.21
-LIBRARIES := .venv-hosts/ray .venv-hosts/trl
+LIBRARIES := .venv-hosts/ray .venv-hosts/trl .venv-hosts/nixl
 hosts: $(HOSTS:=/.ready) $(LIBRARIES:=/.ready)
 
 $(HOSTS:=/.ready): .venv-hosts/%/.ready: tools/unpack_python.py | .venv-uv/.ready

@@ -42,7 +42,7 @@ WRONG_IF_ASKED = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDOR
 
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 """vLLM's model runners, and the variables that ask for each."""
-OTHER_HOSTS = drawn(("vLLM 0.33", "Ray", "TRL"), 1, "other hosts")
+OTHER_HOSTS = drawn(("vLLM 0.33", "Ray", "TRL", "NIXL"), 1, "other hosts")
 """Those that ``make hosts`` brings and this run tests."""
 
 

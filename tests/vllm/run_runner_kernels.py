@@ -37,7 +37,7 @@ model_runner.importlib.import_module(model_runner.HOST_AS_DEVICE)
 
 from vllm.v1.worker import mamba_utils
 from vllm.v1.worker import utils as worker_utils
-from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
+from vllm.v1.worker.gpu import block_table, buffer_utils, cp_utils, input_batch
 from vllm.v1.worker.gpu.mm import rope
 from vllm.v1.worker.gpu.model_states import mamba_hybrid, prompt_embeds
 from vllm.v1.worker.gpu.sample import (
@@ -149,6 +149,25 @@ def tables(draw: Draw) -> Sequence[Any]:
     idx[1] = -1  # a request that pads the batch
     slots = made.compute_slot_mappings(idx, draw.starts(lengths), positions, 38)
     return [table.gpu for table in made.block_tables], [rows.clone() for rows in gathered], slots[:, :38]
+
+
+def divided(draw: Draw) -> Sequence[Any]:
+    """A cache that ranks divide by two tokens in turn, and one that each rank has whole."""
+    found: list[Any] = []
+    for rank in range(2):
+        made = block_table.BlockTables(
+            [16, 32], SLOTS, 40, [12, 9], CPU, cp_size=2, cp_rank=rank, cp_interleave=2, dcp_sharded=[True, False]
+        )
+        for state in range(SLOTS):
+            blocks = tuple(draw.integers(1, 99, n).tolist() for n in (8, 9))
+            made.append_block_ids(state, blocks, overwrite=True)
+        made.apply_staged_writes()
+        idx, lengths = draw.states(3), draw.integers(1, 10, 3)
+        positions = draw.integers(0, 99, int(lengths.sum()) + 2, dtype=torch.int64)
+        found.append(made.compute_slot_mappings(idx, draw.starts(lengths), positions, 38)[:, :38].clone())
+        lengths = draw.integers(1, 99, SLOTS)
+        found.append(cp_utils.prepare_dcp_local_seq_lens(draw.integers(0, 9, SLOTS), lengths, 4, 2, rank, 2))
+    return found
 
 
 def prefill_inputs(draw: Draw) -> Sequence[Any]:
@@ -673,7 +692,8 @@ def cleared_blocks(draw: Draw) -> Sequence[Any]:
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
-        staged_writes, tables, prefill_inputs, positions_and_lengths, sampled_and_drafted, sampled_and_rejected, update,
+        staged_writes, tables, divided, prefill_inputs, positions_and_lengths, sampled_and_drafted,
+        sampled_and_rejected, update,
         computed, expanded, rope_positions, temperatures, least_probability, biases, penalized, counted, words,
         chosen, greedy, replayed, likelihoods, prompt_tokens, supports, verified, judged,
         looked_up, thought, embedded, drafts_begin, drafts_go_on, drafts_begin_apart, several_predict, drafts_kept,

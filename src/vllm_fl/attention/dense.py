@@ -22,6 +22,7 @@ from fl_dispatch.hosting.start import warm_batches
 from . import kv_layout
 from .attention_class import CacheQuestions
 from .cache_slots import real
+from .divided import DividedAttention
 from .metadata import AttentionFLMetadata, AttentionFLMetadataBuilder
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class Rotation(NamedTuple):
 class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     """One layer's attention: write the new keys and values, then attend over the cache."""
 
+    supports_dcp: bool = True
+    can_return_lse_for_decode: bool = True  # of the part of a cache that ranks divide
     _split: tuple[Tensor | None, Tensor, Tensor, Scales] = (None, torch.empty(0), torch.empty(0), NO_SCALES)
 
     def __init__(
@@ -119,6 +122,9 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's
         self.kv_layout = kv_layout.in_force()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        bounded = bool(alibi_slopes or sliding_window or logits_soft_cap or sinks is not None)
+        if self.dcp_world_size > 1 and (bounded or attn_type != AttentionType.DECODER):
+            raise NotImplementedError("decode context parallelism with windows, soft caps, ALiBi, sinks or encoders")
         self.fl_rotates = False
         self.fl_rotation: Rotation | None = None
         self.fl_bind(None)
@@ -128,6 +134,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.fl_scope = scope
         self.fl_write = bind_op("kv_cache_write", scope)
         self.fl_attend = bind_op("paged_attention", scope)
+        self.fl_divided = DividedAttention(scope, self.scale) if self.dcp_world_size > 1 else None
         if self.fl_rotates:
             self.fl_rotate = bind_op(ROTATION)
             self.fl_rotate_and_write = bind_op(ROTATE_AND_WRITE, scope)
@@ -256,6 +263,10 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             scales = NO_SCALES
         else:
             key_cache, value_cache, scales = self._of(layer, kv_cache)
+        if self.fl_divided is not None and attn_metadata.part is not None:
+            own = (key[:tokens], value[:tokens], key_cache, value_cache)
+            self.fl_divided(query[:tokens], *own, attn_metadata.part, out)
+            return output
         result = self.fl_attend(
             query[:tokens],
             key_cache,

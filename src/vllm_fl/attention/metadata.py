@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from fl_dispatch.settings import get_settings
 
+from .divided import Part, part_of
 from .token_blocks import token_blocks
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class AttentionFLMetadata:
         block_table: ``[requests, blocks]`` int32.
         query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where vLLM's copies on the host
             are not exact.
+        part: of the context, where ranks divide the cache by tokens.
     """
 
     num_actual_tokens: int
@@ -41,6 +43,7 @@ class AttentionFLMetadata:
     causal: bool
     query_start_loc_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
+    part: Part | None = None
 
 
 class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
@@ -59,6 +62,7 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.exact_host_lengths = has_exact_host_lengths(vllm_config)
+        self.parallel = vllm_config.parallel_config
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -67,6 +71,8 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
         if isinstance(common.causal, Tensor):
             raise NotImplementedError("batches of causal and bidirectional requests are not supported")
         starts, lengths = host_lengths(common) if self.exact_host_lengths else (None, None)
+        divided = self.parallel.decode_context_parallel_size > 1
+        part = part_of(common, self.parallel, self.kv_cache_spec.block_size) if divided else None
         return AttentionFLMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -77,6 +83,7 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
             causal=common.causal,
             query_start_loc_host=starts,
             seq_lens_host=lengths,
+            part=part,
         )
 
 

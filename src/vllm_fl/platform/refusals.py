@@ -96,7 +96,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         *_cache_features(vllm_config, device),
         *_sparse_features(vllm_config),
         *(feature for extension in extensions() for feature in extension.unserved(vllm_config)),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        *(_context_features(vllm_config, device) if parallel.decode_context_parallel_size > 1 else ()),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "dual-batch overlap"),
         *invariance.features(vllm_config),
@@ -120,6 +120,21 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         ),
         *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
+    ]
+
+
+def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """What is not served where ranks divide a cache by tokens."""
+    model, divided = vllm_config.model_config, "decode context parallelism"
+    runner = model_runner.choice(vllm_config)
+    return [
+        (device.accelerator, divided),
+        (runner.runner == "V1", f"{divided} by the V1 model runner ({runner.why})"),
+        (model.use_mla, f"{divided} of latent attention (no log-sum-exp in decoding)"),
+        (_has_states(model), f"{divided} of {STATES}"),
+        (vllm_config.cache_config.cache_dtype in kv_layout.QUANTIZED_DTYPES, f"{divided} of a quantized KV cache"),
+        (vllm_config.speculative_config is not None, f"{divided} with speculative decoding"),
+        (vllm_config.kv_transfer_config is not None, f"{divided} with KV transfer"),
     ]
 
 

@@ -1,7 +1,7 @@
 """Ragged rows: which request a token of a flat batch belongs to, without asking the device how many there are.
 
 On an accelerator a form reads no tensor on the host, because the host would wait for the device in each step. In main
-memory there is nothing to wait for, and rows that nobody needs are left out.
+memory there is nothing to wait for, and rows that are not needed are left out.
 """
 
 from __future__ import annotations

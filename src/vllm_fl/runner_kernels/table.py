@@ -31,6 +31,7 @@ FORMS: Mapping[str, Callable[..., None]] = {
     "gpu.buffer_utils._apply_write_kernel": tables.apply_write,
     "gpu.block_table._gather_block_tables_kernel": tables.gather_block_tables,
     "gpu.block_table._compute_slot_mappings_kernel": tables.compute_slot_mappings,
+    "gpu.cp_utils._dcp_local_seq_lens_kernel": tables.local_lengths,
     "gpu.input_batch._prepare_prefill_inputs_kernel": batch.prepare_prefill_inputs,
     "gpu.input_batch._prepare_pos_seq_lens_kernel": batch.prepare_pos_seq_lens,
     "gpu.input_batch._combine_sampled_and_draft_tokens_kernel": batch.combine_sampled_and_draft_tokens,

@@ -89,6 +89,16 @@ def gather_block_tables(
         target[num_reqs:] = 0
 
 
+def local_lengths(
+    lengths: Tensor, seq_lens: Tensor, ranks: int, rank: int, interleave: int, requests: int, most: int, *_: Any
+) -> None:
+    """Write how many of each request's tokens lie on a rank; 0 behind the batch."""
+    whole = seq_lens[:requests] // (ranks * interleave)
+    rest = (seq_lens[:requests] % (ranks * interleave) - rank * interleave).clamp(0, interleave)
+    lengths[:requests] = (whole * interleave + rest).to(lengths.dtype)
+    lengths[requests:most] = 0
+
+
 def compute_slot_mappings(
     max_num_tokens: int,
     idx_mapping: Tensor,
@@ -105,22 +115,25 @@ def compute_slot_mappings(
     *,
     CP_SIZE: int,
     PAD_ID: int,
+    CP_INTERLEAVE: int = 1,
     **_: Any,
 ) -> None:
     """The slot of each token's key and value, by group; ``PAD_ID`` where there is none.
 
-    Raises:
-        NotImplementedError: context parallelism, which the plugin refuses at start.
+    Of ``CP_SIZE`` ranks that divide a cache each has ``CP_INTERLEAVE`` tokens in turn.
     """
-    if CP_SIZE != 1:
-        raise NotImplementedError("vllm_fl has no slots for context parallelism")
     tokens = min(len(positions), max_num_tokens)
     rows = rows_of(query_start_loc, len(idx_mapping), tokens)
     state = take(idx_mapping, rows.request).to(torch.int64)
     real, state = rows.inside & (state >= 0), state.clamp(min=0)
     for group, table in enumerate(getattr(addresses, TENSORS)):
         size, position = block_sizes[group].to(torch.int64), positions[:tokens].to(torch.int64)
+        here = real
+        if CP_SIZE != 1:
+            turn, beyond = position // CP_INTERLEAVE, position % CP_INTERLEAVE
+            here = real & (~dcp_sharded[group] | (turn % CP_SIZE == cp_rank))
+            position = torch.where(dcp_sharded[group], turn // CP_SIZE * CP_INTERLEAVE + beyond, position)
         block = torch.where(enabled[group], position // size, 0).clamp(0, table.shape[1] - 1)
         slot = take(flat(table), state * table.stride(0) + block).to(torch.int64) * size + position % size
-        slot_mappings[group, :tokens] = torch.where(real & enabled[group], slot, PAD_ID)
+        slot_mappings[group, :tokens] = torch.where(here & enabled[group], slot, PAD_ID)
         slot_mappings[group, tokens:max_num_tokens] = PAD_ID

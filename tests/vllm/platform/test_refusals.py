@@ -155,7 +155,11 @@ HOPPER, AMPERE = (
             "sparse latent attention with sparse_mla_force_mqa",
         ),
         ("deepseek_v3", {"hf_overrides": {"index_topk": 64}}, "this model's sparse attention"),
-        ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
+        (
+            "deepseek_v2",
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "decode context parallelism of latent attention",
+        ),
         ("qwen3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("qwen3", {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
         ("qwen3", {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
@@ -436,6 +440,32 @@ def test_a_model_with_an_encoder_and_a_decoder_runs_eagerly_on_a_gpu_of_the_v2_r
     assert _asked(refusals._model_features(whisper.model_config, HOPPER)) == []
     for device in (ASCEND, dataclasses.replace(HOPPER, model_runners=("v1",))):
         assert _asked(refusals._model_features(whisper.model_config, device)) == ["encoder-decoder models"]
+
+
+DIVIDED = {
+    "tensor_parallel_size": 2,
+    "decode_context_parallel_size": 2,
+    "hf_overrides": {"num_key_value_heads": 1},
+}
+
+
+def test_what_is_not_served_from_a_divided_cache_is_named(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divided = configure(**DIVIDED)
+    assert _asked(refusals._context_features(divided, CPU)) == []
+    assert _asked(refusals._context_features(divided, HOPPER)) == ["decode context parallelism"]
+    divided.kv_transfer_config = object()
+    assert _asked(refusals._context_features(divided, CPU)) == ["decode context parallelism with KV transfer"]
+    for asked, named in (
+        ({"kv_cache_dtype": "fp8"}, "of a quantized KV cache"),
+        ({"speculative_config": {"method": "ngram", **SPECULATION}}, "with speculative decoding"),
+    ):
+        with pytest.raises(ValueError, match=f"vllm_fl does not support decode context parallelism {named} on cpu"):
+            configure(**DIVIDED, **asked)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="decode context parallelism by the V1 model runner"):
+        configure(**DIVIDED)
 
 
 def test_models_whose_experts_vllms_own_runner_scales_wrongly_are_refused_on_its_own_platform(
