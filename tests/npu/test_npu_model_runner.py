@@ -52,14 +52,11 @@ def results(
     npu_environment: Callable[..., dict[str, str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Mapping[str, Any]:
-    """An engine that samples in each way, one on the V1 runner, and those with drafts."""
+    """An engine that samples in each way, and those with drafts."""
     model, folder, dtype = chip_checkpoint(FAMILY), tmp_path_factory.mktemp("drafters"), DTYPES[FAMILY]
     again = {**STEP, "prompts": [PROMPTS[3], PROMPTS[0]], "sampling": [{}, SEEDED], "reset": True}
     steps = [STEP, {**STEP, "sampling": SAMPLED}, again, {**STEP, "sampling": CONSTRAINED}]
-    runs = {
-        "V2": start(spelling, dtype, steps, npu_environment()),
-        "V1": start(model, dtype, [STEP], npu_environment(VLLM_USE_V2_MODEL_RUNNER="0")),
-    }
+    runs = {"V2": start(spelling, dtype, steps, npu_environment())}
     made = {"draft_model": drafters.noisy, "eagle": drafters.eagle}
     for name in DRAWN:
         written = {"model": str(made[name](model, folder / name))} if name in made else {}
@@ -72,10 +69,9 @@ def results(
 def test_vllm_prefers_the_v2_runner_and_its_kernels_are_pytorch(results: Mapping[str, Any]) -> None:
     report = results["V2"]["report"]
     assert (report["model_runner"], report["runner_kernels"]) == ("V2", "PyTorch")
-    assert results["V1"]["report"]["model_runner"] == "V1"
 
 
-@pytest.mark.parametrize("name", ["V2", "V1", *DRAWN])
+@pytest.mark.parametrize("name", ["V2", *DRAWN])
 def test_greedy_tokens_equal_hugging_faces(
     name: str, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
 ) -> None:

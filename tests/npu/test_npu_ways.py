@@ -34,8 +34,8 @@ SEVERAL: Mapping[str, Mapping[str, Any]] = {
     "two stages": {"pipeline_parallel_size": 2},
 }
 """Engines of two devices in spawned processes."""
-ADAPTERS = "adapters"
-SAMPLE = ["two ranks", *drawn(["two stages", ADAPTERS], 1, "ways of running on the NPU")]
+ADAPTERS, V1 = "adapters", "V1 runner"
+SAMPLE = ["two ranks", *drawn(["two stages", ADAPTERS, V1], 1, "ways of running on the NPU")]
 """Those that this commit draws."""
 several_processes = pytest.mark.parametrize("way", [way for way in SEVERAL if way in SAMPLE])
 
@@ -61,12 +61,14 @@ def results(
 
     runs = {name: run(engine, STEP, STEP, **SPAWNED) for name, engine in SEVERAL.items() if name in SAMPLE}
     runs |= {name: run(engine, STEP, STEP) for name, engine in ENGINES.items()}
+    if V1 in SAMPLE:
+        runs[V1] = run({}, STEP, STEP, VLLM_USE_V2_MODEL_RUNNER="0")
     if ADAPTERS in SAMPLE:
         runs[ADAPTERS] = run({**ENGINES["graphs"], "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, mixed)
     return Runs(runs)
 
 
-@pytest.mark.parametrize("way", [*ENGINES, *(way for way in SEVERAL if way in SAMPLE)])
+@pytest.mark.parametrize("way", [*ENGINES, *(way for way in (*SEVERAL, V1) if way in SAMPLE)])
 def test_other_ways_of_running_give_the_same(
     way: str, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
 ) -> None:
@@ -75,6 +77,7 @@ def test_other_ways_of_running_give_the_same(
     for report in results[way]["reports"]:
         assert counts(report) == {operator: {"vendor.ascend"} for operator in LLAMA}
         assert (report["native_layers"], report["failed"]) == ({}, {})
+        assert report["model_runner"] == ("V1" if way == V1 else "V2")
 
 
 @several_processes

@@ -112,6 +112,8 @@ class RunnerLayer(DispatchedLayer):
     def _maybe_apply_routed_scale_to_output(
         self, shared_output: Tensor | None, fused_output: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        if not self.fl_multiplies:
-            return super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)  # type: ignore[misc]
-        return shared_output, fused_output.mul_(self.routed_scaling_factor)
+        if self.fl_multiplies:
+            return shared_output, fused_output.mul_(self.routed_scaling_factor)
+        scaled: tuple[Tensor | None, Tensor]
+        scaled = super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)  # type: ignore[misc]
+        return scaled
