@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch_npu
+
 from on_chip import Numbers, close, npu
 
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

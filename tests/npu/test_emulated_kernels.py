@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 import torch_npu
-from on_chip import Numbers, close, npu
 
 import emulated_npu
+from on_chip import Numbers, close, npu
 
 
 def test_rms_norm_gives_the_norm_and_one_over_rms() -> None:

@@ -130,7 +130,7 @@ def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple
     return [
         (device.accelerator, divided),
         (runner.runner == "V1", f"{divided} by the V1 model runner ({runner.why})"),
-        (model.use_mla, f"{divided} of latent attention (no log-sum-exp in decoding)"),
+        (model.use_mla, "decode context parallelism of latent attention (no log-sum-exp in decoding)"),
         (_has_states(model), f"{divided} of {STATES}"),
         (vllm_config.cache_config.cache_dtype in kv_layout.QUANTIZED_DTYPES, f"{divided} of a quantized KV cache"),
         (vllm_config.speculative_config is not None, f"{divided} with speculative decoding"),

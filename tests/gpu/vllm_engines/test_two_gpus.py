@@ -24,6 +24,12 @@ pytestmark = pytest.mark.gpu
 TWO = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.1}
 NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
 NATIVE = {"VLLM_FL_NATIVE_PLATFORM": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+BALANCED: Mapping[str, Any] = {
+    "enforce_eager": True,
+    "enable_expert_parallel": True,
+    "enable_eplb": True,
+    "eplb_config": {"window_size": 4, "step_interval": 4, "use_async": False, "communicator": "torch_gloo"},
+}
 RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
     "eager": ("qwen3", {"enforce_eager": True}, NEUTRAL),
     "graphs": ("qwen3", {"enforce_eager": False}, NEUTRAL),
@@ -61,6 +67,15 @@ def test_tokens_equal_hugging_faces(
     assert first["native_layers"] == {}
     assert ran(result, "paged_attention") | ran(result, "mla_decode") == {"default.triton"}
     assert "during inference: " not in result["log"]
+
+
+def test_experts_change_places_and_no_token_changes(checkpoint: Callable[[str], Path]) -> None:
+    """Expert load balancing on vLLM's own platform; on others ``config/parallel.py`` refuses it."""
+    model = checkpoint("qwen3_moe")
+    result = start(model, STEP, STEP, engine={**TWO, **BALANCED}, variables=NATIVE).result()
+    expected = expected_tokens(model)
+    assert [step["tokens"] for step in result["steps"]] == [expected, expected]
+    assert "Rearranged experts" in result["log"]
 
 
 def test_small_sums_in_one_kernel_are_right_and_each_rank_takes_the_same_size_for_small(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, reset_settings
 from vllm_fl import environment
-from vllm_fl.compat import model_runner, versions
+from vllm_fl.compat import model_runner, models, versions
 from vllm_fl.platform import config, invariance, refusals, startup
 
 ARCHITECTURES = {
@@ -158,7 +158,7 @@ HOPPER, AMPERE = (
         (
             "deepseek_v2",
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-            "decode context parallelism of latent attention",
+            "decode context parallelism of latent attention (no log-sum-exp in decoding)",
         ),
         ("qwen3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("qwen3", {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
@@ -473,11 +473,12 @@ def test_models_whose_experts_vllms_own_runner_scales_wrongly_are_refused_on_its
 ) -> None:
     from vllm.platforms import current_platform
 
-    model = configure("glm4_moe", dtype="float16").model_config
+    monkeypatch.setattr(models, "UNBALANCED_IN_FLOAT16", ("DeepseekV3ForCausalLM",))
+    model = configure("deepseek_v3", dtype="float16").model_config
     assert _asked(refusals._model_features(model, HOPPER)) == []
     monkeypatch.setattr(type(current_platform), "is_out_of_tree", lambda self: False)
     (found,) = _asked(refusals._model_features(model, HOPPER))
-    assert found.startswith("Glm4MoeForCausalLM in float16 on vLLM's own platform")
+    assert found.startswith("DeepseekV3ForCausalLM in float16 on vLLM's own platform")
     model.hf_text_config.routed_scaling_factor = 1.0
     assert _asked(refusals._model_features(model, HOPPER)) == []
 
