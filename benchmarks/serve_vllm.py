@@ -14,6 +14,9 @@ a file: it says where a difference comes from.
     python benchmarks/serve_vllm.py [--shape llama-3.1-8b] [--cells vanilla_fa3,plugin_neutral] [--rounds 5]
         [--layers 32] [--lora RANK] [--json FILE] [--profile FILE]
 
+Several runs may start their engines at once: the variable ``BENCHMARK_TURN`` names a file whose lock each run holds
+from its first round to its last.
+
 With ``--lora`` every request has the same adapter of that rank, with random factors for all projections.
 
 Needs one GPU, vLLM with its compiled operators, and this package installed. Cells that do not fit the GPU together are
@@ -23,6 +26,7 @@ given to several runs, each with a vanilla one, or measured with fewer layers.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -34,7 +38,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import kernel_trace
 from shapes import LAYERS, SHAPES, Shape
@@ -401,6 +405,7 @@ def measure(
         raise SystemExit("no engine started")
     print("ready:", {name: round(data["start_s"]) for name, data in started.items()}, flush=True)
     rates: dict[str, dict[str, list[float]]] = {work.name: {e.name: [] for e in engines} for work in workloads}
+    held = _turn()
     for turn in range(-1, rounds):
         for work in workloads:
             for place in range(len(engines)):
@@ -414,6 +419,8 @@ def measure(
     profiles = {e.name: {work.name: e.profile(work) for work in workloads} for e in engines} if profiled else {}
     for engine in engines:
         engine.child.stop()
+    if held is not None:
+        held.close()
     return {
         "rates": rates,
         "started": started,
@@ -421,6 +428,16 @@ def measure(
         "counters": counters,
         "profiles": profiles,
     }
+
+
+def _turn() -> IO[str] | None:
+    """The lock that other runs on this machine wait for, once it is ours."""
+    name = os.environ.get("BENCHMARK_TURN")
+    if name is None:
+        return None
+    file = open(name, "w")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def told(turn: int, rates: Mapping[str, Mapping[str, list[float]]], keep: Path | None) -> None:

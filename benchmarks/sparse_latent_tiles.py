@@ -54,16 +54,28 @@ SMALL = (
     (16, 128, 8, 2),
 )  # fmt: skip
 """Heads, listed rows, warps and stages."""
+SCORING = ((128, 32, 4, 2), (128, 128, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3), (64, 128, 4, 3), (256, 128, 8, 3))
+SCORING_DECODE = ((64, 1, 4, 1), (128, 1, 4, 1), (128, 1, 4, 2), (256, 1, 4, 2), (256, 1, 8, 1))
+"""Tokens, queries, warps and stages."""
+SELECTING = (
+    (8192, 2048, 8),
+    (8192, 2048, 16),
+    (16384, 2048, 8),
+    (16384, 2048, 16),
+    (16384, 1024, 16),
+    (32768, 2048, 8),
+)
+"""Scores of a program, of a tile, warps."""
 
 
 def candidates(part: str, heads: int, decoding: bool) -> dict[str, tuple[Any, ...]]:
     """Constant of the part's module → its values."""
     if part == "attention":
-        tiles = {"TILE_LARGE": LARGE} if heads >= sparse_latent.MANY_HEADS else {"TILE": SMALL}
+        tiles = {"TILE_LARGE": LARGE, "FEW_ROWS": (0, 512, 1024)} if heads >= sparse_latent.MANY_HEADS else {"TILE": SMALL}
         return tiles | ({"LEAST_ROWS": (64, 256), "MOST_SPLITS": (8, 16, 64)} if decoding else {})
-    scoring = {"KEYS": (64, 256), "SCORING_WARPS": (8,), "SCORING_STAGES": (1, 3, 4)}
-    selecting = {"SHARE": (4096, 16384, 32768), "TILE": (2048, 8192), "SELECTING_WARPS": (4, 16)}
-    return scoring | ({} if decoding else {"QUERIES": (8, 16, 64, 128)}) | selecting
+    if decoding:
+        return {"SCORING_DECODE": SCORING_DECODE, "SELECTING_DECODE": SELECTING}
+    return {"SCORING": SCORING, "SELECTING": SELECTING}
 
 
 class Batch:

@@ -106,9 +106,6 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
         reason = f"graphs are unverified on {device.name}; set it to capture them all the same"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)
-    if compilation.cudagraph_mode is None and device.graphs and models.has_indexer(model):
-        reason = "graphs of sparse latent attention were not seen; set it to capture them all the same"
-        _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)
     if compilation.cudagraph_mode is not None and not device.graphs:
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, f"{device.name} has no graphs to capture")
 

@@ -21,22 +21,16 @@ from .requests import request_of, steps
 
 MOST_SCORES = 1 << 26
 """Scores that exist at a time; 256 MiB."""
-KEYS = 128
-"""Tokens of a tile of scores."""
-KEYS_WIDE = 32
-"""``KEYS`` for float32."""
-QUERIES = 32
-"""Queries of a tile of scores, one after the other, so that its keys are loaded once."""
-SCORING_WARPS = 4
-"""Warps of a program that scores."""
-SCORING_STAGES = 2
-"""Loads of queries that such a program has under way."""
-SHARE = 8192
-"""Scores that a program selects from, so that they stay in its registers and cache."""
-TILE = 4096
-"""Scores that a program looks at together."""
-SELECTING_WARPS = 8
-"""Warps of a program that selects."""
+SCORING = (128, 128, 4, 3)
+"""Tokens of a tile of scores, queries that take turns on a tile, so that its keys are loaded once, warps, stages."""
+SCORING_DECODE = (256, 1, 4, 1)
+"""``SCORING`` for requests of one query."""
+SCORING_WIDE = (32, 32, 4, 2)
+"""``SCORING`` for float32."""
+SELECTING = (32768, 2048, 8)
+"""Scores that a program selects from, those that it looks at together, warps."""
+SELECTING_DECODE = (16384, 2048, 16)
+"""``SELECTING`` for requests of one query."""
 BINS = tl.constexpr(256)
 
 
@@ -263,7 +257,8 @@ def index_topk(
     if not requests or not tokens or not max_query_len or not max_seq_len:
         return out
     wide = query.dtype is torch.float32
-    keys = KEYS_WIDE if wide else KEYS
+    decoding = max_query_len == 1
+    keys, queries, warps, stages = SCORING_WIDE if wide else SCORING_DECODE if decoding else SCORING
     width = -(-max_seq_len // keys) * keys
     most = max(1, MOST_SCORES // width)
     scales = out if key_scales is None else key_scales
@@ -272,48 +267,57 @@ def index_topk(
     numbers = (
         query.stride(0), query.stride(1), *weights.stride(), key_cache.stride(0), key_cache.stride(1), *scale_strides,
         heads, dim, INDEX_GROUP, groups, key_cache.shape[1], max(16, power_of_two(heads)), max(16, power_of_two(dim)),
-        keys, QUERIES, "ieee" if wide else "tf32",
+        keys, queries, "ieee" if wide else "tf32",
     )  # fmt: skip
     tensors = (query, weights, key_cache, scales, block_table, query_start_loc, seq_lens)
     for first in range(0, tokens, most):
         rows = min(most, tokens - first)
         scores = query.new_empty((rows, width), dtype=torch.float32)
         _launch_score(
-            (width // keys, -(-min(rows, max_query_len) // QUERIES), requests),
+            (width // keys, -(-min(rows, max_query_len) // queries), requests),
             (*tensors, scores),
             numbers,
             sizes=(first, rows, width, block_table.stride(0)),
-            warps=SCORING_WARPS,
-            stages=SCORING_STAGES,
+            warps=warps,
+            stages=stages,
         )
-        _best(scores, query_start_loc, seq_lens, out, first, topk)
+        _best(scores, query_start_loc, seq_lens, out, first, topk, SELECTING_DECODE if decoding else SELECTING)
     return out
 
 
-def _best(scores: Tensor, query_start_loc: Tensor, seq_lens: Tensor, out: Tensor, first: int, topk: int) -> None:
+def _best(
+    scores: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    first: int,
+    topk: int,
+    selecting: tuple[int, int, int],
+) -> None:
     """Write the positions of the best scores of queries from ``first`` on into rows of ``out``."""
     rows, width = scores.shape
     requests = seq_lens.shape[0]
-    share = max(SHARE, power_of_two(2 * topk))
+    share, tile, warps = selecting
+    share = max(share, power_of_two(2 * topk))
     splits = -(-width // share)
     constants = (topk, steps(requests))
     block_k = power_of_two(topk)
     if splits == 1:
         _launch_select(
             (rows, 1, 1), (scores, out, query_start_loc, seq_lens, out, scores),
-            (out.stride(0), *constants, False, False, TILE, block_k),
-            sizes=(first, requests, width, width, 1), warps=SELECTING_WARPS,
+            (out.stride(0), *constants, False, False, tile, block_k),
+            sizes=(first, requests, width, width, 1), warps=warps,
         )  # fmt: skip
         return
     parts = scores.new_empty((rows, splits * topk), dtype=torch.int32)
     best = scores.new_empty((rows, splits * topk))
     _launch_select(
         (rows, splits, 1), (scores, out, query_start_loc, seq_lens, parts, best),
-        (0, *constants, False, True, TILE, block_k),
-        sizes=(first, requests, width, share, splits), warps=SELECTING_WARPS,
+        (0, *constants, False, True, tile, block_k),
+        sizes=(first, requests, width, share, splits), warps=warps,
     )  # fmt: skip
     _launch_select(
         (rows, 1, 1), (best, parts, query_start_loc, seq_lens, out, best),
-        (out.stride(0), *constants, True, False, TILE, block_k),
-        sizes=(first, requests, splits * topk, splits * topk, 1), warps=SELECTING_WARPS,
+        (out.stride(0), *constants, True, False, tile, block_k),
+        sizes=(first, requests, splits * topk, splits * topk, 1), warps=warps,
     )  # fmt: skip

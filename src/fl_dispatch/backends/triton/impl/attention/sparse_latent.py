@@ -21,10 +21,14 @@ TILE = (16, 32, 4, 3)
 """Heads, listed rows, warps, stages, for few heads."""
 TILE_LARGE = (64, 64, 8, 2)
 """``TILE`` for many heads."""
+TILE_FEW = (16, 64, 4, 3)
+"""``TILE`` for many heads of few queries, whose large tiles would leave most of the chip idle."""
 TILE_WIDE = (16, 16, 4, 2)
 """``TILE`` for float32."""
 MANY_HEADS = 64
 """Heads from which on the large tile is taken."""
+FEW_ROWS = 128
+"""Heads of all queries up to which ``TILE_FEW`` is."""
 LEAST_ROWS = 128
 """Listed rows that are worth a program of their own."""
 MOST_SPLITS = 32
@@ -182,7 +186,8 @@ def mla_sparse(
     if not requests or not tokens or not max_query_len:
         return out
     wide = query.dtype is torch.float32
-    block_m, block_n, warps, stages = TILE_WIDE if wide else TILE if heads < MANY_HEADS else TILE_LARGE
+    many = TILE_FEW if tokens * heads <= FEW_ROWS else TILE_LARGE
+    block_m, block_n, warps, stages = TILE_WIDE if wide else TILE if heads < MANY_HEADS else many
     tiles = -(-heads // block_m)
     most = max(1, min(MOST_SPLITS, listed // LEAST_ROWS))
     splits = _splits(_slots(query.device), tokens * tiles, most)
