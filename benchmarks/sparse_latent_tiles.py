@@ -71,7 +71,8 @@ SELECTING = (
 def candidates(part: str, heads: int, decoding: bool) -> dict[str, tuple[Any, ...]]:
     """Constant of the part's module → its values."""
     if part == "attention":
-        tiles = {"TILE_LARGE": LARGE, "FEW_ROWS": (0, 512, 1024)} if heads >= sparse_latent.MANY_HEADS else {"TILE": SMALL}
+        large = {"TILE_LARGE": LARGE, "FEW_ROWS": (0, 512, 1024)}
+        tiles = large if heads >= sparse_latent.MANY_HEADS else {"TILE": SMALL}
         return tiles | ({"LEAST_ROWS": (64, 256), "MOST_SPLITS": (8, 16, 64)} if decoding else {})
     if decoding:
         return {"SCORING_DECODE": SCORING_DECODE, "SELECTING_DECODE": SELECTING}

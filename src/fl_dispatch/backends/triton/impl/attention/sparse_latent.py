@@ -22,7 +22,7 @@ TILE = (16, 32, 4, 3)
 TILE_LARGE = (64, 64, 8, 2)
 """``TILE`` for many heads."""
 TILE_FEW = (16, 64, 4, 3)
-"""``TILE`` for many heads of few queries, whose large tiles would leave most of the chip idle."""
+"""``TILE`` for many heads of few queries: large tiles would leave most of the chip idle."""
 TILE_WIDE = (16, 16, 4, 2)
 """``TILE`` for float32."""
 MANY_HEADS = 64
