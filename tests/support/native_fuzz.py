@@ -86,9 +86,8 @@ def entries() -> list[Entry]:
         found.append(Entry(impl.op_name, impl.fn, draw, allowed, impl.op_name == "kv_cache_write"))
     declined = (_Declined, IndexError)
     for form in native.NATIVE:
-        function = native.NATIVE[form].__closure__
-        inner = next(cell.cell_contents for cell in function or () if cell.cell_contents is not form)
-        found.append(Entry(form.__name__, _answering(inner), RUNNER[form.__name__], declined, True))
+        answering = _answering(native.NATIVE[form])
+        found.append(Entry(form.__name__, answering, RUNNER[form.__name__], declined, True))
     return found
 
 
@@ -174,7 +173,7 @@ def _combined(chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return [
         _integers(chance, 0, 99, tokens), _integers(chance, 0, states, requests), _integers(chance, 0, 99, states, 1),
         _starts(chance, counts), _integers(chance, 0, 9, requests), _integers(chance, 0, 9, states),
-        _integers(chance, 0, 99, states, drafts), drafts, _starts(chance, counts), _integers(chance, 0, 9, tokens),
+        _integers(chance, 0, 99, states, drafts), _starts(chance, counts), _integers(chance, 0, 9, tokens),
     ], {}  # fmt: skip
 
 
@@ -192,9 +191,9 @@ def _updated(chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
     counted = chance.choice((None, _integers(chance, 0, 3, states, words)))
     return [
         _integers(chance, -1, states, requests), _integers(chance, 0, 9, states), _integers(chance, 0, 9, states, 1),
-        counted, words, _integers(chance, 0, words, requests, tokens), tokens,
+        counted, _integers(chance, 0, words, requests, tokens),
         _integers(chance, 0, tokens + 1, requests), _integers(chance, 0, 2, requests),
-        chance.choice((None, _starts(chance, [1] * requests))), _integers(chance, 0, 9, states, row), row,
+        chance.choice((None, _starts(chance, [1] * requests))), _integers(chance, 0, 9, states, row),
         _integers(chance, 0, row - tokens, states),
     ], {}  # fmt: skip
 
@@ -218,7 +217,7 @@ def _gathered(chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return [
         _integers(chance, 0, states, requests), _block_tables(chance, states, widths),
         _block_tables(chance, max(1, rows), widths), torch.tensor(widths),
-        _integers(chance, 0, min(widths) + 1, groups, states), states, requests, _integers(chance, 0, 90, states),
+        _integers(chance, 0, min(widths) + 1, groups, states), requests, _integers(chance, 0, 90, states),
         _integers(chance, 0, 40, groups), _integers(chance, 1, 33, groups),
     ], {"MASK_SLIDING_WINDOW": masked}  # fmt: skip
 
@@ -234,7 +233,7 @@ def _slots(chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
         most, _integers(chance, -1, states, requests), _starts(chance, counts),
         _integers(chance, 0, 16 * min(widths), tokens), _block_tables(chance, states, widths),
         torch.tensor(widths), _integers(chance, 16, 17, groups),
-        torch.rand(groups) < 0.8, torch.zeros(groups, dtype=torch.bool), _integers(chance, 0, 9, groups, most), most, 0,
+        torch.rand(groups) < 0.8, _integers(chance, 0, 9, groups, most), most,
     ], {"CP_SIZE": 1, "PAD_ID": -1}  # fmt: skip
 
 
@@ -244,8 +243,8 @@ def _greedy(chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
     rows, states, size, block = chance.randrange(4), 5, chance.randrange(1, 90), chance.choice((16, 40))
     blocks = -(-size // block)
     return [
-        _integers(chance, 0, 9, rows, blocks), blocks, torch.rand(rows, blocks), blocks, None, 0, 0, None, None, 0,
-        torch.rand(rows, size), size, _integers(chance, -1, states, rows), torch.zeros(states), torch.zeros(states),
+        _integers(chance, 0, 9, rows, blocks), torch.rand(rows, blocks), None, torch.rand(rows, size),
+        _integers(chance, -1, states, rows), torch.zeros(states), torch.zeros(states),
         torch.zeros(states), size,
     ], {"BLOCK_SIZE": block}  # fmt: skip
 

@@ -31,7 +31,7 @@ from triton.runtime import interpreter
 vllm.triton_utils.triton, vllm.triton_utils.tl, vllm.triton_utils.HAS_TRITON = triton, tl, True
 
 from vllm_fl.compat import model_runner
-from vllm_fl.runner_kernels import native, table
+from vllm_fl.runner_kernels import launch, native, table
 
 model_runner.importlib.import_module(model_runner.HOST_AS_DEVICE)
 
@@ -711,9 +711,9 @@ def main(request: Path, answer: Path) -> None:
     ran: set[str] = set()
     answers: dict[str, set[bool]] = {}
     native._run = _noting_answers(native._run, answers)
-    forms = native.forms(table.FORMS) if asked["native"] else table.FORMS
-    table.FORMS = {name: _noting(name, form, ran) for name, form in forms.items()}
-    table.register()
+    module = native if asked["native"] else launch
+    module.launched = _noting(module.launched, ran)
+    table.register(main_memory=asked["native"])
     differing: dict[str, str] = dict.fromkeys(cases, "")
     for draw in draws:
         try:
@@ -724,12 +724,17 @@ def main(request: Path, answer: Path) -> None:
     answer.write_text(json.dumps({"differing": differing, "ran": sorted(ran), "native": by_function}))
 
 
-def _noting(name: str, form: Callable[..., None], ran: set[str]) -> Callable[..., None]:
-    def run(*args: Any, **kwargs: Any) -> None:
-        ran.add(name)
-        form(*args, **kwargs)
+def _noting(launched: Callable[..., Any], ran: set[str]) -> Callable[..., Any]:
+    def noting(form: Callable[..., None], names: Sequence[str]) -> Callable[..., None]:
+        launch, name = launched(form, names), next(name for name, each in table.FORMS.items() if each is form)
 
-    return run
+        def run(*args: Any, **kwargs: Any) -> None:
+            ran.add(name)
+            launch(*args, **kwargs)
+
+        return run
+
+    return noting
 
 
 def _noting_answers(call: Callable[..., bool], answers: dict[str, set[bool]]) -> Callable[..., bool]:

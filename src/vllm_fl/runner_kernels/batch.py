@@ -5,8 +5,6 @@ A row of ``idx_mapping`` is the number of a request's state; a negative one belo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,15 +14,12 @@ from .rows import flat, put, rows_of, take, worth_a_look
 def prepare_prefill_inputs(
     input_ids: Tensor,
     next_prefill_tokens: Tensor,
-    next_prefill_tokens_stride: int,
     num_lookahead: int,
     idx_mapping: Tensor,
     query_start_loc: Tensor,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     prefill_lens: Tensor,
     num_computed_tokens: Tensor,
-    **_: Any,
 ) -> None:
     """Write the prompts' tokens of this step to ``input_ids``, and those that follow to ``next_prefill_tokens``."""
     state, most = idx_mapping.to(torch.int64), all_token_ids.shape[1] - 1
@@ -47,13 +42,12 @@ def prepare_prefill_inputs(
 
 
 def prepare_pos_seq_lens(
-    positions: Tensor,
+    pos: Tensor,
     seq_lens: Tensor,
     idx_mapping: Tensor,
     query_start_loc: Tensor,
     num_computed_tokens: Tensor,
     max_num_reqs: int,
-    **_: Any,
 ) -> None:
     """Write each token's position and each request's length; lengths behind the batch become 0."""
     requests = len(idx_mapping)
@@ -61,9 +55,9 @@ def prepare_pos_seq_lens(
     new = query_start_loc[1 : requests + 1] - query_start_loc[:requests]
     seq_lens[:requests] = (computed + new).to(seq_lens.dtype)
     seq_lens[requests:max_num_reqs] = 0
-    rows = rows_of(query_start_loc, requests, len(positions))
-    found = (take(computed, rows.request) + rows.offset).to(positions.dtype)
-    positions.copy_(torch.where(rows.inside, found, positions))
+    rows = rows_of(query_start_loc, requests, len(pos))
+    found = (take(computed, rows.request) + rows.offset).to(pos.dtype)
+    pos.copy_(torch.where(rows.inside, found, pos))
 
 
 def combine_sampled_and_draft_tokens(
@@ -74,12 +68,9 @@ def combine_sampled_and_draft_tokens(
     seq_lens: Tensor,
     prefill_len: Tensor,
     draft_tokens: Tensor,
-    draft_tokens_stride: int,
     cu_num_logits: Tensor,
     logits_indices: Tensor,
-    *,
     NUM_NEW_SAMPLED_TOKENS: int = 1,
-    **_: Any,
 ) -> None:
     """Write the indices of the logits, and the tokens that were sampled or drafted last to ``input_ids``."""
     requests = len(idx_mapping)
@@ -107,7 +98,6 @@ def get_num_sampled_and_rejected(
     cu_num_logits: Tensor,
     idx_mapping: Tensor,
     prefill_len: Tensor,
-    **_: Any,
 ) -> None:
     """Set ``num_sampled`` to 0 where a prompt is not read to its end, and count the logits that gave no token."""
     requests = len(idx_mapping)
@@ -122,19 +112,14 @@ def post_update(
     num_computed_tokens: Tensor,
     last_sampled_tokens: Tensor,
     output_bin_counts: Tensor | None,
-    output_bin_counts_stride: int,
     sampled_tokens: Tensor,
-    sampled_tokens_stride: int,
     num_sampled: Tensor,
     num_rejected: Tensor,
     query_start_loc: Tensor | None,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     total_len: Tensor,
     draft_tokens: Tensor | None = None,
     draft_tokens_out: Tensor | None = None,
-    num_draft_tokens: int = 0,
-    **_: Any,
 ) -> None:
     """Take a step's tokens over into the requests' states."""
     requests, state = len(idx_mapping), idx_mapping.to(torch.int64)
@@ -161,9 +146,7 @@ def post_update(
     num_computed_tokens.index_add_(0, state, torch.where(real, computed, 0).to(num_computed_tokens.dtype))
 
 
-def post_update_num_computed_tokens(
-    idx_mapping: Tensor, num_computed_tokens: Tensor, query_start_loc: Tensor, **_: Any
-) -> None:
+def post_update_num_computed_tokens(idx_mapping: Tensor, num_computed_tokens: Tensor, query_start_loc: Tensor) -> None:
     """Count a step's tokens as computed."""
     requests, state = len(idx_mapping), idx_mapping.to(torch.int64)
     new = torch.where(state >= 0, query_start_loc[1 : requests + 1] - query_start_loc[:requests], 0)
@@ -171,7 +154,7 @@ def post_update_num_computed_tokens(
 
 
 def expand_idx_mapping(
-    idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, cu_num_logits: Tensor, **_: Any
+    idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, cu_num_logits: Tensor
 ) -> None:
     """For each row of logits, its request's state and its place among that request's rows."""
     rows = rows_of(cu_num_logits, len(idx_mapping), len(expanded_idx_mapping))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,54 +23,47 @@ def packed(bits: Tensor, words: int) -> Tensor:
     return values.sum(-1).to(torch.int32)
 
 
-def temperature(logits: Tensor, stride: int, idx_mapping: Tensor, temperatures: Tensor, size: int, **_: Any) -> None:
+def temperature(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor, vocab_size: int) -> None:
     """Divide each row by its request's temperature; a temperature of 0 means the largest logit, and divides nothing."""
-    value = temperatures[idx_mapping.to(torch.int64)].float()
+    value = temperature[expanded_idx_mapping.to(torch.int64)].float()
     divisor = torch.where(value == 0, 1.0, value)[:, None]
-    logits[:, :size] = (logits[:, :size].float() / divisor).to(logits.dtype)
+    logits[:, :vocab_size] = (logits[:, :vocab_size].float() / divisor).to(logits.dtype)
 
 
-def min_p(logits: Tensor, stride: int, idx_mapping: Tensor, shares: Tensor, size: int, **_: Any) -> None:
+def min_p(logits: Tensor, expanded_idx_mapping: Tensor, min_p: Tensor, vocab_size: int) -> None:
     """Rule out tokens with a probability below a share of the largest."""
-    rows = logits[:, :size]
-    bound = rows.amax(-1).float() + shares[idx_mapping.to(torch.int64)].float().log()
+    rows = logits[:, :vocab_size]
+    bound = rows.amax(-1).float() + min_p[expanded_idx_mapping.to(torch.int64)].float().log()
     rows.masked_fill_(rows < bound[:, None], NEVER)
 
 
 def bias(
     logits: Tensor,
-    stride: int,
-    size: int,
-    idx_mapping: Tensor,
-    num_allowed: Tensor,
-    allowed: Tensor,
-    allowed_stride: int,
-    num_biased: Tensor,
-    biased: Tensor,
-    biased_stride: int,
-    biases: Tensor,
-    biases_stride: int,
-    positions: Tensor,
+    vocab_size: int,
+    expanded_idx_mapping: Tensor,
+    num_allowed_token_ids: Tensor,
+    allowed_token_ids: Tensor,
+    num_logit_bias: Tensor,
+    bias_token_ids: Tensor,
+    bias: Tensor,
+    pos: Tensor,
     min_lens: Tensor,
-    num_stop: Tensor,
+    num_stop_token_ids: Tensor,
     restore_when_all_masked: Tensor,
-    stop: Tensor,
-    stop_stride: int,
-    *,
+    stop_token_ids: Tensor,
     CHECK_ALL_MASKED_ROWS: bool = False,
-    **_: Any,
 ) -> None:
     """Allow only a request's allowed tokens, add its biases, and rule its stop tokens out before its least length."""
-    state, rows = idx_mapping.to(torch.int64), logits[:, :size]
-    count = num_allowed[state]
-    rows.masked_fill_((count > 0)[:, None] & ~_named(allowed[state], count, size), NEVER)
-    count = num_biased[state]
-    tokens = biased[state].to(torch.int64)
+    state, rows = expanded_idx_mapping.to(torch.int64), logits[:, :vocab_size]
+    count = num_allowed_token_ids[state]
+    rows.masked_fill_((count > 0)[:, None] & ~_named(allowed_token_ids[state], count, vocab_size), NEVER)
+    count = num_logit_bias[state]
+    tokens = bias_token_ids[state].to(torch.int64)
     valid = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
-    added = biases[state].to(logits.dtype).masked_fill(~valid, 0)
+    added = bias[state].to(logits.dtype).masked_fill(~valid, 0)
     rows.scatter_add_(1, tokens.masked_fill(~valid, 0), added)
-    early = positions[: len(state)] + 1 < min_lens[state]
-    ended = _named(stop[state], num_stop[state].masked_fill(~early, 0), size)
+    early = pos[: len(state)] + 1 < min_lens[state]
+    ended = _named(stop_token_ids[state], num_stop_token_ids[state].masked_fill(~early, 0), vocab_size)
     if CHECK_ALL_MASKED_ROWS:
         nothing_left = (rows.masked_fill(ended, NEVER) == NEVER).all(-1) & restore_when_all_masked[state].bool()
         ended &= ~(nothing_left[:, None] & rows.isfinite())
@@ -93,87 +84,81 @@ def _marked(tokens: Tensor, valid: Tensor, size: int) -> Tensor:
 
 def penalties(
     logits: Tensor,
-    stride: int,
-    idx_mapping: Tensor,
+    expanded_idx_mapping: Tensor,
     token_ids: Tensor,
-    local_positions: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-    prompt_mask: Tensor,
-    prompt_mask_stride: int,
-    output_counts: Tensor,
-    output_counts_stride: int,
-    size: int,
-    **_: Any,
+    expanded_local_pos: Tensor,
+    repetition_penalty: Tensor,
+    frequency_penalty: Tensor,
+    presence_penalty: Tensor,
+    prompt_bin_mask: Tensor,
+    output_bin_counts: Tensor,
+    vocab_size: int,
 ) -> None:
     """Penalize tokens that the prompt or the output has, drafts before a row included."""
-    state, rows = idx_mapping.to(torch.int64), logits[:, :size]
-    counts = output_counts[state][:, :size].to(torch.int64)
+    state, rows = expanded_idx_mapping.to(torch.int64), logits[:, :vocab_size]
+    counts = output_bin_counts[state][:, :vocab_size].to(torch.int64)
     place = torch.arange(len(state), device=state.device)
     before = place[:, None] - place
-    drafted = (before >= 0) & (before < local_positions[: len(state), None])  # in rows of the same request up to this
-    tokens = token_ids[: len(state)].to(torch.int64).clamp(0, size - 1)
+    drafted = (before >= 0) & (
+        before < expanded_local_pos[: len(state), None]
+    )  # in rows of the same request up to this
+    tokens = token_ids[: len(state)].to(torch.int64).clamp(0, vocab_size - 1)
     counts.scatter_add_(1, tokens.expand(len(state), -1), drafted.to(torch.int64))
     seen = counts > 0
-    factor = repetition[state].float()[:, None]
-    scale = torch.where(unpacked(prompt_mask[state], size) | seen, factor, 1.0)
+    factor = repetition_penalty[state].float()[:, None]
+    scale = torch.where(unpacked(prompt_bin_mask[state], vocab_size) | seen, factor, 1.0)
     values = rows.float()
     values = values * torch.where(values > 0, 1.0 / scale, scale)
-    values = values - frequency[state].float()[:, None] * counts
-    rows.copy_(values - presence[state].float()[:, None] * seen)
+    values = values - frequency_penalty[state].float()[:, None] * counts
+    rows.copy_(values - presence_penalty[state].float()[:, None] * seen)
 
 
 def bincount(
-    idx_mapping: Tensor,
+    expanded_idx_mapping: Tensor,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     prompt_len: Tensor,
     prefill_len: Tensor,
-    prompt_mask: Tensor,
-    prompt_mask_stride: int,
-    output_counts: Tensor,
-    output_counts_stride: int,
-    **_: Any,
+    prompt_bin_mask: Tensor,
+    output_bin_counts: Tensor,
 ) -> None:
     """Note which tokens the prompts of new requests have, and count those that were generated before."""
-    state = idx_mapping.to(torch.int64)
+    state = expanded_idx_mapping.to(torch.int64)
     prompt, length = prompt_len[state][:, None], prefill_len[state][:, None]
     tokens = all_token_ids[state].to(torch.int64)
     place = torch.arange(tokens.shape[1], device=tokens.device)
-    words = prompt_mask.shape[1]
-    prompt_mask[state] |= packed(_marked(tokens, place < prompt, words * BITS), words)
-    generated = ((place >= prompt) & (place < length)).to(output_counts.dtype)
-    counts = output_counts[state].scatter_add_(1, tokens.clamp(0, output_counts.shape[1] - 1), generated)
-    output_counts[state] = counts
+    words = prompt_bin_mask.shape[1]
+    prompt_bin_mask[state] |= packed(_marked(tokens, place < prompt, words * BITS), words)
+    generated = ((place >= prompt) & (place < length)).to(output_bin_counts.dtype)
+    counts = output_bin_counts[state].scatter_add_(1, tokens.clamp(0, output_bin_counts.shape[1] - 1), generated)
+    output_bin_counts[state] = counts
 
 
 def bad_words(
     logits: Tensor,
-    stride: int,
-    idx_mapping: Tensor,
-    word_tokens: Tensor,
-    word_tokens_stride: int,
-    word_offsets: Tensor,
-    word_offsets_stride: int,
-    num_words: Tensor,
+    expanded_idx_mapping: Tensor,
+    bad_word_token_ids: Tensor,
+    bad_word_offsets: Tensor,
+    num_bad_words: Tensor,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     prompt_len: Tensor,
     total_len: Tensor,
     input_ids: Tensor,
-    local_positions: Tensor,
-    **_: Any,
+    expanded_local_pos: Tensor,
 ) -> None:
     """Rule out the last token of each bad word if the output ends with its other tokens."""
-    state, row = idx_mapping.to(torch.int64), torch.arange(len(idx_mapping), device=idx_mapping.device)[:, None]
-    tokens, count = word_tokens[state].to(torch.int64), num_words[state][:, None]
-    word = torch.arange(word_offsets.shape[1], device=tokens.device)
-    offsets = word_offsets[state].to(torch.int64).masked_fill(word > count, tokens.shape[1])  # what follows is stale
+    state, row = (
+        expanded_idx_mapping.to(torch.int64),
+        torch.arange(len(expanded_idx_mapping), device=expanded_idx_mapping.device)[:, None],
+    )
+    tokens, count = bad_word_token_ids[state].to(torch.int64), num_bad_words[state][:, None]
+    word = torch.arange(bad_word_offsets.shape[1], device=tokens.device)
+    offsets = (
+        bad_word_offsets[state].to(torch.int64).masked_fill(word > count, tokens.shape[1])
+    )  # what follows is stale
     begin, end = offsets[:, :-1], offsets[:, 1:]
     place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
     ends = offsets.gather(1, torch.searchsorted(offsets, place, right=True).clamp(max=offsets.shape[1] - 1))
-    drafts = local_positions[: len(state), None].to(torch.int64)
+    drafts = expanded_local_pos[: len(state), None].to(torch.int64)
     prompt = prompt_len[state][:, None].to(torch.int64)
     length = total_len[state][:, None].to(torch.int64) - prompt
     at = length + drafts - (ends - 1 - place)  # the place in the output that a token but a word's last has to stand at
@@ -187,26 +172,17 @@ def bad_words(
 
 
 def apply_grammar_bitmask(
-    logits: Tensor,
-    stride: int,
-    rows: Tensor,
-    cu_num_logits: Tensor,
-    bitmask: Tensor,
-    bitmask_stride: int,
-    size: int,
-    *,
-    MASK_STRIDE: int,
-    **_: Any,
+    logits: Tensor, logits_indices: Tensor, cu_num_logits: Tensor, bitmask: Tensor, vocab_size: int, MASK_STRIDE: int
 ) -> None:
     """Rule out the tokens that a grammar does not allow; a mask belongs to a request and to one of its rows."""
-    request, place = rows.to(torch.int64) // MASK_STRIDE, rows.to(torch.int64) % MASK_STRIDE
+    request, place = logits_indices.to(torch.int64) // MASK_STRIDE, logits_indices.to(torch.int64) % MASK_STRIDE
     first, end = cu_num_logits[request].to(torch.int64), cu_num_logits[request + 1].to(torch.int64)
     row = torch.where(place < end - first, first + place, len(logits))
-    ruled_out = torch.zeros(len(logits) + 1, size, dtype=torch.bool, device=logits.device)
-    ruled_out[row] = ~unpacked(bitmask[: len(rows)], size)
-    logits[:, :size].masked_fill_(ruled_out[:-1], NEVER)
+    ruled_out = torch.zeros(len(logits) + 1, vocab_size, dtype=torch.bool, device=logits.device)
+    ruled_out[row] = ~unpacked(bitmask[: len(logits_indices)], vocab_size)
+    logits[:, :vocab_size].masked_fill_(ruled_out[:-1], NEVER)
 
 
-def num_nans(logits: Tensor, stride: int, found: Tensor, size: int, **_: Any) -> None:
+def num_nans(logits: Tensor, num_nans: Tensor, vocab_size: int) -> None:
     """Count the NaNs of each row."""
-    found[: len(logits)] = logits[:, :size].isnan().sum(-1).to(found.dtype)
+    num_nans[: len(logits)] = logits[:, :vocab_size].isnan().sum(-1).to(num_nans.dtype)

@@ -8,8 +8,8 @@ tensors with gaps, drafts, requests with a temperature.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from fl_dispatch import native as memory
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.logger_manager import get_logger
 
-from . import batch, sampling, tables
+from . import batch, launch, sampling, tables
+from .launch import Form
 
 logger = get_logger(__name__)
 
@@ -30,7 +31,6 @@ DONE = 0
 """A function's answer: it did its work."""
 OUTSIDE = 1
 """A function's answer: it found a row or a token outside of its table."""
-Form = Callable[..., None]
 NATIVE: dict[Form, Form] = {}
 """Form → the function in its place."""
 
@@ -43,26 +43,25 @@ def compiles() -> bool:
     return not why
 
 
-def forms(others: Mapping[str, Form]) -> dict[str, Form]:
-    """The forms, with the functions in their place where there are some.
+def launched(form: Form, names: Sequence[str]) -> Form:
+    """Wrap a form as :func:`.launch.launched` does, with the function in its place if there is one."""
+    if form not in NATIVE or not compiles():
+        return launch.launched(form, names)
+    function, otherwise = launch.launched(NATIVE[form], names), launch.launched(form, names)
 
-    Args:
-        others: kernel → its form.
-    """
-    return {name: NATIVE.get(form, form) for name, form in others.items()} if compiles() else dict(others)
+    def run(*args: Any, **kwargs: Any) -> None:
+        if not function(*args, **kwargs):
+            otherwise(*args, **kwargs)
+
+    return run
 
 
-def _in_place_of(form: Form) -> Callable[[Callable[..., bool]], Form]:
+def _in_place_of(form: Form) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
     """Register a function for a form, which runs where the function answers ``False``."""
 
-    def register(function: Callable[..., bool]) -> Form:
-        @wraps(form)
-        def run(*args: Any, **kwargs: Any) -> None:
-            if not function(*args, **kwargs):
-                form(*args, **kwargs)
-
-        NATIVE[form] = run
-        return run
+    def register(function: Callable[..., bool]) -> Callable[..., bool]:
+        NATIVE[form] = function
+        return function
 
     return register
 
@@ -143,23 +142,22 @@ def _function(name: str, arguments: int) -> Callable[..., int]:
 
 @_in_place_of(batch.prepare_pos_seq_lens)
 def _prepare_pos_seq_lens(
-    positions: Tensor,
+    pos: Tensor,
     seq_lens: Tensor,
     idx_mapping: Tensor,
     query_start_loc: Tensor,
     num_computed_tokens: Tensor,
     max_num_reqs: int,
-    **_: Any,
 ) -> bool:
     requests = idx_mapping.numel()
     tensors = (
-        (positions, 0),
+        (pos, 0),
         (seq_lens, max(requests, max_num_reqs)),
         (idx_mapping, 0),
         (query_start_loc, requests + 1),
         (num_computed_tokens, 0),
     )
-    sizes = requests, max_num_reqs, positions.numel(), num_computed_tokens.numel()
+    sizes = requests, max_num_reqs, pos.numel(), num_computed_tokens.numel()
     return _run("prepare_pos_seq_lens", tensors, *sizes)
 
 
@@ -172,12 +170,9 @@ def _combine_sampled_and_draft_tokens(
     seq_lens: Tensor,
     prefill_len: Tensor,
     draft_tokens: Tensor,
-    draft_tokens_stride: int,
     cu_num_logits: Tensor,
     logits_indices: Tensor,
-    *,
     NUM_NEW_SAMPLED_TOKENS: int = 1,
-    **_: Any,
 ) -> bool:
     requests, states, drafts = idx_mapping.numel(), prefill_len.numel(), draft_tokens.shape[1]
     tensors = (
@@ -203,7 +198,6 @@ def _get_num_sampled_and_rejected(
     cu_num_logits: Tensor,
     idx_mapping: Tensor,
     prefill_len: Tensor,
-    **_: Any,
 ) -> bool:
     requests = idx_mapping.numel()
     tensors = (
@@ -221,27 +215,18 @@ def _post_update(
     num_computed_tokens: Tensor,
     last_sampled_tokens: Tensor,
     output_bin_counts: Tensor | None,
-    output_bin_counts_stride: int,
     sampled_tokens: Tensor,
-    sampled_tokens_stride: int,
     num_sampled: Tensor,
     num_rejected: Tensor,
     query_start_loc: Tensor | None,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     total_len: Tensor,
     draft_tokens: Tensor | None = None,
-    *_: Any,
-    **__: Any,
 ) -> bool:
     if draft_tokens is not None:
         return False
-    requests, states, sampled, row = (
-        idx_mapping.numel(),
-        total_len.numel(),
-        sampled_tokens.shape[1],
-        all_token_ids.shape[1],
-    )
+    requests, states = idx_mapping.numel(), total_len.numel()
+    sampled, row = sampled_tokens.shape[1], all_token_ids.shape[1]
     counted = 0 if output_bin_counts is None else output_bin_counts.shape[1]
     tensors = (
         (idx_mapping, 0),
@@ -260,21 +245,18 @@ def _post_update(
 
 @_in_place_of(tables.gather_block_tables)
 def _gather_block_tables(
-    idx_mapping: Tensor,
-    source_addresses: Tensor,
-    target_addresses: Tensor,
-    strides: Tensor,
+    batch_idx_to_req_idx: Tensor,
+    src_block_table_ptrs: Tensor,
+    dst_block_table_ptrs: Tensor,
+    block_table_strides: Tensor,
     num_blocks: Tensor,
-    num_blocks_stride: int,
     num_reqs: int,
     num_computed_tokens: Tensor | None = None,
     sliding_window_reach: Tensor | None = None,
     block_sizes: Tensor | None = None,
-    *,
     MASK_SLIDING_WINDOW: bool = False,
-    **_: Any,
 ) -> bool:
-    sources, targets = _tables(source_addresses, strides), _tables(target_addresses, strides)
+    sources, targets = (_tables(each, block_table_strides) for each in (src_block_table_ptrs, dst_block_table_ptrs))
     if sources is None or targets is None or num_blocks.dim() != 2:
         return False
     groups, states = num_blocks.shape
@@ -284,7 +266,8 @@ def _gather_block_tables(
     if MASK_SLIDING_WINDOW and any(each is None for each in masked):
         return False
     sizes = (states, groups, groups) if MASK_SLIDING_WINDOW else (0, 0, 0)  # else vLLM hands any tensor over
-    tensors = ((idx_mapping, num_reqs), (strides, groups), (num_blocks, 0), *zip(masked, sizes, strict=True))
+    tables_of = (batch_idx_to_req_idx, num_reqs), (block_table_strides, groups), (num_blocks, 0)
+    tensors = (*tables_of, *zip(masked, sizes, strict=True))
     tables_ = ctypes.addressof(sources[0]), ctypes.addressof(targets[0])
     return _run("gather_block_tables", tensors, *tables_, MASK_SLIDING_WINDOW, num_reqs, states, groups, targets[1])
 
@@ -294,29 +277,26 @@ def _compute_slot_mappings(
     max_num_tokens: int,
     idx_mapping: Tensor,
     query_start_loc: Tensor,
-    positions: Tensor,
-    addresses: Tensor,
-    strides: Tensor,
+    pos: Tensor,
+    block_table_ptrs: Tensor,
+    block_table_strides: Tensor,
     block_sizes: Tensor,
-    enabled: Tensor,
-    dcp_sharded: Tensor,
+    slot_mapping_enabled: Tensor,
     slot_mappings: Tensor,
     slot_mappings_stride: int,
-    cp_rank: int,
-    *,
     CP_SIZE: int,
     PAD_ID: int,
-    **_: Any,
 ) -> bool:
-    found, flags = _tables(addresses, strides), _addresses(enabled)
+    enabled, found = slot_mapping_enabled, _tables(block_table_ptrs, block_table_strides)
+    flags = _addresses(enabled)
     if CP_SIZE != 1 or found is None or flags is None or enabled.dtype is not torch.bool or not enabled.is_contiguous():
         return False
     requests, groups = idx_mapping.numel(), len(found[0])
     tensors = (
         (idx_mapping, 0),
         (query_start_loc, requests + 1),
-        (positions, 0),
-        (strides, groups),
+        (pos, 0),
+        (block_table_strides, groups),
         (block_sizes, groups),
         (slot_mappings, (groups - 1) * slot_mappings_stride + max_num_tokens),
     )
@@ -332,7 +312,7 @@ def _compute_slot_mappings(
         requests,
         found[1],
         groups,
-        min(positions.numel(), max_num_tokens),
+        min(pos.numel(), max_num_tokens),
         max_num_tokens,
     )
 
@@ -340,44 +320,34 @@ def _compute_slot_mappings(
 @_in_place_of(sampling.gumbel_sample)
 def _gumbel_sample(
     local_argmax: Tensor,
-    local_argmax_stride: int,
     local_max: Tensor,
-    local_max_stride: int,
     logits_cache: Tensor | None,
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
-    logits_cache_col: Tensor | None,
-    logits_cache_source: Tensor | None,
-    logits_cache_source_stride: int,
     logits: Tensor,
-    logits_stride: int,
-    idx_mapping: Tensor,
+    expanded_idx_mapping: Tensor,
     seeds: Tensor,
-    positions: Tensor,
-    temperatures: Tensor,
-    size: int,
-    *,
+    pos: Tensor,
+    temp: Tensor,
+    vocab_size: int,
     BLOCK_SIZE: int,
-    **_: Any,
 ) -> bool:
-    floats = logits, local_max, temperatures
+    floats = logits, local_max, temp
     if logits_cache is not None or any(tensor.dtype is not torch.float32 for tensor in floats) or logits.dim() != 2:
         return False
-    rows, blocks = idx_mapping.numel(), -(-size // BLOCK_SIZE)
-    if logits.stride() != (logits_stride, 1) or size < 1 or logits.shape[1] < size or logits.shape[0] != rows:
+    rows, blocks = expanded_idx_mapping.numel(), -(-vocab_size // BLOCK_SIZE)
+    if logits.stride(1) != 1 or not 1 <= vocab_size <= logits.shape[1] or logits.shape[0] != rows:
         return False
     if not local_max.shape == local_argmax.shape == (rows, blocks):
         return False
-    if not (local_max.is_contiguous() and temperatures.is_contiguous()) or (found := _addresses(*floats)) is None:
+    if not (local_max.is_contiguous() and temp.is_contiguous()) or (found := _addresses(*floats)) is None:
         return False
     return _run(
         "gumbel_sample",
-        ((local_argmax, 0), (idx_mapping, 0)),
+        ((local_argmax, 0), (expanded_idx_mapping, 0)),
         *(address or 0 for address in found),
-        logits_stride,
+        logits.stride(0),
         rows,
-        temperatures.numel(),
-        size,
+        temp.numel(),
+        vocab_size,
         BLOCK_SIZE,
         blocks,
     )

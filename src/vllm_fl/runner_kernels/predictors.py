@@ -7,7 +7,6 @@ of the step before, which are kept, stand in front of a request's own ones. The 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 
@@ -21,26 +20,22 @@ def _requests(idx_mapping: Tensor, count: int) -> Iterator[tuple[int, int]]:
 
 def prepare_input_buffers(
     last_token_indices: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
+    draft_input_ids: Tensor,
+    draft_positions: Tensor,
+    draft_seq_lens: Tensor,
     target_input_ids: Tensor,
     target_positions: Tensor,
-    cached_input_ids: Tensor,
-    cached_stride: int,
-    overrides: Tensor,
-    overrides_stride: int,
+    cached_draft_input_ids: Tensor,
+    draft_input_id_overrides: Tensor,
     idx_mapping: Tensor,
     last_sampled: Tensor,
     next_prefill_tokens: Tensor,
-    next_stride: int,
     num_sampled: Tensor,
     num_rejected: Tensor,
     target_seq_lens: Tensor,
     query_start_loc: Tensor,
     max_num_reqs: int,
     num_speculative_steps: int,
-    **_: Any,
 ) -> None:
     """Write tokens, positions and lengths for the first predictor, each request's tokens shifted by one."""
     count = len(idx_mapping)
@@ -49,43 +44,38 @@ def prepare_input_buffers(
         start, again = starts[row], max(0, rejected[row] - 1)
         kept, begin = starts[row + 1] - start - rejected[row], start + again
         sampled = int(num_sampled[row]) > 0
-        seq_lens[row] = target_seq_lens[row] - again
+        draft_seq_lens[row] = target_seq_lens[row] - again
         following = next_prefill_tokens[:, state]
-        overrides[row] = -1 if sampled else following[1:num_speculative_steps].to(overrides.dtype)
-        input_ids[begin : begin + kept - 1] = target_input_ids[start + 1 : start + kept]
+        draft_input_id_overrides[row] = (
+            -1 if sampled else following[1:num_speculative_steps].to(draft_input_id_overrides.dtype)
+        )
+        draft_input_ids[begin : begin + kept - 1] = target_input_ids[start + 1 : start + kept]
         last = begin + kept - 1
         last_token_indices[row] = last
-        input_ids[last] = (last_sampled[state] if sampled else following[:1]).to(input_ids.dtype).squeeze()
-        positions[begin : begin + kept] = target_positions[start : start + kept]
+        draft_input_ids[last] = (last_sampled[state] if sampled else following[:1]).to(draft_input_ids.dtype).squeeze()
+        draft_positions[begin : begin + kept] = target_positions[start : start + kept]
         if again:
             first = int(target_positions[start])
-            input_ids[start:begin] = cached_input_ids[state, num_speculative_steps - 1 - again :].to(input_ids.dtype)
+            draft_input_ids[start:begin] = cached_draft_input_ids[state, num_speculative_steps - 1 - again :].to(
+                draft_input_ids.dtype
+            )
             for place in range(again):
-                positions[start + place] = first - again + place
+                draft_positions[start + place] = first - again + place
     query_start_loc[count : max_num_reqs + 1] = starts[-1]
-    seq_lens[count:max_num_reqs] = 0
+    draft_seq_lens[count:max_num_reqs] = 0
     last_token_indices[count:max_num_reqs] = 0
 
 
 def prepare_hidden_states(
-    hidden_states: Tensor,
-    hidden_stride: int,
+    draft_input_hidden_states: Tensor,
     target_hidden_states: Tensor,
-    target_stride: int,
-    cached_hidden_states: Tensor,
-    cached_stride0: int,
-    cached_stride1: int,
+    cached_target_hidden_states: Tensor,
     input_embeds: Tensor | None,
-    embeds_stride: int,
-    cached_embeds: Tensor | None,
-    cached_embeds_stride0: int,
-    cached_embeds_stride1: int,
+    cached_draft_input_embeds: Tensor | None,
     idx_mapping: Tensor,
     num_rejected: Tensor,
     query_start_loc: Tensor,
     num_speculative_steps: int,
-    hidden_size: int,
-    **_: Any,
 ) -> None:
     """Write the target's hidden states for the first predictor, behind those that are shown again."""
     count = len(idx_mapping)
@@ -93,48 +83,32 @@ def prepare_hidden_states(
     for row, state in _requests(idx_mapping, count):
         start, again = starts[row], max(0, rejected[row] - 1)
         kept, begin = starts[row + 1] - start - rejected[row], start + again
-        hidden_states[begin : begin + kept] = target_hidden_states[start : start + kept]
+        draft_input_hidden_states[begin : begin + kept] = target_hidden_states[start : start + kept]
         if again:
             first = num_speculative_steps - 1 - again
-            hidden_states[start:begin] = cached_hidden_states[state, first:]
-            if input_embeds is not None and cached_embeds is not None:
-                input_embeds[start:begin] = cached_embeds[state, first:]
+            draft_input_hidden_states[start:begin] = cached_target_hidden_states[state, first:]
+            if input_embeds is not None and cached_draft_input_embeds is not None:
+                input_embeds[start:begin] = cached_draft_input_embeds[state, first:]
 
 
-def pad_trailing_slots(
-    slot_mappings: Tensor,
-    stride: int,
-    query_start_loc: Tensor,
-    last_token_indices: Tensor,
-    pad: int,
-    **_: Any,
-) -> None:
+def pad_trailing_slots(slot_mappings: Tensor, query_start_loc: Tensor, last_token_indices: Tensor, PAD_ID: int) -> None:
     """Have what stands behind a request's last token written nowhere."""
     ends = query_start_loc[1 : len(last_token_indices) + 1].tolist()
     for last, end in zip(last_token_indices.tolist(), ends, strict=True):
-        slot_mappings[:, last + 1 : end] = pad
+        slot_mappings[:, last + 1 : end] = PAD_ID
 
 
 def cache_inputs(
-    input_ids: Tensor,
-    input_embeds: Tensor | None,
-    embeds_stride: int,
-    hidden_states: Tensor,
-    hidden_stride: int,
-    cached_input_ids: Tensor,
-    cached_ids_stride: int,
-    cached_embeds: Tensor | None,
-    cached_embeds_stride0: int,
-    cached_embeds_stride1: int,
-    cached_hidden_states: Tensor,
-    cached_stride0: int,
-    cached_stride1: int,
+    draft_input_ids: Tensor,
+    draft_input_embeds: Tensor | None,
+    draft_input_hidden_states: Tensor,
+    cached_draft_input_ids: Tensor,
+    cached_draft_input_embeds: Tensor | None,
+    cached_target_hidden_states: Tensor,
     idx_mapping: Tensor,
     last_token_indices: Tensor,
     query_start_loc: Tensor,
     num_speculative_steps: int,
-    hidden_size: int,
-    **_: Any,
 ) -> None:
     """Keep each request's last tokens for the next step, with their hidden states and embeddings."""
     kept, count = num_speculative_steps - 1, len(idx_mapping)
@@ -142,34 +116,21 @@ def cache_inputs(
     for row, state in _requests(idx_mapping, count):
         begin, end = max(ends[row] - kept + 1, starts[row]), ends[row] + 1
         first = begin - (ends[row] - kept + 1)
-        cached_input_ids[state, first:] = input_ids[begin:end].to(cached_input_ids.dtype)
-        cached_hidden_states[state, first:] = hidden_states[begin:end]
-        if input_embeds is not None and cached_embeds is not None:
-            cached_embeds[state, first:] = input_embeds[begin:end]
+        cached_draft_input_ids[state, first:] = draft_input_ids[begin:end].to(cached_draft_input_ids.dtype)
+        cached_target_hidden_states[state, first:] = draft_input_hidden_states[begin:end]
+        if draft_input_embeds is not None and cached_draft_input_embeds is not None:
+            cached_draft_input_embeds[state, first:] = draft_input_embeds[begin:end]
 
 
 def shift_input_ids(
-    input_ids: Tensor,
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    last_token_indices: Tensor,
-    draft_tokens: Tensor,
-    **_: Any,
+    input_ids: Tensor, idx_mapping: Tensor, query_start_loc: Tensor, last_token_indices: Tensor, draft_tokens: Tensor
 ) -> None:
     """Shift each request's tokens by one, and put its draft behind them."""
     _shift(input_ids, draft_tokens.to(input_ids.dtype), idx_mapping, query_start_loc, last_token_indices)
 
 
 def shift_input_embeds(
-    input_embeds: Tensor,
-    embeds_stride: int,
-    draft_embeds: Tensor,
-    draft_stride: int,
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    last_token_indices: Tensor,
-    hidden_size: int,
-    **_: Any,
+    input_embeds: Tensor, draft_embeds: Tensor, idx_mapping: Tensor, query_start_loc: Tensor, last_token_indices: Tensor
 ) -> None:
     """Shift each request's embeddings by one, and put that of its draft behind them."""
     _shift(input_embeds, draft_embeds, idx_mapping, query_start_loc, last_token_indices)

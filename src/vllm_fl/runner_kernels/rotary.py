@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,18 +10,13 @@ from .rows import rows_of
 
 def prepare_rope_positions(
     positions: Tensor,
-    positions_stride: int,
     prefill_positions: Tensor,
-    prefill_positions_stride0: int,
-    prefill_positions_stride1: int,
     prefill_delta: Tensor,
     idx_mapping: Tensor,
     query_start_loc: Tensor,
     prefill_lens: Tensor,
     num_computed_tokens: Tensor,
-    *,
     NUM_DIMS: int,
-    **_: Any,
 ) -> None:
     """Write each token's positions, one row a dimension: a prompt's are stored, later ones follow from its last."""
     state = idx_mapping.to(torch.int64)

@@ -29,28 +29,20 @@ LEAST = 5.960464477539063e-08
 
 def gumbel_sample(
     local_argmax: Tensor,
-    local_argmax_stride: int,
     local_max: Tensor,
-    local_max_stride: int,
     logits_cache: Tensor | None,
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
     logits_cache_col: Tensor | None,
     logits_cache_source: Tensor | None,
-    logits_cache_source_stride: int,
     logits: Tensor,
-    logits_stride: int,
-    idx_mapping: Tensor,
+    expanded_idx_mapping: Tensor,
     seeds: Tensor,
-    positions: Tensor,
-    temperatures: Tensor,
-    size: int,
-    *,
+    pos: Tensor,
+    temp: Tensor,
+    vocab_size: int,
     BLOCK_SIZE: int,
     IS_DRAFTING: bool,
     APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
-    **_: Any,
 ) -> None:
     """For each row and block of the vocabulary, the token with the largest noised logit, and that logit.
 
@@ -58,7 +50,7 @@ def gumbel_sample(
         logits_cache: ``[states, columns, vocabulary]``; for drafts. ``logits_cache_source``, the logits before
             temperature, is written to the column ``logits_cache_col``, one for all rows or one each.
     """
-    state = idx_mapping.to(torch.int64)
+    state = expanded_idx_mapping.to(torch.int64)
     real, state = state >= 0, state.clamp(min=0)
     seed = torch.where(real, take(seeds, state), 0)
     if logits_cache is not None:
@@ -67,28 +59,26 @@ def gumbel_sample(
         column = logits_cache_col.to(torch.int64).expand(len(state))
         row = torch.arange(len(state), device=state.device)
         row = torch.where(real, row, real.to(torch.int32).argmax())  # a row of no request writes what a real one does
-        cell = take(state, row), take(column, row), slice(size)
-        logits_cache[cell] = torch.where(real.any(), logits_cache_source[row, :size], logits_cache[cell])
+        cell = take(state, row), take(column, row), slice(vocab_size)
+        logits_cache[cell] = torch.where(real.any(), logits_cache_source[row, :vocab_size], logits_cache[cell])
         if _mixes_columns():
             seed = seed ^ (column << 32)
-    heat = torch.where(real, take(temperatures, state).float(), 0.0)
-    values = logits[:, :size].to(torch.float64 if USE_FP64 else torch.float32)
+    heat = torch.where(real, take(temp, state).float(), 0.0)
+    values = logits[:, :vocab_size].to(torch.float64 if USE_FP64 else torch.float32)
     if APPLY_TEMPERATURE:
-        values = (logits[:, :size].float() / torch.where(heat == 0, 1.0, heat)[:, None]).to(values.dtype)
-    place = positions[: len(state)].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
-    values = noised(values, heat, seed, place, temperatures)
+        values = (logits[:, :vocab_size].float() / torch.where(heat == 0, 1.0, heat)[:, None]).to(values.dtype)
+    place = pos[: len(state)].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
+    values = noised(values, heat, seed, place, temp)
     best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
 
 
 def trace_replay(
     sampled: Tensor,
     idx_mapping: Tensor,
-    traces: Tensor,
-    traces_stride: int,
+    trace_token_ids: Tensor,
     trace_len: Tensor,
     total_len: Tensor,
     prompt_len: Tensor,
-    **_: Any,
 ) -> None:
     """Replace the tokens of requests that replay a trace, as far as it goes.
 
@@ -100,7 +90,7 @@ def trace_replay(
     real, state = state >= 0, state.clamp(min=0)
     step = (take(total_len, state) - take(prompt_len, state)).to(torch.int64)
     replayed = real & (step >= 0) & (step < take(trace_len, state))
-    token = traces[state, step.clamp(0, traces.shape[1] - 1)]
+    token = trace_token_ids[state, step.clamp(0, trace_token_ids.shape[1] - 1)]
     tokens = flat(sampled)[: len(state)]
     tokens.copy_(torch.where(replayed, token.to(tokens.dtype), tokens))
 

@@ -8,7 +8,7 @@ read and write them, so they are for main memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,11 @@ def fill_num_accepted(idx_mapping: Tensor, num_accepted: Tensor, num_sampled: in
     num_accepted[idx_mapping[idx_mapping >= 0].long()] = num_sampled
 
 
-def zero_kv_blocks(addresses: Tensor, strides: Tensor, sizes: Tensor, blocks: Tensor, **_: Any) -> None:
+def zero_kv_blocks(seg_addrs: Tensor, seg_block_strides: Tensor, seg_page_sizes: Tensor, block_ids: Tensor) -> None:
     """Clear blocks of each layer's cache; strides and sizes count words."""
-    numbers = blocks.tolist()
-    for address, stride, size in zip(addresses.tolist(), strides.tolist(), sizes.tolist(), strict=True):
+    numbers = block_ids.tolist()
+    segments = (each.tolist() for each in (seg_addrs, seg_block_strides, seg_page_sizes))
+    for address, stride, size in zip(*segments, strict=True):
         for block in numbers:
             ctypes.memset(address + WORD * block * stride, 0, WORD * size)
 
@@ -46,25 +47,23 @@ def batch_memcpy(sources: Tensor, targets: Tensor, sizes: Tensor, **_: Any) -> N
 
 def preprocess_align(
     idx_mapping: Tensor,
-    state_columns: Tensor,
-    num_computed: Tensor,
+    state_idx: Tensor,
+    num_computed_tokens: Tensor,
     query_start_loc: Tensor,
-    num_accepted: Tensor,
-    source_columns: Tensor,
-    source_offsets: Tensor,
+    num_accepted_tokens: Tensor,
+    src_col: Tensor,
+    src_off: Tensor,
     num_reqs: int,
-    *,
     MAMBA_BLOCK_SIZE: int,
-    **_: Any,
 ) -> None:
     """Note where each request's state lies and advance to the block that the step ends in."""
     request = idx_mapping[:num_reqs].long()
-    before, accepted = state_columns[request], num_accepted[request]
-    source_columns[request], source_offsets[request] = before, (accepted - 1).clamp(min=0)
-    end = num_computed[request] + query_start_loc[: num_reqs + 1].diff()
+    before, accepted = state_idx[request], num_accepted_tokens[request]
+    src_col[request], src_off[request] = before, (accepted - 1).clamp(min=0)
+    end = num_computed_tokens[request] + query_start_loc[: num_reqs + 1].diff()
     after = (torch.div(end + MAMBA_BLOCK_SIZE - 1, MAMBA_BLOCK_SIZE, rounding_mode="floor") - 1).to(before.dtype)
-    state_columns[request] = after
-    num_accepted[request] = torch.where((before >= 0) & (before != after), 1, accepted)
+    state_idx[request] = after
+    num_accepted_tokens[request] = torch.where((before >= 0) & (before != after), 1, accepted)
 
 
 @dataclass(frozen=True)
@@ -109,28 +108,15 @@ class _State:
         return self.address + number * self.stride
 
 
-def _states(
-    tables: Tensor,
-    addresses: Tensor,
-    strides: Tensor,
-    element_sizes: Tensor,
-    inner_sizes: Tensor,
-    windows: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    row_strides: Tensor,
-) -> list[_State]:
-    layout = zip(
-        tables[groups.long()].tolist(),
-        addresses.tolist(),
-        strides.tolist(),
-        (element_sizes * inner_sizes).tolist(),
-        windows.tolist(),
-        rows.tolist(),
-        row_strides.tolist(),
-        strict=True,
+def _states(layout: Mapping[str, Tensor]) -> list[_State]:
+    """The states of all layers, from the kernels' arguments."""
+    columns = (
+        layout["block_table_ptrs"][layout["state_group_indices"].long()],
+        *(layout[f"state_{name}"] for name in ("base_addrs", "block_strides")),
+        layout["state_elem_sizes"] * layout["state_inner_sizes"],
+        *(layout[f"state_{name}"] for name in ("conv_widths", "dim_row_count", "dim_row_stride")),
     )
-    return [_State(*one) for one in layout]
+    return [_State(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _requests(idx_mapping: Tensor | None, num_reqs: int) -> Iterator[int]:
@@ -142,80 +128,58 @@ def _requests(idx_mapping: Tensor | None, num_reqs: int) -> Iterator[int]:
 
 
 def precopy_align(
-    state_columns: Tensor,
-    source_columns: Tensor,
-    ahead: Tensor,
-    tables: Tensor,
-    table_stride: int,
-    addresses: Tensor,
-    strides: Tensor,
-    element_sizes: Tensor,
-    inner_sizes: Tensor,
-    windows: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    row_strides: Tensor,
+    mamba_state_idx: Tensor,
+    src_col: Tensor,
+    token_bias: Tensor,
+    block_table_stride_req: int,
     idx_mapping: Tensor | None,
     num_reqs: int,
-    **_: Any,
+    **layout: Tensor,
 ) -> None:
     """Copy the states of requests that go on in another block."""
     states = None
     for request in _requests(idx_mapping, num_reqs):
-        source, target = int(source_columns[request]), int(state_columns[request])
+        source, target = int(src_col[request]), int(mamba_state_idx[request])
         if source < 0 or source == target:
             continue
-        states = states or _states(
-            tables, addresses, strides, element_sizes, inner_sizes, windows, groups, rows, row_strides
-        )
+        states = states or _states(layout)
         for state in states:
-            state.move(WORD * request * table_stride, source, target, int(ahead[request]))
+            state.move(WORD * request * block_table_stride_req, source, target, int(token_bias[request]))
 
 
 def postprocess(
-    num_accepted: Tensor,
-    state_columns: Tensor,
-    num_scheduled: Tensor | None,
-    num_computed: Tensor,
-    num_drafts: Tensor | None,
-    tables: Tensor,
-    table_stride: int,
-    addresses: Tensor,
-    strides: Tensor,
-    element_sizes: Tensor,
-    inner_sizes: Tensor,
-    windows: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    row_strides: Tensor,
-    num_accepted_out: Tensor,
+    num_accepted_tokens: Tensor,
+    mamba_state_idx: Tensor,
+    num_scheduled_tokens: Tensor | None,
+    num_computed_tokens: Tensor,
+    num_draft_tokens: Tensor | None,
+    block_table_stride_req: int,
+    num_accepted_tokens_out: Tensor,
     idx_mapping: Tensor | None,
     num_reqs: int,
-    *,
     block_size: int,
     PRECOMPUTED_NEW_COMPUTED: bool = False,
-    **_: Any,
+    **layout: Tensor,
 ) -> None:
     """Copy the states of requests if their accepted tokens end a block that the step went beyond."""
-    layout = (tables, addresses, strides, element_sizes, inner_sizes, windows, groups, rows, row_strides)
     states = None
     for request in _requests(idx_mapping, num_reqs):
-        accepted, source = int(num_accepted[request]), int(state_columns[request])
-        computed = int(num_computed[request])
+        accepted, source = int(num_accepted_tokens[request]), int(mamba_state_idx[request])
+        computed = int(num_computed_tokens[request])
         if PRECOMPUTED_NEW_COMPUTED:
             running = computed - accepted + 1
         else:
-            assert num_scheduled is not None
-            assert num_drafts is not None
-            running = computed + int(num_scheduled[request]) - int(num_drafts[request])
+            assert num_scheduled_tokens is not None
+            assert num_draft_tokens is not None
+            running = computed + int(num_scheduled_tokens[request]) - int(num_draft_tokens[request])
             computed = running + accepted - 1
         aligned = computed // block_size * block_size
         if aligned < running:
             continue
         target, ahead = aligned // block_size - 1, aligned - running
         if source == target:
-            num_accepted_out[request] = 1
+            num_accepted_tokens_out[request] = 1
         if source != target or ahead:
-            states = states or _states(*layout)
+            states = states or _states(layout)
             for state in states:
-                state.move(WORD * request * table_stride, source, target, ahead)
+                state.move(WORD * request * block_table_stride_req, source, target, ahead)

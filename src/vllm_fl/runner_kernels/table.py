@@ -9,6 +9,7 @@ from typing import Any
 from . import (
     batch,
     drafts,
+    launch,
     logits,
     logprobs,
     native,
@@ -94,6 +95,12 @@ def by_module() -> dict[str, tuple[str, ...]]:
     return found
 
 
+def names_of(name: str) -> list[str]:
+    """The names of the parameters of a kernel of :data:`FORMS`."""
+    module, _, kernel = f"{WORKER}.{name}".rpartition(".")
+    return launch.names_of(getattr(importlib.import_module(module), kernel))
+
+
 def register(main_memory: bool = False) -> None:
     """Have vLLM launch the forms in place of the kernels, in this process. Idempotent.
 
@@ -118,5 +125,5 @@ def register(main_memory: bool = False) -> None:
     if not main_memory:
         buffers: Any = importlib.import_module(f"{RUNNER}.buffer_utils")
         buffers.UvaBackedTensor.copy_to_uva = sampling.remember(buffers.UvaBackedTensor.copy_to_uva)
-    forms = native.forms(FORMS) if main_memory else FORMS
-    register_kernels({f"{WORKER}.{name}": form for name, form in forms.items()})
+    launched = native.launched if main_memory else launch.launched
+    register_kernels({f"{WORKER}.{name}": launched(form, names_of(name)) for name, form in FORMS.items()})

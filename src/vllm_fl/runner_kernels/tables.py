@@ -33,47 +33,42 @@ def remember(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def apply_write(
     output: Tensor,
     output_stride: Any,
-    indices: Tensor,
-    starts: Tensor,
-    contents: Tensor,
-    cu_lens: Tensor,
-    group_ids: Tensor | None,
-    *,
+    write_indices: Tensor,
+    write_starts: Tensor,
+    write_contents: Tensor,
+    write_cu_lens: Tensor,
+    write_group_ids: Tensor | None,
     MULTI_GROUP: bool = False,
-    **_: Any,
 ) -> None:
     """Write runs of ``contents`` into rows of one tensor, or of several by group."""
-    which = torch.bucketize(torch.arange(len(contents), device=contents.device), cu_lens.to(torch.int64), right=True)
-    first = torch.cat((cu_lens.new_zeros(1), cu_lens[:-1])).to(torch.int64)
-    column = starts[which].to(torch.int64) + torch.arange(len(contents), device=contents.device) - first[which]
-    row = indices[which].to(torch.int64)
+    place = torch.arange(len(write_contents), device=write_contents.device)
+    which = torch.bucketize(place, write_cu_lens.to(torch.int64), right=True)
+    first = torch.cat((write_cu_lens.new_zeros(1), write_cu_lens[:-1])).to(torch.int64)
+    column = write_starts[which].to(torch.int64) + place - first[which]
+    row = write_indices[which].to(torch.int64)
     if not MULTI_GROUP:
-        flat(output)[row * int(output_stride) + column] = contents.to(output.dtype)
+        flat(output)[row * int(output_stride) + column] = write_contents.to(output.dtype)
         return
-    assert group_ids is not None
+    assert write_group_ids is not None
     for group, table in enumerate(getattr(output, TENSORS)):
-        mine = group_ids[which] == group
-        flat(table)[row[mine] * table.stride(0) + column[mine]] = contents[mine].to(table.dtype)
+        mine = write_group_ids[which] == group
+        flat(table)[row[mine] * table.stride(0) + column[mine]] = write_contents[mine].to(table.dtype)
 
 
 def gather_block_tables(
-    idx_mapping: Tensor,
-    source_addresses: Tensor,
-    target_addresses: Tensor,
-    strides: Tensor,
+    batch_idx_to_req_idx: Tensor,
+    src_block_table_ptrs: Tensor,
+    dst_block_table_ptrs: Tensor,
     num_blocks: Tensor,
-    num_blocks_stride: int,
     num_reqs: int,
     num_computed_tokens: Tensor | None = None,
     sliding_window_reach: Tensor | None = None,
     block_sizes: Tensor | None = None,
-    *,
     MASK_SLIDING_WINDOW: bool = False,
-    **_: Any,
 ) -> None:
     """Copy the rows of a batch's requests into the tables of the forward pass, and clear the rows behind them."""
-    request = idx_mapping[:num_reqs].to(torch.int64)
-    pairs = zip(getattr(source_addresses, TENSORS), getattr(target_addresses, TENSORS), strict=True)
+    request = batch_idx_to_req_idx[:num_reqs].to(torch.int64)
+    pairs = zip(getattr(src_block_table_ptrs, TENSORS), getattr(dst_block_table_ptrs, TENSORS), strict=True)
     for group, (source, target) in enumerate(pairs):
         column = torch.arange(source.shape[1], device=source.device)
         blocks = take(source, request)
@@ -90,50 +85,46 @@ def gather_block_tables(
 
 
 def local_lengths(
-    lengths: Tensor, seq_lens: Tensor, ranks: int, rank: int, interleave: int, requests: int, most: int, *_: Any
+    out: Tensor, seq_lens: Tensor, dcp_size: int, dcp_rank: int, cp_interleave: int, num_reqs: int, max_num_reqs: int
 ) -> None:
     """Write how many of each request's tokens lie on a rank; 0 behind the batch."""
-    whole = seq_lens[:requests] // (ranks * interleave)
-    rest = (seq_lens[:requests] % (ranks * interleave) - rank * interleave).clamp(0, interleave)
-    lengths[:requests] = (whole * interleave + rest).to(lengths.dtype)
-    lengths[requests:most] = 0
+    whole = seq_lens[:num_reqs] // (dcp_size * cp_interleave)
+    rest = (seq_lens[:num_reqs] % (dcp_size * cp_interleave) - dcp_rank * cp_interleave).clamp(0, cp_interleave)
+    out[:num_reqs] = (whole * cp_interleave + rest).to(out.dtype)
+    out[num_reqs:max_num_reqs] = 0
 
 
 def compute_slot_mappings(
     max_num_tokens: int,
     idx_mapping: Tensor,
     query_start_loc: Tensor,
-    positions: Tensor,
-    addresses: Tensor,
-    strides: Tensor,
+    pos: Tensor,
+    block_table_ptrs: Tensor,
     block_sizes: Tensor,
-    enabled: Tensor,
+    slot_mapping_enabled: Tensor,
     dcp_sharded: Tensor,
     slot_mappings: Tensor,
-    slot_mappings_stride: int,
     cp_rank: int,
-    *,
     CP_SIZE: int,
     PAD_ID: int,
     CP_INTERLEAVE: int = 1,
-    **_: Any,
 ) -> None:
     """The slot of each token's key and value, by group; ``PAD_ID`` where there is none.
 
     Of ``CP_SIZE`` ranks that divide a cache each has ``CP_INTERLEAVE`` tokens in turn.
     """
-    tokens = min(len(positions), max_num_tokens)
+    tokens = min(len(pos), max_num_tokens)
     rows = rows_of(query_start_loc, len(idx_mapping), tokens)
     state = take(idx_mapping, rows.request).to(torch.int64)
     real, state = rows.inside & (state >= 0), state.clamp(min=0)
-    for group, table in enumerate(getattr(addresses, TENSORS)):
-        size, position = block_sizes[group].to(torch.int64), positions[:tokens].to(torch.int64)
+    for group, table in enumerate(getattr(block_table_ptrs, TENSORS)):
+        size, position = block_sizes[group].to(torch.int64), pos[:tokens].to(torch.int64)
         here = real
         if CP_SIZE != 1:
             turn, beyond = position // CP_INTERLEAVE, position % CP_INTERLEAVE
             here = real & (~dcp_sharded[group] | (turn % CP_SIZE == cp_rank))
             position = torch.where(dcp_sharded[group], turn // CP_SIZE * CP_INTERLEAVE + beyond, position)
-        block = torch.where(enabled[group], position // size, 0).clamp(0, table.shape[1] - 1)
+        block = torch.where(slot_mapping_enabled[group], position // size, 0).clamp(0, table.shape[1] - 1)
         slot = take(flat(table), state * table.stride(0) + block).to(torch.int64) * size + position % size
-        slot_mappings[group, :tokens] = torch.where(here & enabled[group], slot, PAD_ID)
+        slot_mappings[group, :tokens] = torch.where(here & slot_mapping_enabled[group], slot, PAD_ID)
         slot_mappings[group, tokens:max_num_tokens] = PAD_ID

@@ -6,7 +6,6 @@ Only requests with a budget are looked at, one by one: markers are a few tokens,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -15,59 +14,55 @@ FORCED = 1.0e9
 
 
 def update_committed_marker_cache(
-    requests: Tensor,
-    budgets: Tensor,
+    req_ids: Tensor,
+    thinking_token_budget: Tensor,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     total_len: Tensor,
-    last_start: Tensor,
-    last_end: Tensor,
-    scanned: Tensor,
-    start_ids: Tensor,
-    natural_end_ids: Tensor,
-    **_: Any,
+    cached_last_start: Tensor,
+    cached_last_end: Tensor,
+    cached_scan_pos: Tensor,
+    reasoning_start_token_ids: Tensor,
+    natural_reasoning_end_token_ids: Tensor,
 ) -> None:
     """Note where each request's text last begins and ends to think, from where it was searched before."""
-    start, end = start_ids.tolist(), natural_end_ids.tolist()
-    for state in requests.tolist():
-        if int(budgets[state]) < 0:
+    start, end = reasoning_start_token_ids.tolist(), natural_reasoning_end_token_ids.tolist()
+    for state in req_ids.tolist():
+        if int(thinking_token_budget[state]) < 0:
             continue
-        length, first = int(total_len[state]), int(scanned[state])
+        length, first = int(total_len[state]), int(cached_scan_pos[state])
         if first > length:
-            first, last_start[state], last_end[state] = 0, -1, -1
+            first, cached_last_start[state], cached_last_end[state] = 0, -1, -1
         text = all_token_ids[state, :length].tolist()
-        for places, marker in ((last_start, start), (last_end, end)):
+        for places, marker in ((cached_last_start, start), (cached_last_end, end)):
             if (found := _last(text, marker, first)) >= 0:
                 places[state] = found
-        scanned[state] = max(length - max(len(start), len(end)) + 1, 0)
+        cached_scan_pos[state] = max(length - max(len(start), len(end)) + 1, 0)
 
 
 def thinking_budget(
     logits: Tensor,
-    logits_stride: int,
-    idx_mapping: Tensor,
-    budgets: Tensor,
+    expanded_idx_mapping: Tensor,
+    thinking_token_budget: Tensor,
     all_token_ids: Tensor,
-    all_token_ids_stride: int,
     total_len: Tensor,
     input_ids: Tensor,
-    local_positions: Tensor,
-    last_start: Tensor,
-    last_end: Tensor,
-    start_ids: Tensor,
-    natural_end_ids: Tensor,
-    end_ids: Tensor,
-    **_: Any,
+    expanded_local_pos: Tensor,
+    cached_last_start: Tensor,
+    cached_last_end: Tensor,
+    reasoning_start_token_ids: Tensor,
+    natural_reasoning_end_token_ids: Tensor,
+    reasoning_end_token_ids: Tensor,
 ) -> None:
     """Force the next token of the end marker in rows of requests at their thinking budget, earlier drafts included."""
-    start, natural, end = start_ids.tolist(), natural_end_ids.tolist(), end_ids.tolist()
-    for row, state in enumerate(idx_mapping.tolist()):
-        if (budget := int(budgets[state])) < 0:
+    markers = reasoning_start_token_ids, natural_reasoning_end_token_ids, reasoning_end_token_ids
+    start, natural, end = (marker.tolist() for marker in markers)
+    for row, state in enumerate(expanded_idx_mapping.tolist()):
+        if (budget := int(thinking_token_budget[state])) < 0:
             continue
-        length, place = int(total_len[state]), int(local_positions[row])
+        length, place = int(total_len[state]), int(expanded_local_pos[row])
         text = all_token_ids[state, :length].tolist() + input_ids[row - place + 1 : row + 1].tolist()
-        began = max(int(last_start[state]), _last(text, start, length - len(start) + 1))
-        ended = max(int(last_end[state]), _last(text, natural, length - len(natural) + 1))
+        began = max(int(cached_last_start[state]), _last(text, start, length - len(start) + 1))
+        ended = max(int(cached_last_end[state]), _last(text, natural, length - len(natural) + 1))
         if began < 0 or began <= ended or len(text) - began - len(start) < budget:
             continue
         begun = max(size for size in range(len(end)) if text[len(text) - size :] == end[:size])

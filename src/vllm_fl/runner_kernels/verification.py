@@ -6,8 +6,6 @@ Rows of logits stand request after request: one a draft, then one for the token 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ LEAST = 4.6566127342e-10
 
 def gather_draft_sampled(
     draft_sampled: Tensor,
-    draft_positions: Tensor,
+    pos: Tensor,
     input_ids: Tensor,
     positions: Tensor,
     logits_indices: Tensor,
@@ -34,7 +32,6 @@ def gather_draft_sampled(
     expanded_local_pos: Tensor,
     prefill_len: Tensor,
     num_logits: int,
-    **_: Any,
 ) -> None:
     """The token and position of each row of logits; -1 for drafts of a request that still reads its prompt."""
     index = logits_indices[:num_logits].to(torch.int64)
@@ -42,12 +39,10 @@ def gather_draft_sampled(
     prompt = prefill_len[expanded_idx_mapping[:num_logits].to(torch.int64)]
     nobodys = (local > 0) & (place - local < prompt)
     draft_sampled.copy_(input_ids[index].masked_fill(nobodys, -1))
-    draft_positions.copy_(place)
+    pos.copy_(place)
 
 
-def flatten_sampled(
-    flat_sampled: Tensor, sampled: Tensor, stride: int, num_sampled: Tensor, cu_num_logits: Tensor, **_: Any
-) -> None:
+def flatten_sampled(flat_sampled: Tensor, sampled: Tensor, num_sampled: Tensor, cu_num_logits: Tensor) -> None:
     """Write each request's tokens to its rows of logits."""
     rows = rows_of(cu_num_logits, len(num_sampled), len(flat_sampled))
     written = rows.inside & (rows.offset < num_sampled[rows.request])
@@ -56,41 +51,30 @@ def flatten_sampled(
 
 
 def local_logits_stats(
-    target_argmax: Tensor,
-    target_argmax_stride: int,
-    target_max: Tensor,
-    target_max_stride: int,
-    target_sumexp: Tensor,
-    target_sumexp_stride: int,
-    draft_max: Tensor,
-    draft_max_stride: int,
-    draft_sumexp: Tensor,
-    draft_sumexp_stride: int,
+    target_local_argmax: Tensor,
+    target_local_max: Tensor,
+    target_local_sumexp: Tensor,
+    draft_local_max: Tensor,
+    draft_local_sumexp: Tensor,
     target_logits: Tensor,
-    target_logits_stride: int,
     draft_logits: Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
     expanded_idx_mapping: Tensor,
     expanded_local_pos: Tensor,
-    temperatures: Tensor,
-    size: int,
-    num_steps_or_logits: int,
-    *,
+    temp: Tensor,
+    vocab_size: int,
     BLOCK_SIZE: int,
-    **_: Any,
 ) -> None:
     """Per row and block of the vocabulary the largest logit, its token, and the sum of exponentials below it."""
     state = expanded_idx_mapping.to(torch.int64)
-    values = target_logits[:, :size].float()
-    best_of_blocks(values, target_argmax, target_max, BLOCK_SIZE)
-    target_sumexp.copy_(_sums(values, target_max, BLOCK_SIZE))
+    values = target_logits[:, :vocab_size].float()
+    best_of_blocks(values, target_local_argmax, target_local_max, BLOCK_SIZE)
+    target_local_sumexp.copy_(_sums(values, target_local_max, BLOCK_SIZE))
     if draft_logits is not None:
-        heat = temperatures[state].float()
+        heat = temp[state].float()
         step = expanded_local_pos.to(torch.int64).clamp(max=draft_logits.shape[1] - 1)
-        drafts = draft_logits[state, step, :size].float() / torch.where(heat == 0, 1.0, heat)[:, None]
-        draft_max.copy_(in_blocks(drafts, draft_max.shape[1], BLOCK_SIZE).amax(-1))
-        draft_sumexp.copy_(_sums(drafts, draft_max, BLOCK_SIZE))
+        drafts = draft_logits[state, step, :vocab_size].float() / torch.where(heat == 0, 1.0, heat)[:, None]
+        draft_local_max.copy_(in_blocks(drafts, draft_local_max.shape[1], BLOCK_SIZE).amax(-1))
+        draft_local_sumexp.copy_(_sums(drafts, draft_local_max, BLOCK_SIZE))
 
 
 def _sums(values: Tensor, maximum: Tensor, block: int) -> Tensor:
@@ -100,36 +84,25 @@ def _sums(values: Tensor, maximum: Tensor, block: int) -> Tensor:
 
 def rejection(
     sampled: Tensor,
-    sampled_stride: int,
-    accepted_lengths: Tensor,
+    rejected_steps: Tensor,
     target_rejected_logsumexp: Tensor,
     draft_rejected_logsumexp: Tensor,
     target_logits: Tensor,
-    target_logits_stride: int,
-    target_argmax: Tensor,
-    target_argmax_stride: int,
-    target_max: Tensor,
-    target_max_stride: int,
-    target_sumexp: Tensor,
-    target_sumexp_stride: int,
+    target_local_argmax: Tensor,
+    target_local_max: Tensor,
+    target_local_sumexp: Tensor,
     draft_sampled: Tensor,
     draft_logits: Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    draft_max: Tensor,
-    draft_max_stride: int,
-    draft_sumexp: Tensor,
-    draft_sumexp_stride: int,
+    draft_local_max: Tensor,
+    draft_local_sumexp: Tensor,
     cu_num_logits: Tensor,
     idx_mapping: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    synthetic_rates: Tensor | None,
-    *_: Any,
+    temp: Tensor,
+    seed: Tensor,
+    pos: Tensor,
+    synthetic_conditional_rates: Tensor | None,
     USE_BLOCK_VERIFICATION: bool = False,
     FLY_WINDOW_SIZE: int = 0,
-    **__: Any,
 ) -> None:
     """Count the drafts of each request that are accepted, and write its tokens up to the first that is not.
 
@@ -149,19 +122,19 @@ def rejection(
     row = (start[:, None] + step).clamp(max=len(target_logits) - 1)
     draft = draft_sampled[(row + 1).clamp(max=len(draft_sampled) - 1)].to(torch.int64)
     valid, draft = there & (draft >= 0), draft.clamp(min=0)
-    heat = temperatures[state].float()[:, None]
-    uniform = uniform_float(seeds[state][:, None].to(torch.int64), positions[row].to(torch.int64))
-    block = target_max.nan_to_num(nan=NEVER, posinf=float("inf"), neginf=NEVER).argmax(-1)
-    best = target_argmax.gather(1, block[:, None])[:, 0][row]
-    target_lse, draft_lse = _logsumexp(target_max, target_sumexp)[row], torch.zeros_like(uniform)
+    heat = temp[state].float()[:, None]
+    uniform = uniform_float(seed[state][:, None].to(torch.int64), pos[row].to(torch.int64))
+    block = target_local_max.nan_to_num(nan=NEVER, posinf=float("inf"), neginf=NEVER).argmax(-1)
+    best = target_local_argmax.gather(1, block[:, None])[:, 0][row]
+    target_lse, draft_lse = _logsumexp(target_local_max, target_local_sumexp)[row], torch.zeros_like(uniform)
     target_logprob = target_logits[row, draft].float() - target_lse
     draft_logprob = torch.zeros_like(uniform)
     if draft_logits is not None:
-        draft_lse = _logsumexp(draft_max, draft_sumexp)[row]
+        draft_lse = _logsumexp(draft_local_max, draft_local_sumexp)[row]
         logit = draft_logits[state[:, None], step, draft].float() / torch.where(heat == 0, 1.0, heat)
         draft_logprob = logit - draft_lse
-    if synthetic_rates is not None:
-        accepted = uniform < synthetic_rates[:steps]
+    if synthetic_conditional_rates is not None:
+        accepted = uniform < synthetic_conditional_rates[:steps]
     else:
         accepted = torch.where(heat == 0, best == draft, target_logprob > uniform.log() + draft_logprob)
     accepted &= valid
@@ -169,7 +142,7 @@ def rejection(
     judged = there & (step <= length[:, None]) & ((heat == 0) | valid)
     token = torch.where((heat == 0) & ~accepted, best, draft)
     sampled[:, :steps] = torch.where(judged, token, sampled[:, :steps])
-    accepted_lengths.copy_(length)
+    rejected_steps.copy_(length)
     last = (judged.sum(1) - 1)[:, None]
     random = (last >= 0) & (heat != 0)
     for rejected, sums in ((target_rejected_logsumexp, target_lse), (draft_rejected_logsumexp, draft_lse)):
@@ -183,36 +156,22 @@ def _logsumexp(maximum: Tensor, sums: Tensor) -> Tensor:
 
 
 def resample(
-    local_argmax: Tensor,
-    local_argmax_stride: int,
-    local_max: Tensor,
-    local_max_stride: int,
+    resampled_local_argmax: Tensor,
+    resampled_local_max: Tensor,
     target_logits: Tensor,
-    target_logits_stride: int,
     target_rejected_logsumexp: Tensor,
     draft_logits: Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
     draft_rejected_logsumexp: Tensor,
-    accepted_lengths: Tensor,
+    rejected_step: Tensor,
     cu_num_logits: Tensor,
     expanded_idx_mapping: Tensor,
     draft_sampled: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    cumulative_log_p: Tensor | None,
-    contexts: Tensor | None,
-    contexts_stride: int,
+    temp: Tensor,
+    seed: Tensor,
+    pos: Tensor,
     watermarking: Tensor | None,
-    watermarking_skip_mask: Tensor | None,
-    watermark_key_0: int,
-    watermark_key_1: int,
-    size: int,
-    *,
+    vocab_size: int,
     BLOCK_SIZE: int,
-    USE_FP64: bool = False,
-    **_: Any,
 ) -> None:
     """Draw each request's token behind its accepted drafts: the largest of each block of the vocabulary.
 
@@ -223,50 +182,48 @@ def resample(
     """
     if watermarking is not None:
         raise NotImplementedError("vllm_fl has no watermarks without Triton")
-    length = accepted_lengths.to(torch.int64)
+    length = rejected_step.to(torch.int64)
     row = cu_num_logits[:-1].to(torch.int64) + length
     state = expanded_idx_mapping[row].to(torch.int64)
-    heat = temperatures[state.clamp(min=0)].float().masked_fill(state < 0, 0.0)
+    heat = temp[state.clamp(min=0)].float().masked_fill(state < 0, 0.0)
     rejected = draft_sampled[(row + 1).clamp(max=len(draft_sampled) - 1)].to(torch.int64)
     some = (row < cu_num_logits[1:] - 1) & (rejected >= 0)
-    values = target_logits[row, :size].float()
+    values = target_logits[row, :vocab_size].float()
     if draft_logits is None:
-        left = values.scatter(1, rejected.clamp(0, size - 1)[:, None], NEVER)
+        left = values.scatter(1, rejected.clamp(0, vocab_size - 1)[:, None], NEVER)
     else:
         target = values - target_rejected_logsumexp[:, None]
         step = length.clamp(max=draft_logits.shape[1] - 1)
-        drafts = draft_logits[state.clamp(min=0), step, :size].float() / torch.where(heat == 0, 1.0, heat)[:, None]
+        drafts = draft_logits[state.clamp(min=0), step, :vocab_size].float()
+        drafts = drafts / torch.where(heat == 0, 1.0, heat)[:, None]
         ratio = (drafts - draft_rejected_logsumexp[:, None] - target).exp()
         left = torch.where(ratio < 1.0, target + torch.log1p(-ratio), NEVER)
-    values = torch.where(some[:, None], left, values).to(local_max.dtype)
-    seed, place = seeds[state.clamp(min=0)].masked_fill(state < 0, 0), positions[row].to(torch.int64)
-    values = noised(values, heat, seed, place, temperatures)
-    best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
+    values = torch.where(some[:, None], left, values).to(resampled_local_max.dtype)
+    seed, place = seed[state.clamp(min=0)].masked_fill(state < 0, 0), pos[row].to(torch.int64)
+    values = noised(values, heat, seed, place, temp)
+    best_of_blocks(values, resampled_local_argmax, resampled_local_max, BLOCK_SIZE)
 
 
 def insert_resampled(
     sampled: Tensor,
-    sampled_stride: int,
     num_sampled: Tensor,
-    local_argmax: Tensor,
-    local_argmax_stride: int,
-    local_max: Tensor,
-    local_max_stride: int,
-    blocks: int,
+    resampled_local_argmax: Tensor,
+    resampled_local_max: Tensor,
+    resample_num_blocks: int,
     cu_num_logits: Tensor,
     expanded_idx_mapping: Tensor,
-    temperatures: Tensor,
-    **_: Any,
+    temp: Tensor,
 ) -> None:
     """Append the drawn token to each request's and count it; a greedy request keeps its last token if a draft was
     replaced.
     """
     length = num_sampled.to(torch.int64)
     row = cu_num_logits[:-1].to(torch.int64) + length
-    heat = temperatures[expanded_idx_mapping[row].to(torch.int64)].float()
+    heat = temp[expanded_idx_mapping[row].to(torch.int64)].float()
     drawn = (heat != 0) | (row == cu_num_logits[1:] - 1)
-    best = local_max[:, :blocks].nan_to_num(nan=NEVER, posinf=float("inf"), neginf=NEVER).argmax(-1)
-    token = local_argmax.gather(1, best[:, None])
+    largest = resampled_local_max[:, :resample_num_blocks]
+    best = largest.nan_to_num(nan=NEVER, posinf=float("inf"), neginf=NEVER).argmax(-1)
+    token = resampled_local_argmax.gather(1, best[:, None])
     kept = sampled.gather(1, length[:, None])
     sampled.scatter_(1, length[:, None], torch.where(drawn[:, None], token, kept))
     num_sampled += 1

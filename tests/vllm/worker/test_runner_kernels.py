@@ -7,6 +7,7 @@ run: those are compared with loops.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from engines import HERE, environment
 
 import processes
-from vllm_fl.runner_kernels import logits, native, table
+from vllm_fl.runner_kernels import launch, logits, native, table
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -26,6 +27,11 @@ SEEDS = 3
 NATIVE = {name for name, form in table.FORMS.items() if form in native.NATIVE}
 CASES = ["tables", "positions_and_lengths", "sampled_and_drafted", "sampled_and_rejected", "update", "chosen", "greedy"]
 """Those that launch what has a function in C++."""
+
+
+def launched(name: str) -> Callable[..., None]:
+    """A form as vLLM launches it: with the arguments of its kernel."""
+    return native.launched(table.FORMS[name], table.names_of(name))
 
 
 def compare(**job: Any) -> dict[str, Any]:
@@ -63,7 +69,8 @@ def test_every_function_ran(functions: dict[str, Any]) -> None:
 
 def test_a_row_or_a_token_outside_of_its_table_is_an_error() -> None:
     lengths, starts, computed = (torch.zeros(4).int() for _ in range(3))
-    positions, update = torch.zeros(8).long(), native.forms(table.FORMS)["gpu.input_batch._prepare_pos_seq_lens_kernel"]
+    update = launched("gpu.input_batch._prepare_pos_seq_lens_kernel")
+    positions = torch.zeros(8).long()
     for state, end in ((4, 1), (-1, 1), (0, 9)):
         starts[1:] = end
         with pytest.raises(IndexError, match="prepare_pos_seq_lens: a request's row or a token lies outside"):
@@ -75,7 +82,7 @@ def test_a_row_or_a_token_outside_of_its_table_is_an_error() -> None:
 
 
 def test_what_is_no_number_is_never_chosen() -> None:
-    choose = native.forms(table.FORMS)["gpu.sample.gumbel._gumbel_sample_kernel"]
+    choose = launched("gpu.sample.gumbel._gumbel_sample_kernel")
     logits = torch.full((2, 40), float("nan"))
     logits[0, [3, 20, 37]] = torch.tensor([-2.0, -1.0, float("-inf")])
     tokens, largest = torch.zeros(2, 2).long(), torch.zeros(2, 2)
@@ -88,7 +95,25 @@ def test_what_is_no_number_is_never_chosen() -> None:
 
 def test_without_a_compiler_the_forms_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiles", lambda: False)
-    assert native.forms(table.FORMS) == table.FORMS
+    monkeypatch.setattr(native, "_run", None)
+    lengths, starts, computed = (torch.arange(4).int() for _ in range(3))
+    positions = torch.zeros(3).long()
+    launched("gpu.input_batch._prepare_pos_seq_lens_kernel")(positions, lengths, torch.tensor([2]), starts, computed, 4)
+    assert (positions.tolist(), lengths.tolist()) == ([2, 0, 0], [3, 0, 0, 0])
+
+
+def test_a_form_gets_what_it_names_of_its_kernels_arguments() -> None:
+    def form(second: int, size: int, later: int = 7) -> tuple[int, int, int]:
+        return second, size, later
+
+    run = launch.launched(form, ["first", "second", "size"])
+    assert run(1, 2, size=3) == (2, 3, 7)
+    assert launch.launched(form, ["later", "second", "size"])(1, 2, 3) == (2, 3, 1)
+
+
+def test_a_form_whose_argument_this_vllm_does_not_have_is_an_error() -> None:
+    with pytest.raises(TypeError, match="num_nans: the kernel of this vLLM has no vocab_size"):
+        launch.launched(logits.num_nans, ["logits", "logits_stride", "num_nans", "size"])
 
 
 def test_a_grammar_rules_tokens_out_by_request_and_place() -> None:
@@ -103,8 +128,9 @@ def test_a_grammar_rules_tokens_out_by_request_and_place() -> None:
             if not int(mask[number, token // 32]) >> token % 32 & 1:
                 expected[row, token] = float("-inf")
     rows = torch.tensor([request * stride + place for request, place in places]).int()
-    logits.apply_grammar_bitmask(
-        values, size, rows, torch.tensor(cu_num_logits).int(), mask, 3, size, MASK_STRIDE=stride
+    starts = torch.tensor(cu_num_logits).int()
+    launched("gpu.structured_outputs._apply_grammar_bitmask_kernel")(
+        values, size, rows, starts, mask, 3, size, MASK_STRIDE=stride
     )
     assert torch.equal(values, expected)
 
@@ -113,5 +139,5 @@ def test_what_is_not_a_number_is_counted() -> None:
     values, found = torch.zeros(3, 5), torch.full((3,), -1).int()
     values[1, 2] = values[1, 4] = float("nan")
     values[2, 0] = float("inf")
-    logits.num_nans(values, 5, found, 5)
+    launched("gpu.metrics.logits._num_nans_kernel")(values, 5, found, 5)
     assert found.tolist() == [0, 2, 0]
