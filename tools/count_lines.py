@@ -48,12 +48,12 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_250, tokens=12_000),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=5_120, tokens=65_300),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_160, tokens=122_500),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_930, tokens=40_300),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_990, tokens=40_900),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=4_620, tokens=47_700),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_470, tokens=30_800),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_000, tokens=82_500),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_550, tokens=23_000),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_700, tokens=34_450),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_740, tokens=34_850),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

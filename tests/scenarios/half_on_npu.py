@@ -55,7 +55,9 @@ DTYPES = {
 """vLLM refuses float16 for Gemma 3; the chip's kernel for the prefill of latent attention takes bfloat16 alone."""
 
 W8A8 = "compressed-tensors W8A8 int8"
-INTEGER_SCHEMES = [name for name, scheme in SCHEMES.items() if not scheme.layer.startswith("Fp8") and name != W8A8]
+INTEGER_SCHEMES = [
+    name for name, scheme in SCHEMES.items() if not scheme.layer.startswith(("Fp8", "Float4")) and name != W8A8
+]
 """The other quantized checkpoints of integers: the chip has no fp8."""
 
 

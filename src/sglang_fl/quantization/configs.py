@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.awq import AWQConfig
@@ -139,6 +140,16 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
             raise refused("compressed-tensors with 'transform_config'")
         made: CompressedTensorsConfigFL = super().from_config(config)
         return made
+
+    @classmethod
+    def _quantization_scheme_map_from_config(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """SGLang's reading, with inputs in forms of weights for which SGLang drops them."""
+        found: dict[str, Any] = super()._quantization_scheme_map_from_config(config)
+        for group in config.get("config_groups", {}).values():
+            if inputs := group.get("input_activations"):
+                for target in group["targets"]:
+                    found[target]["input_activations"] = QuantizationArgs.model_validate(inputs)
+        return found
 
     def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
         return self._products(layer, prefix) if isinstance(layer, FusedMoE) else self._scheme(layer, prefix)

@@ -33,6 +33,7 @@ from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
 from . import refused
 from .blocks import create_in_blocks
 from .expert_method import QuantizedMethod
+from .kernels import Float4Layer
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -206,12 +207,39 @@ class Mxfp4ConfigFL(Served, mxfp4.GptOssMxfp4Config):
         return schemes.mxfp4()
 
 
+class Float4Weights:
+    """Parameters as vLLM has them, with our layer; vLLM's ``__init__`` asks for a kernel of CUDA's."""
+
+    fl_divisor = ""
+
+    def __init__(self) -> None:
+        self.kernel = Float4Layer(None)
+        self.kernel.fl_divisor = self.fl_divisor
+
+    def create_weights(self, layer: Any, *args: Any, params_dtype: torch.dtype, **named: Any) -> None:
+        super().create_weights(layer, *args, params_dtype=params_dtype, **named)  # type: ignore[misc]
+        self.kernel.fl_dtype = params_dtype
+        for name in filter(None, ("weight_scale", self.fl_divisor)):
+            held = getattr(layer, name).data
+            held.copy_(orders.unset(*held.shape, dtype=held.dtype))
+
+
+class Mxfp4WeightsFL(Float4Weights, vllms.CompressedTensorsW4A4Mxfp4):
+    group_size = 32
+
+
+class Nvfp4WeightsFL(Float4Weights, vllms.CompressedTensorsW4A4Fp4):
+    group_size, use_a16, fl_divisor = 16, True, "weight_global_scale"
+
+
 MAKERS: dict[Kind, tuple[type[Any], str]] = {
     Kind.INT8: (vllms.CompressedTensorsW8A8Int8, "kernel"),
     Kind.FP8: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
     Kind.FP8_WEIGHT: (vllms.CompressedTensorsW8A16Fp8, "linear_kernel"),
     Kind.FP8_BLOCKS: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
     Kind.COMPRESSED: (vllms.CompressedTensorsWNA16, "kernel"),
+    Kind.MXFP4: (Mxfp4WeightsFL, "kernel"),
+    Kind.NVFP4: (Nvfp4WeightsFL, "kernel"),
 }
 """Kinds of layers in ``compressed-tensors`` → vLLM's class that makes their parameters, and its name of the kernel."""
 
@@ -241,8 +269,9 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         if isinstance(found, str):
             return None
         kind = schemes.served(found, prefix, refused)
-        scheme: Any = super().get_scheme(layer, layer_name)
         maker, kernel = MAKERS[kind]
+        ours = issubclass(maker, Float4Weights)
+        scheme: Any = maker() if ours else super().get_scheme(layer, layer_name)
         if not isinstance(scheme, maker):
             name = type(scheme).__name__.removeprefix("CompressedTensors")
             raise refused(f"the scheme {name} of compressed-tensors ({prefix})")

@@ -142,6 +142,10 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
         return Scheme(ASKED, weights, rows, schemes.PACKED_FORM)
 
 
+class Float4Layer(VllmKernel, layers.Float4Layer):
+    """vLLM chooses no kernel for these weights but NVIDIA's."""
+
+
 def register() -> None:
     """Register the kinds with vLLM for out-of-tree platforms."""
     from vllm.model_executor.kernels import linear

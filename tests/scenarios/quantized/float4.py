@@ -46,6 +46,12 @@ def in_bytes(found: Tensor) -> Tensor:
     return found[..., ::2] | found[..., 1::2] << 4
 
 
+def numbers(stored: Tensor) -> Tensor:
+    """Those that bytes stand for."""
+    found = torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+    return MAGNITUDES[(found & 7).long()] * (1 - 2 * (found >> 3).float())
+
+
 def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight ``[.., inner]`` as bytes ``[.., inner / 32, 16]``, and exponents ``[.., inner / 32]`` plus 127."""
     groups = weight.unflatten(-1, (-1, GROUP))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+import float4
 from fl_dispatch.cli import small_model
 
 FP8 = torch.float8_e4m3fn
@@ -106,6 +107,31 @@ def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
     return write
 
 
+def e2m1(pack_groups: Callable[[Tensor], tuple[Tensor, Tensor, Stored]]) -> Any:
+    """Weights of e2m1 as ``compressed-tensors`` has them, from bytes, scales and what is stored of those."""
+
+    def write(weight: Tensor) -> Written:
+        found, scale, stored = pack_groups(weight)
+        return {"weight_packed": found.flatten(-2), **stored}, (float4.numbers(found) * scale[..., None]).flatten(-2)
+
+    return write
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Stored]:
+    found, exponents = float4.mxfp4(weight)
+    return found, (exponents.float() - 127).exp2(), {"weight_scale": exponents}
+
+
+def nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Stored]:
+    groups = weight.unflatten(-1, (-1, 16))
+    scale = groups.abs().amax(-1) / float4.MAGNITUDES[-1]
+    divisor = (448.0 / scale.amax()).reshape(1)
+    stored = (scale * divisor).to(FP8)
+    scale = stored.float() / divisor
+    found = float4.in_bytes(float4.codes(groups / scale.clamp(min=1e-10)[..., None]))
+    return found, scale, {"weight_scale": stored, "weight_global_scale": divisor}
+
+
 def rows_of(kind: torch.dtype, group: int = 0, scale: float | None = None) -> Callable[[Tensor], Tensor]:
     """Inputs of a product as quantization leaves them: a scale a row, a group of it, or one that is given."""
     largest = 127.0 if kind is torch.int8 else 448.0
@@ -172,6 +198,9 @@ TOKEN8, TOKEN_FP8 = {**whole("int", "token"), "dynamic": True}, {**whole("float"
 BLOCK = {**whole("float", "block"), "block_structure": [128, 128]}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+E2M1 = {"num_bits": 4, "type": "float"}
+MXFP4 = {**E2M1, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+NVFP4 = {**E2M1, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 I8 = torch.int8
 
@@ -226,6 +255,12 @@ SCHEMES: Mapping[str, Scheme] = {
         few_bits("packed", 8, 32, False),
         "PackedLayer",
         operators=ONLY,
+    ),
+    "compressed-tensors MXFP4A16": Scheme(
+        compressed("mxfp4-pack-quantized", MXFP4, None), e2m1(mxfp4), "Float4Layer", operators=ONLY
+    ),
+    "compressed-tensors NVFP4A16": Scheme(
+        compressed("nvfp4-pack-quantized", NVFP4, None), e2m1(nvfp4), "Float4Layer", operators=ONLY
     ),
     "fp8": Scheme(FP8_CONFIG, eight_bits(FP8, "tensor"), "Fp8Layer", rows_of(FP8)),
     "fp8, static": Scheme(

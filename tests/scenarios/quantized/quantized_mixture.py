@@ -32,6 +32,8 @@ EXPERTS = (
     "compressed-tensors W4A16, zero points",
     "compressed-tensors W8A16 int8",
     "compressed-tensors W8A16 int8, groups",
+    "compressed-tensors MXFP4A16",
+    "compressed-tensors NVFP4A16",
     "fp8",
     "fp8, static",
     "fp8, blocks of 128",

@@ -19,6 +19,8 @@ from quantized_checkpoints import (
     CACHE_SCHEME,
     FP8_CONFIG,
     GPTQ,
+    MXFP4,
+    NVFP4,
     SCHEMES,
     TOKEN8,
     TOKEN_FP8,
@@ -86,6 +88,14 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "compressed-tensors int4 for inputs of int8": compressed("int-quantized", W4, TOKEN8),
     "compressed-tensors packed int4 for inputs of int8": compressed("pack-quantized", W4, TOKEN8),
     "compressed-tensors W2A16": compressed("pack-quantized", {**W4, "num_bits": 2}, None),
+    "compressed-tensors MXFP4 for inputs of MXFP4": compressed(
+        "mxfp4-pack-quantized", MXFP4, {**MXFP4, "dynamic": True}
+    ),
+    "compressed-tensors MXFP4 for inputs of fp8": compressed("mxfp4-pack-quantized", MXFP4, TOKEN_FP8),
+    "compressed-tensors NVFP4 for inputs of NVFP4": compressed(
+        "nvfp4-pack-quantized", NVFP4, {**NVFP4, "dynamic": "local"}
+    ),
+    "compressed-tensors NVFP4, other groups": compressed("nvfp4-pack-quantized", {**NVFP4, "group_size": 32}, None),
     "compressed-tensors fp8 with zero points": compressed(
         "float-quantized", {**FP8_CHANNEL, "symmetric": False}, TOKEN_FP8
     ),

@@ -249,21 +249,36 @@ class PackedExperts(QuantizedExperts):
 
 
 class Float4Experts(QuantizedExperts):
-    """Weights of e2m1 with a power of two for a group, for rows as they are: ``weight_only_moe``."""
+    """Weights of e2m1 for rows as they are: ``weight_only_moe``; see :class:`.layers.Float4Layer`.
+
+    Args:
+        weight: a weight's name behind ``w13_``.
+        divisor: that of what divides its scales, if anything does.
+    """
 
     fl_operator = "weight_only_moe"
-    fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in ("weight", "weight_scale"))
     fl_dtype: torch.dtype
 
+    def __init__(self, weight: str, divisor: str = "") -> None:
+        super().__init__()
+        self._weight, self._divisor = weight, divisor
+        self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in (weight, "weight_scale"))
+
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bytes stay as they are; exponents become scales of the model's type."""
+        """Bytes stay as they are, and scales become those of groups alone."""
         for name in NAMES:
-            weight, scale = (getattr(layer, f"{name}_{part}").data for part in ("weight", "weight_scale"))
-            scales = orders.powers_of_two(scale, self.fl_dtype)
-            self._keep(layer, **{f"{name}_weight": weight.view(FP4), f"{name}_weight_scale": scales})
+            (weight, scale), factor = self.weight_of(layer, name), None
+            if self._divisor:
+                owner = f"{name}_{self._divisor}"
+                divisor = orders.scale_of_experts(getattr(layer, owner).data, weight.shape[1])
+                self._check(owner, divisor)
+                factor = divisor.reciprocal()
+                setattr(layer, owner, None)
+            scales = orders.scales_of_bytes(scale.data, self.fl_dtype, factor)
+            self._keep(layer, **{f"{name}_{self._weight}": weight.data.view(FP4), f"{name}_weight_scale": scales})
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
-        return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+        return getattr(layer, f"{name}_{self._weight}"), getattr(layer, f"{name}_weight_scale")
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
         return None, None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ... import bind_op
 from ...devices import detect_device
-from ...ops.quantization import TENSOR
+from ...ops.quantization import FP4, TENSOR
 from ..layers.layer_kernels import KERNEL, LayerKernel
 from . import blocks, orders
 
@@ -48,10 +48,15 @@ class QuantizedKernel(LayerKernel):
             ValueError: one of them was not loaded.
         """
         for name, value in parameters.items():
-            if value is not None and orders.is_unset(value):
-                raise ValueError(f"the checkpoint has no '{name}' for a layer that it quantizes ({self.fl_scope})")
+            if value is not None:
+                self._check(name, value)
             setattr(layer, name, None if value is None else nn.Parameter(value, requires_grad=False))
         KERNEL.give(layer, self)
+
+    def _check(self, name: str, value: Tensor) -> None:
+        """Raise ``ValueError`` where a parameter was not loaded."""
+        if orders.is_unset(value):
+            raise ValueError(f"the checkpoint has no '{name}' for a layer that it quantizes ({self.fl_scope})")
 
 
 class QuantizedLayer(QuantizedKernel):
@@ -221,3 +226,27 @@ class PackedLayer(QuantizedLayer):
         """The product."""
         weight, scale, zero = (getattr(layer, name) for name in self.fl_weights)
         return self.fl_call(x, weight, scale, zero, bias)
+
+
+class Float4Layer(QuantizedLayer):
+    """Weights of e2m1 for rows as they are, in ``fl_dtype``; ``fl_divisor`` names what divides a weight's scales."""
+
+    fl_operator = "weight_only_linear"
+    fl_weights = ("weight_packed", "weight_scale")
+    fl_dtype: torch.dtype
+    fl_divisor = ""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Bytes stay as they are, and scales become those of groups alone."""
+        factor = None
+        if name := self.fl_divisor:
+            divisor = orders.scale_of_columns(getattr(layer, name).data, layer.logical_widths)
+            self._check(name, divisor)
+            factor = divisor.reciprocal()
+            setattr(layer, name, None)
+        scale = orders.scales_of_bytes(layer.weight_scale.data, self.fl_dtype, factor)
+        self._keep(layer, weight_packed=layer.weight_packed.data.contiguous().view(FP4), weight_scale=scale)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product."""
+        return self.fl_call(x, layer.weight_packed, layer.weight_scale, None, bias)

@@ -21,11 +21,13 @@ REORDERED = ("group", "dynamic")
 """The values of ``actorder`` that give columns groups of their own; others leave the order as it is."""
 UNSET = torch.finfo(torch.float8_e4m3fn).min
 """Scales that may not be loaded are filled with less than this."""
+UNSET_BYTE = 0xFF
+"""A scale of one byte that may not be loaded: NaN in float8_e4m3fn and float8_e8m0fnu."""
 
 
 def is_unset(values: Tensor) -> bool:
     """Whether some of a layer's scales were never loaded; other parameters do not show it."""
-    return values.dtype.is_floating_point and values.dtype.itemsize > 1 and bool((values <= UNSET).any())
+    return values.dtype.is_floating_point and values.dtype.itemsize > 1 and not bool((values > UNSET).all())
 
 
 def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = None) -> Tensor:
@@ -59,16 +61,24 @@ def zero_points(numbers: Tensor, bits: int) -> Tensor:
     return (numbers - (128 if bits == 8 else 0)).to(torch.int8).contiguous()
 
 
-def powers_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in float8_e8m0fnu, stored as bytes, as the same numbers of another type.
+def scales_of_bytes(stored: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
+    """Scales of 8 bits in a wider type, NaN for those that are not loaded.
+
+    Args:
+        stored: exponents of two as bytes; or float8_e4m3fn, which are rounded once after they were multiplied.
+        dtype: of the result.
+        factor: of all scales of a column, float32.
 
     Raises:
         ValueError: the type does not have one of them.
     """
-    exact = exponents.view(torch.float8_e8m0fnu).to(torch.float32)
+    kind = torch.float8_e8m0fnu if stored.dtype is torch.uint8 else stored.dtype
+    every = torch.arange(256, dtype=torch.uint8).view(kind).float()  # not every device has such types
+    exact = every.to(stored.device)[stored.view(torch.uint8).int()]
+    exact = exact if factor is None else exact * factor
     scales = exact.to(dtype)
-    if not torch.equal(scales.float(), exact):
-        beyond = exact[scales.float() != exact]
+    beyond = exact[scales.isinf() if factor is not None else (scales.float() != exact) & ~exact.isnan()]
+    if beyond.numel():
         raise ValueError(f"{dtype} does not have scales of {beyond[0]:g}, which the checkpoint has; serve in bfloat16")
     return scales
 
@@ -140,4 +150,6 @@ def loads_columns_in_order(loader: Callable[..., None], prefix: str | None) -> C
 
 def unset(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Scales that are not loaded yet."""
+    if dtype.itemsize == 1:
+        return torch.full(shape, UNSET_BYTE, dtype=torch.uint8).view(dtype)
     return torch.full(shape, torch.finfo(dtype).min, dtype=dtype)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from . import orders, remedies
@@ -22,6 +23,8 @@ TENSOR = "tensor"
 """One scale for all of a weight or input."""
 GROUP = "group"
 """A scale for each group of a row's elements."""
+TENSOR_GROUP = "tensor_group"
+"""A scale for each group of a row's elements, times one for all of a weight."""
 BLOCK = "block"
 """A scale for each block of rows and columns."""
 TOKEN = "token"
@@ -31,6 +34,7 @@ BITS = (4, 8)
 FLOAT4_GROUP = 32
 """Elements with a scale in common, a power of two, in MXFP4 (OCP Microscaling Formats 1.0)."""
 PACKED_FORM = "pack-quantized"
+MXFP4_FORM, NVFP4_FORM = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
 LEFT = "not quantized"
 """The answer of a checkpoint's rules for a layer that they leave as it is."""
 
@@ -63,7 +67,8 @@ class Numbers:
     dynamic: bool = False
 
     def __str__(self) -> str:
-        per = {GROUP: f"groups of {self.group}", BLOCK: "blocks of {} x {}".format(*self.block)}.get(self.per, self.per)
+        known = {GROUP: f"groups of {self.group}", BLOCK: "blocks of {} x {}".format(*self.block)}
+        per = {**known, TENSOR_GROUP: f"{known[GROUP]} and tensor"}.get(self.per, self.per)
         return f"{self.bits} bits ({self.kind}, {per}{'' if self.symmetric else ', zero points'})"
 
 
@@ -103,7 +108,18 @@ class Kind(Enum):
     COMPRESSED = "packed by compressed-tensors"
     GPTQ = "packed by gptq"
     AWQ = "packed by awq"
+    GPT_OSS = "mxfp4 of gpt-oss"
     MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
+
+
+FLOAT4: Mapping[str, tuple[Kind, Numbers]] = MappingProxyType(
+    {
+        MXFP4_FORM: (Kind.MXFP4, Numbers(4, "float", GROUP, FLOAT4_GROUP)),
+        NVFP4_FORM: (Kind.NVFP4, Numbers(4, "float", TENSOR_GROUP, 16)),
+    }
+)
+"""Forms of ``compressed-tensors`` with weights of e2m1 → the kind of layers, and the weights."""
 
 
 def compressed(weights: Any, inputs: Any, form: str) -> Scheme:
@@ -307,7 +323,10 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
     if scheme.method in ("gptq", "awq"):
         return Kind(f"packed by {scheme.method}")
     if scheme.method == "mxfp4":
-        return Kind.MXFP4 if experts else None
+        return Kind.GPT_OSS if experts else None
+    if form in FLOAT4:
+        kind, numbers = FLOAT4[form]
+        return kind if weights == numbers and inputs is None else None
     if form == PACKED_FORM:
         packed = weights.kind == "int" and weights.bits in BITS and weights.per in (CHANNEL, GROUP)
         return Kind.COMPRESSED if packed and inputs is None and not weights.dynamic else None

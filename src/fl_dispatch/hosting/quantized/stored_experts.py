@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import experts, orders
-from .schemes import BLOCK, CHANNEL, GROUP, Kind, Scheme
+from .schemes import BLOCK, CHANNEL, FLOAT4, GROUP, TENSOR, TENSOR_GROUP, Kind, Scheme
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,11 @@ class AwqExperts(_Packed):
 
 
 class Float4Experts(Experts, experts.Float4Experts):
-    """As gpt-oss has them: the rows of gate and ``up`` alternate."""
+    """Weights of e2m1 with scales of 8 bits."""
 
     def __init__(self, scheme: Scheme) -> None:
-        super().__init__()
+        packed, both = scheme.form in FLOAT4, scheme.weights.per == TENSOR_GROUP
+        super().__init__("weight_packed" if packed else "weight", "weight_global_scale" if both else "")
         self._group = scheme.weights.group
 
     def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
@@ -200,9 +201,14 @@ class Float4Experts(Experts, experts.Float4Experts):
             return reason
         self.fl_dtype = sizes.dtype
         for name, columns, inner in sizes.weights():
-            for part, elements in (("weight", 2), ("weight_scale", self._group)):
-                stored = torch.zeros(sizes.count, columns, inner // elements, dtype=torch.uint8)
-                parameters.add(f"{name}_{part}", stored, GROUP)
+            stored = torch.zeros(sizes.count, columns, inner // 2, dtype=torch.uint8)
+            parameters.add(f"{name}_{self._weight}", stored, GROUP)
+            kind = torch.float8_e4m3fn if self._divisor else torch.uint8
+            scales = orders.unset(sizes.count, columns, inner // self._group, dtype=kind)
+            parameters.add(f"{name}_weight_scale", scales, GROUP)
+            if self._divisor:
+                of_weights = orders.unset(sizes.count, sizes.gates if name == "w13" else 1)
+                parameters.add(f"{name}_{self._divisor}", of_weights, TENSOR)
         return ""
 
 
@@ -214,7 +220,9 @@ KINDS: Mapping[Kind, Callable[[Scheme], Experts]] = MappingProxyType(
         Kind.COMPRESSED: PackedExperts,
         Kind.GPTQ: GptqExperts,
         Kind.AWQ: AwqExperts,
+        Kind.GPT_OSS: Float4Experts,
         Kind.MXFP4: Float4Experts,
+        Kind.NVFP4: Float4Experts,
     }
 )
 """Kinds of experts → the class that makes their parameters."""
