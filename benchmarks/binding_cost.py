@@ -10,7 +10,6 @@ does not change.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -24,6 +23,7 @@ import torch
 
 from fl_dispatch import SelectionPolicy, bind_op, call_op, policy_context, set_global_policy
 from fl_dispatch.cli.output import print_table
+from fl_dispatch.evidence.origin import write
 from fl_dispatch.hosting.records.report import RunReport
 from fl_dispatch.ops import OPERATORS
 
@@ -145,7 +145,7 @@ def main() -> None:
     if arguments.json:
         machine = {"python": sys.version.split()[0], "torch": torch.__version__, "machine": platform.machine()}
         case = {"layers": arguments.layers, "operators": len(operators), "kept": arguments.kept}
-        arguments.json.write_text(json.dumps({"machine": machine, **case, "results": results}, indent=2) + "\n")
+        write(arguments.json, {"machine": machine, **case, "results": results})
 
 
 if __name__ == "__main__":

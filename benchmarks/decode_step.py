@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +35,7 @@ from fl_dispatch.backends.triton.impl.products import linear, prefetch, scaled_l
 from fl_dispatch.backends.triton.impl.rows import activation, normalization, quantization, rotary
 from fl_dispatch.cli.output import print_table
 from fl_dispatch.evidence.intervals import interval
+from fl_dispatch.evidence.origin import write
 from fl_dispatch.evidence.rates import Yardstick
 from fl_dispatch.evidence.timing import Clock
 
@@ -312,7 +312,7 @@ def main() -> None:
         print_table(title, ["way", "us", "floor / time", "times as fast", "same bits"], rows)
         result["steps"][name] = {"floor_us": floor, "times_us": times, "same_bits": same}
         if options.json:
-            options.json.write_text(json.dumps(result, indent=1))
+            write(options.json, result)
 
 
 if __name__ == "__main__":

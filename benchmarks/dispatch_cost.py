@@ -10,7 +10,6 @@ does not count. Printed is the minimum and the median of the differences, in mic
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -38,6 +37,7 @@ from fl_dispatch import (
 )
 from fl_dispatch.cli.output import print_table
 from fl_dispatch.compiled import views as opaque
+from fl_dispatch.evidence.origin import write
 from fl_dispatch.manager.process import ROOT
 from fl_dispatch.ops import OPERATORS
 
@@ -252,9 +252,7 @@ def main() -> None:
             "machine": platform.processor() or platform.machine(),
         }
         machine |= {"rounds": rounds, "calls": calls, "date": time.strftime("%Y-%m-%d")}
-        arguments.json.write_text(
-            json.dumps({"machine": machine, "goals_us": GOALS, "results": results}, indent=2) + "\n"
-        )
+        write(arguments.json, {"machine": machine, "goals_us": GOALS, "results": results})
 
 
 if __name__ == "__main__":

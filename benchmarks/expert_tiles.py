@@ -13,7 +13,6 @@ bits, beside the error that quantized rows make.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from fl_dispatch.backends.triton.impl.experts import quantized_moe
 from fl_dispatch.backends.triton.impl.experts.fused_moe import Plan, Plans, Tile
+from fl_dispatch.evidence.origin import write
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.ops.quantization import FP8
 
@@ -194,7 +194,7 @@ def main() -> None:
             print(f"  {name}: as it is {one['products']['as it is'][place]:.1f} us; best {shown}", flush=True)
         if given.json:
             machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__}
-            given.json.write_text(json.dumps({"machine": machine, "calls": found}, indent=1))
+            write(given.json, {"machine": machine, "calls": found})
 
 
 if __name__ == "__main__":

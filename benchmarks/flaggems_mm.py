@@ -9,7 +9,6 @@ where its kernels are not in Triton's cache yet; results stay in ``~/.flaggems``
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,8 @@ from pathlib import Path
 import flag_gems
 import torch
 import triton
+
+from fl_dispatch.evidence.origin import write
 
 WEIGHTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Columns and inner sizes."""
@@ -62,7 +63,7 @@ def main() -> None:
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__}
     if options.json:
         machine["flag_gems"] = flag_gems.__version__
-        options.json.write_text(json.dumps({"machine": machine, "products": found}, indent=1))
+        write(options.json, {"machine": machine, "products": found})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from fl_dispatch.evidence.bench import machine
+from fl_dispatch.evidence.origin import origin
 
 LIMIT = 60.0
 """Seconds after which a server that has not ended is killed."""
@@ -73,7 +73,7 @@ def main() -> None:
             print(*(f"{name}={value}" for name, value in row.items()), flush=True)
             kept["rows"].append(row)
             if asked.json:  # after each, because a later one may be cut off
-                asked.json.write_text(json.dumps({**kept, "machine": machine(torch.device("cpu"))}, indent=1) + "\n")
+                asked.json.write_text(json.dumps({**kept, **origin(torch.device("cpu"))}, indent=1) + "\n")
 
 
 def _environment(way: str, **more: str) -> dict[str, str]:

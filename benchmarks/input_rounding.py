@@ -16,7 +16,6 @@ Distances are root mean squares and largest values. It takes the environment wit
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / room) for room in ("support", "scenarios", "scenarios/quantized")]
 
 import quantized_checkpoints as checkpoints  # noqa: E402 - lies with the tests
-from fl_dispatch.evidence.bench import machine  # noqa: E402
+from fl_dispatch.evidence.origin import machine, write  # noqa: E402
 from quantized_checkpoints import FP8, SCHEMES, STATIC, Scheme, eight_bits, nearest, rows_of, symmetric  # noqa: E402
 from quantized_network import computed, distance, network, right_perplexity, scores  # noqa: E402
 from running import PROMPTS  # noqa: E402
@@ -158,8 +157,7 @@ def main() -> None:
         print()
     print(", ".join(f"perplexity, {name}: {value:.3f}" for name, value in found["perplexity"].items()))
     if given.json:
-        command = " ".join(["python", *sys.argv])
-        given.json.write_text(json.dumps({"command": command, "machine": here(), **found}, indent=1) + "\n")
+        write(given.json, {"machine": here(), **found})
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_dispatch.cli.output import print_table
+from fl_dispatch.evidence.origin import write
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* (0x[0-9a-f]+) \*/$")
@@ -294,7 +295,7 @@ def main() -> int:
         found = {"base": revision, **compare(base, triton, options.case, Path(scratch))}
     print(", ".join(f"{key} {value}" for key, value in found["versions"].items()) + f", base {revision}\n")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write(options.json, found)
     printed(found["kernels"])
     same = sum(row["same"] == "code" for row in found["kernels"])
     print(f"\n{same} of {len(found['kernels'])} kernels have the same code")

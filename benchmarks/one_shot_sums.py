@@ -11,7 +11,6 @@ Needs two GPUs of one machine that can read each other's memory, and this packag
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fl_dispatch.cli.output import print_table
+from fl_dispatch.evidence.origin import write
 from fl_dispatch.hosting.ranks import one_shot
 from fl_dispatch.hosting.ranks.collectives import TorchCollectives
 
@@ -69,7 +69,7 @@ def main() -> None:
             "one kernel, us": ours,
             "NCCL, us": library,
         }
-        options.json.write_text(json.dumps(found, indent=1))
+        write(options.json, found)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor
 from fl_dispatch import OpImpl, get_default_manager
 from fl_dispatch.backends.vendor.cpu.impl.attention import KV_LAYOUT
 from fl_dispatch.cli.output import print_table
-from fl_dispatch.evidence.bench import machine
+from fl_dispatch.evidence.origin import origin
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.named import of_arguments
 
@@ -160,7 +160,7 @@ def main() -> None:
         rows.append((result["op_name"], result["case"], *times, result.get("speed-up", "-")))
     print_table("Processor time, microseconds", ("operator", "case", "reference.torch", "vendor.cpu", "speed-up"), rows)
     if arguments.json:
-        data = {"machine": machine(torch.device("cpu")), "threads": 1, "rounds": ROUNDS, "results": results}
+        data = {**origin(torch.device("cpu")), "threads": 1, "rounds": ROUNDS, "results": results}
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 
 

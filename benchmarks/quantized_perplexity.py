@@ -12,7 +12,6 @@ that is not quantized.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ import quantized_checkpoints as checkpoints  # noqa: E402 - lies with the tests
 import scoring  # noqa: E402
 from fl_dispatch.cli import small_model  # noqa: E402
 from fl_dispatch.cli.hosts import Host, installed_host  # noqa: E402
-from fl_dispatch.evidence.bench import machine  # noqa: E402
+from fl_dispatch.evidence.origin import machine, write  # noqa: E402
 from quantized_network import computed, distance, network, right_perplexity, scores  # noqa: E402
 from running import PROMPTS  # noqa: E402
 
@@ -76,8 +75,7 @@ def main() -> None:
     heads = [f"{host.product}, {dtype} | difference" for dtype in dtypes]
     print(f"| checkpoint | right | {' | '.join(heads)} | rounding | quantization |")
     print("|" + "---|" * (4 + 2 * len(heads)), flush=True)
-    asked = " ".join(["python", *sys.argv])
-    found: dict[str, Any] = {"command": asked, "machine": here(host), "host": host.value, "schemes": {}}
+    found: dict[str, Any] = {"machine": here(host), "host": host.value, "schemes": {}}
     with tempfile.TemporaryDirectory() as folder:
         work = given.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
@@ -102,7 +100,7 @@ def main() -> None:
             cells = [f"{value:.3f} | {value / right - 1:+.1e}" for value in engines.values()]
             print(f"| {name} | {right:.3f} | {' | '.join(cells)} | {answers.rounding:.1e} | {apart:.1e} |", flush=True)
             if given.json:  # after each, because a later one may be cut off
-                given.json.write_text(json.dumps(found, indent=1) + "\n")
+                write(given.json, found)
 
 
 if __name__ == "__main__":

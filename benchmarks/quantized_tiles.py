@@ -16,7 +16,6 @@ Needs an NVIDIA GPU.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -30,6 +29,7 @@ import triton
 from fl_dispatch import get_default_manager, weight_forms
 from fl_dispatch.backends.triton.impl.products import scaled_linear, weight_only_linear
 from fl_dispatch.evidence.bench import calls_of, rotated
+from fl_dispatch.evidence.origin import write
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.named import of_arguments
@@ -176,7 +176,7 @@ def main() -> None:
                 if given.json:
                     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
                     machine["triton"] = triton.__version__
-                    given.json.write_text(json.dumps({"machine": machine, "products": found}, indent=1))
+                    write(given.json, {"machine": machine, "products": found})
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def in_turns(arguments: argparse.Namespace) -> None:
 
     sys.path.append(SCHEMES_OF_TESTS)
     from fl_dispatch.cli.checkpoints import build_checkpoint
-    from fl_dispatch.evidence.bench import machine
+    from fl_dispatch.evidence.origin import origin
     from quantized_checkpoints import SCHEMES, write_checkpoint
 
     if arguments.scheme and arguments.scheme not in SCHEMES:
@@ -256,7 +256,7 @@ def in_turns(arguments: argparse.Namespace) -> None:
     if arguments.json:
         new = {_kind(run) for run in runs}
         kept = [old for old in (before["runs"] if before else []) if _kind(old) not in new]
-        data = {"machine": machine(torch.device("cpu")), "shape": shape, "runs": [*kept, *runs]}
+        data = {**origin(torch.device("cpu")), "shape": shape, "runs": [*kept, *runs]}
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -297,7 +297,7 @@ def main() -> None:
     import torch
 
     from fl_dispatch.cli.checkpoints import build_checkpoint
-    from fl_dispatch.evidence.bench import machine
+    from fl_dispatch.evidence.origin import origin
 
     torch.set_num_threads(1)
     runs = []
@@ -311,7 +311,7 @@ def main() -> None:
             report(runs[-1])
             del server
     if arguments.json:
-        data = {"machine": machine(torch.device("cpu")), "shape": SHAPE, "runs": runs}
+        data = {**origin(torch.device("cpu")), "shape": SHAPE, "runs": runs}
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 
 

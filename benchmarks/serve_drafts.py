@@ -123,7 +123,9 @@ def main() -> None:
             for work, traced in works.items():
                 print(f"\n{cell}, {work}: {kernel_trace.table(traced, traced['steps'])}")
     if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+        from fl_dispatch.evidence.origin import write  # late: a vanilla engine's process imports this file too
+
+        write(given.json, found)
     print(table(found["compared"]))
     for work, row in found["over_plain"].items():
         print(f"{work}: with drafts {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] of the same without")

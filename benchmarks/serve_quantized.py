@@ -165,7 +165,9 @@ def main() -> None:
         if given.profile:
             given.profile.write_text(json.dumps(profiles, indent=1))
         if given.json:  # after each, because a later one may be cut off
-            given.json.write_text(json.dumps({"machine": machine, "formats": results}, indent=1))
+            from fl_dispatch.evidence.origin import write  # late: a vanilla engine's process imports this file too
+
+            write(given.json, {"machine": machine, "formats": results})
 
 
 if __name__ == "__main__":

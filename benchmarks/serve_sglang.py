@@ -243,7 +243,9 @@ def main() -> None:
         "layers": layers,
     }
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        from fl_dispatch.evidence.origin import write  # late: a vanilla engine's process imports this file too
+
+        write(options.json, found)
     print(table(found["compared"]))
 
 

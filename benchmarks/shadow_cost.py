@@ -145,7 +145,7 @@ def main() -> None:
     from fl_dispatch import get_default_manager
     from fl_dispatch.cli.checkpoints import build_checkpoint
     from fl_dispatch.cli.output import print_table
-    from fl_dispatch.evidence.bench import machine
+    from fl_dispatch.evidence.origin import origin
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +164,7 @@ def main() -> None:
         ],
     )  # fmt: skip
     if arguments.json:
-        data = {"machine": machine(torch.device("cpu")), "shape": SHAPE, "batch": BATCH, "budget": BUDGET}
+        data = {**origin(torch.device("cpu")), "shape": SHAPE, "batch": BATCH, "budget": BUDGET}
         arguments.json.write_text(json.dumps({**data, "rounds": arguments.rounds, "settings": found}, indent=1) + "\n")
 
 

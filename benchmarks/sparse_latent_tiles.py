@@ -18,7 +18,6 @@ tokens, with the making of the list, with dense latent attention to all of them.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from triton.errors import TritonError
 
 from fl_dispatch.backends.triton.impl.attention import index_topk, latent_decode, sparse_latent
 from fl_dispatch.evidence.bench import calls_of
+from fl_dispatch.evidence.origin import write
 from fl_dispatch.evidence.rates import sets_to_rotate
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.ops import OPERATORS
@@ -276,7 +276,7 @@ def main() -> None:
                 if given.json:
                     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
                     machine |= {"triton": triton.__version__, "copy": f"{rates.moved:.3g}"}
-                    given.json.write_text(json.dumps({"machine": machine, "cases": found}, indent=1))
+                    write(given.json, {"machine": machine, "cases": found})
     for (heads, name), parts in total.items():
         if parts.keys() == PARTS.keys():
             listed = parts["lists"] + parts["attention"]

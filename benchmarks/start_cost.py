@@ -113,7 +113,9 @@ def main() -> None:
                 continue
         machine = {"python": sys.version.split()[0], **versions, "machine": platform.processor() or platform.machine()}
         machine |= {"rounds": arguments.rounds, "date": time.strftime("%Y-%m-%d")}
-        arguments.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+        from fl_dispatch.evidence.origin import write  # late: what importing costs is measured
+
+        write(arguments.json, {"machine": machine, "results": results})
 
 
 if __name__ == "__main__":

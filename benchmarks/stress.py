@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import platform
 import resource
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from fl_dispatch import OpManager
 from fl_dispatch.cli.output import print_table
+from fl_dispatch.evidence.origin import write
 from storm import Figures, storm
 
 ROUND_SECONDS, ROUND_FORKS = 30.0, 100  # each round starts on a new default manager
@@ -92,7 +92,7 @@ def main() -> None:
         }
         results = {**dict(sorted(figures.counts.items())), "seconds": round(figures.seconds, 1)}
         results |= {"failures": len(figures.failures), "after_each_round": left}
-        options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+        write(options.json, {"machine": machine, "results": results})
     sys.exit(bool(figures.failures))
 
 

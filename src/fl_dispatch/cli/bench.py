@@ -10,9 +10,10 @@ import torch
 import typer
 
 from ..errors import DispatchError
-from ..evidence.bench import Result, expected_seconds, machine
+from ..evidence.bench import Result, expected_seconds
 from ..evidence.bench import bench as bench_one
 from ..evidence.cases import HIDDEN, MOST_CALL_SECONDS, TOKENS, Case, cases, short_cases
+from ..evidence.origin import machine, origin
 from ..evidence.plot import plot as draw
 from ..evidence.rates import Yardstick
 from ..evidence.threads import free_threads
@@ -140,7 +141,7 @@ def _todo(
 
 def _data(place: Place, dtype: str, yardstick: Yardstick, results: list[Result]) -> dict[str, Any]:
     return {
-        "machine": machine(place.device),
+        **origin(place.device),
         "dtype": dtype,
         "copy_bytes_per_s": yardstick.rates.copy_bytes_per_s,
         "operations_per_s": yardstick.rates.operations_per_s,

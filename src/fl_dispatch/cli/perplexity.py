@@ -11,7 +11,7 @@ import typer
 
 from ..devices import detect_device
 from ..errors import DispatchError, text_of
-from ..evidence.bench import machine
+from ..evidence.origin import origin
 from ..evidence.perplexity import TOLERANCE, Perplexity, perplexity, relative_difference, rows_of
 from . import small_model
 from .demo import describe_device, judge, show_what_ran
@@ -96,8 +96,8 @@ def perplexity_command(
     }
     asked = {"host": host.value, "prefer": prefer and prefer.value, "compiled": compiled}
     judged = {"expected": expect, "tolerance": accepted, "right": right}
-    here = machine(torch.device(detect_device().torch_type))
-    file.finish({"machine": here, **facts, **asked, **found.as_data(), **judged, "report": report})
+    here = origin(torch.device(detect_device().torch_type))
+    file.finish({**here, **facts, **asked, **found.as_data(), **judged, "report": report})
     judge([] if right else [compared], report)
 
 

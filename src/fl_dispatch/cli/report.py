@@ -20,17 +20,21 @@ def report(
     out: Annotated[Path, typer.Option(help="The page.", dir_okay=False)] = Path("report.html"),
     json: AsJson = False,
     runs: Annotated[bool, typer.Option("--runs/--no-runs", help="Show the workers that ran last.")] = True,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a file that lacks date, machine, versions, commit or command.")
+    ] = False,
 ) -> None:
     """Write one self-contained HTML file: choices and reasons, verdicts, speeds, tuning, findings, engines.
 
     It reads results of fl verify, fl bench, fl tune, fl perplexity and fl demo, and of the benchmarks of engines. A
     folder's files of other kinds are listed at the page's end; a file that is named and is of no known kind is an
-    error. The page needs no network, and is dark where the reader's system is.
+    error. Figures without date, machine, versions, commit or command are marked. The page needs no network, and is
+    dark where the reader's system is.
     """
     check_file(out)
     from ..evidence.report import build, render  # late: a template engine, which is an extra
 
-    made = build(files or [], with_runs=runs)
+    made = build(files or [], runs, strict)
     text = render(made)
     new = out.with_name(f"{out.name}.{os.getpid()}")
     try:

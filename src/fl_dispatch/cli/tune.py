@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from ..devices import CPP, device_of
 from ..errors import DispatchError
-from ..evidence.bench import machine
+from ..evidence.origin import origin
 from ..evidence.rates import Yardstick
 from ..evidence.threads import free_threads
 from ..evidence.timing import Clock
@@ -180,8 +179,9 @@ def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool, quiet: bool)
     left = [path for path in (evidence.partial, evidence.file) if not fresh and path is not None and path.is_file()]
     threads, busy = free_threads()
     spec = device_of(place.device.type)
-    facts = plan.facts(machine(place.device), spec.driver())
-    facts |= {"threads": threads, "command": ["fl", *sys.argv[1:]], "date": time.strftime("%Y-%m-%d %H:%M:%S%z")}
+    here = origin(place.device)
+    facts = {**here, **plan.facts(here["machine"], spec.driver())}
+    facts |= {"threads": threads, "date": time.strftime("%Y-%m-%d %H:%M:%S%z")}
     record = resumed(left, facts)
     torch.set_num_threads(record.facts["threads"])
     rows.say(f"{facts['machine']['device']}, {facts['dtype']}, threads: {record.facts['threads']}")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from .. import evidence
 from ..devices import device_of
 from ..errors import DispatchError
-from ..evidence.bench import machine
 from ..evidence.compiled import backends
 from ..evidence.inputs import Inputs
-from ..evidence.verify import DTYPES, RACE_CALLS, RACE_SECONDS, Verification, implementations
+from ..evidence.origin import origin
+from ..evidence.verify import DTYPES, RACE_CALLS, RACE_SECONDS, SCHEMA, Verification, implementations
 from ..evidence.verify import verify as verify_one
 from ..manager import get_default_manager
 from ..types import OpImpl
@@ -37,6 +39,12 @@ ROW_PER_PREPARATION = 5
 """How much longer a row takes than generating its inputs and computing what the reference gives, about."""
 COMPILATION_SECONDS = {"eager": 0.3, "inductor": 3.0}
 """To compile for one input, about."""
+
+
+def _schema(asked: bool) -> None:
+    if asked:
+        print(files(evidence).joinpath("verify.schema.json").read_text(encoding="utf-8"), end="")
+        raise typer.Exit
 
 
 def verify(
@@ -62,6 +70,9 @@ def verify(
         bool, typer.Option("--compiled", help="Also inside torch.compile, as compiled models call it.")
     ] = False,
     json: AsJson = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", callback=_schema, is_eager=True, help="Print the JSON's schema and exit.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write the results to this file, as JSON; to FILE.partial until it is complete.")
     ] = None,
@@ -133,8 +144,9 @@ class _Run:
     def data(self, complete: bool) -> dict[str, Any]:
         """Everything, for programs."""
         return {
+            "schema": SCHEMA,
             "device": str(self.place),
-            "machine": machine(self.place),
+            **origin(self.place),
             "complete": complete,
             "results": [result.as_data() for result in self.results],
             "absent": [(*who, why) for who, why in self.absent.items()],

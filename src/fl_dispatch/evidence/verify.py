@@ -10,6 +10,7 @@ the declared shape, dtype and strides; half types are rounded to nearest.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,8 @@ from .load import load
 from .weights import PLAIN, PREPARED, Weights, refusals_counted
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+SCHEMA = "fl-verify-1"
+"""The form of the JSON, which ``verify.schema.json`` beside this module describes."""
 RACE_CALLS = 500
 """Calls under load for one implementation and dtype. A fault in one call of a hundred is missed once in 150 times."""
 RACE_SECONDS = 0.5
@@ -95,9 +98,13 @@ class Verification:
         return "wrong" if self.problems else "right" if self.samples else "nothing to run"
 
     def as_data(self) -> dict[str, Any]:
-        """For programs."""
+        """For programs; JSON knows no infinity and no NaN, so such a number is ``None``."""
         rounding = {"elements": self.rounding.elements, "bias": self.rounding.bias, "mean": self.rounding.mean}
-        return {**asdict(self), "rounding": rounding, "verdict": self.verdict}
+        data = {**asdict(self), "rounding": rounding, "verdict": self.verdict}
+        if self.worst is not None:
+            held = asdict(self.worst).items()
+            data["worst"] = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in held}
+        return data
 
     def blame(self, given: Input, problem: str) -> None:
         """Record that something is wrong with an input."""

@@ -6,9 +6,10 @@ import time
 from typing import Any
 
 MACHINE: dict[str, Any] = {"device": "a chip", "date": "2026-11-23", "versions": {"torch": "2.13.0"}}
+ORIGIN: dict[str, Any] = {"machine": MACHINE, "commit": "0123abc", "command": "fl verify"}
 TIMES = {"median": 12.5, "low": 12.0, "high": 13.0, "rounds": 9, "how": "graph"}
 VERIFIED: dict[str, Any] = {
-    "machine": MACHINE,
+    **ORIGIN,
     "results": [
         {
             "op_name": "rms_norm",
@@ -26,7 +27,7 @@ VERIFIED: dict[str, Any] = {
     "absent": [["linear", "vendor.acme", "its library is missing"]],
 }
 BENCHED: dict[str, Any] = {
-    "machine": MACHINE,
+    **ORIGIN,
     "dtype": "bfloat16",
     "copy_bytes_per_s": 4.1e12,
     "operations_per_s": 7.5e14,
@@ -51,7 +52,7 @@ BENCHED: dict[str, Any] = {
     ],
 }  # fmt: skip
 TUNED: dict[str, Any] = {
-    "machine": MACHINE,
+    **ORIGIN,
     "keys": [
         {
             "op_name": "rms_norm",
@@ -78,14 +79,14 @@ SERVED: dict[str, Any] = {
     },
 }
 BESIDE_VANILLA: dict[str, Any] = {
-    "machine": MACHINE,
+    **ORIGIN,
     "runs": [
         {"dtype": "float32", "mode": "eager", "rounds": 3,
          "results": {"decode": {"vanilla": 28.7, "plugin": 30.1, "ratio": 1.049, "interval": [1.01, 1.08]}}}
     ],
 }  # fmt: skip
 SCORED: dict[str, Any] = {
-    "machine": MACHINE,
+    **ORIGIN,
     "model": "/models/small",
     "text": "held_out.txt",
     "host": "vllm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -342,3 +343,47 @@ def test_values_that_are_no_numbers_are_left_out_of_a_chart() -> None:
     assert "nan" not in intervals("title", rows, "share").markup
     points = {"1": (nan, nan, nan), "16": (0.4, 0.5, 0.6)}
     assert "nan" not in lines("title", [Line("one", "c0", points)], ["1", "16"], "tokens", 1.2, 1.0).markup
+
+
+def test_figures_without_their_origin_are_marked_and_refused_if_asked(
+    written: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    whole, bare = written(whole=BENCHED, bare={**BENCHED, "commit": "", "machine": {"device": "a chip"}})
+    files = {Path(name).name: where for name, where in build([whole, bare], with_runs=False).files}
+    assert files == {"whole.json": "Fast?", "bare.json": "Fast?; lacks date, versions, commit"}
+    assert page(bare).count("does not say its date, versions, commit") == 1
+    assert "does not say its" not in page(whole)
+    assert build([whole], with_runs=False, strict=True).files
+    out = tmp_path / "report.html"
+    done = fl("report", str(whole), str(bare), "--strict", "--out", str(out))
+    assert (done.returncode, out.exists()) == (2, False)
+    assert "bare.json does not say its date, versions, commit" in done.stderr
+    assert "whole.json" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_a_commands_file_says_where_its_figures_come_from(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    sizes = ("--quick",) if command == "verify" else ("--tokens", "1", "--hidden", "64", "--seconds", "0.001")
+    chosen = ("--op", "silu_and_mul", "--impl", "reference.torch", "--out", str(file))
+    assert fl(command, *chosen, *sizes).returncode == 0
+    data = json.loads(file.read_text())
+    assert build([file], with_runs=False, strict=True).files
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=True)
+    assert data["commit"].removesuffix("+changes") == head.stdout.strip()
+    assert f"{command} --op silu_and_mul" in data["command"]
+
+
+def test_results_that_are_kept_since_then_say_where_they_come_from() -> None:
+    """Older files are marked in the report; what they lack can no longer be known."""
+    dated = re.compile(r"\d{4}-\d{2}-\d{2}")
+    since = [file for file in RESULTS.glob("*.json") if max(dated.findall(file.name), default="") >= "2026-11-29"]
+    for file in since:
+        assert build([file], with_runs=False, strict=True)
+
+
+def test_every_benchmark_writes_its_results_with_their_origin() -> None:
+    scripts = [file for file in (RESULTS.parent).glob("*.py") if '"--json"' in file.read_text()]
+    assert len(scripts) > 20
+    for script in scripts:
+        assert "evidence.origin import" in script.read_text(), script.name

@@ -14,7 +14,7 @@ from ...devices import detect_device
 from ...errors import DispatchError, text_of
 from ...hosting.records.runs import folder as runs_folder
 from ...version import __version__
-from ..bench import machine
+from ..origin import machine
 from . import accuracy, engines, selection, shadow, speed, tuning, verification
 from .files import Source, read, records
 from .page import Origin, Part, Report, Section
@@ -38,15 +38,17 @@ KINDS: tuple[Kind, ...] = (verification, accuracy, speed, tuning, shadow, engine
 NOT_SHOWN = "not shown: no section of this page is made of such a file"
 
 
-def build(paths: Sequence[Path], with_runs: bool = True) -> Report:
+def build(paths: Sequence[Path], with_runs: bool = True, strict: bool = False) -> Report:
     """The page about these files and folders, this machine, and its workers.
 
     Args:
         paths: results of other commands, or folders with such.
         with_runs: show the records of this user's workers.
+        strict: refuse figures without their origin, which are only marked otherwise.
 
     Raises:
-        DispatchError: a file is missing, is not what it seems to be, or was named and is of no known kind.
+        DispatchError: a file is missing, is not what it seems to be, or was named and is of no known kind; or, if
+            strict, does not say where its figures come from.
     """
     sources = read(paths)
     given = {source.path.resolve() for source in sources}
@@ -62,6 +64,10 @@ def build(paths: Sequence[Path], with_runs: bool = True) -> Report:
                 f"{source.path} is none of the files that a report is made of: results of fl verify, fl bench, "
                 "fl tune, fl perplexity, fl demo, shadow mode, or a benchmark of engines"
             )
+    bare = {source.path: ", ".join(source.origin.lacks) for source in sources if source.path in shown}
+    if strict and (refused := [f"{path} does not say its {lacks}" for path, lacks in bare.items() if lacks]):
+        raise DispatchError(f"figures without their origin: {'; '.join(refused)}")
+    shown.update((path, f"{shown[path]}; lacks {lacks}") for path, lacks in bare.items() if lacks)
     made = f"fl-dispatch {__version__}, {time.strftime('%Y-%m-%d %H:%M')}, {_here().machine}"
     return Report(made, sections, [(str(source.path), shown.get(source.path, NOT_SHOWN)) for source in sources])
 
@@ -85,7 +91,7 @@ def _is_whole(record: Source) -> bool:
 def _selection(sources: list[Source], kept: list[Source], shown: dict[Path, str]) -> Section:
     own = selection.here(_here())
     served = [source for source in sources if selection.is_one(source.data)]
-    ran = [source for source in (*sources, *kept) if selection.is_worker(source.data)]
+    ran = [source for source in (*sources, *kept) if source.is_worker]
     parts = [own, *_guarded(selection.EMPTY, ran, selection.workers)]
     parts += _guarded(selection.EMPTY, served, selection.served)
     shown.update((source.path, selection.EMPTY.title) for source in (*ran, *served))

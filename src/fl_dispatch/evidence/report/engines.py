@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
@@ -18,7 +19,7 @@ EMPTY = Section(
     "python benchmarks/serve_vllm.py --json serve.json",
 )
 Workloads = Mapping[str, Mapping[str, tuple[float, float, float, float]]]
-"""Workload → engine → tokens a second, and share with its low and high end."""
+"""Workload → engine → tokens a second, and share with its low and high end; NaN in a file without a vanilla engine."""
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
@@ -45,7 +46,7 @@ def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
         for source in sources
         for _, _, workloads in _compared(source.data)
         for cells in workloads.values()
-        if "plugin_shipped" in cells
+        if "plugin_shipped" in cells and not math.isnan(cells["plugin_shipped"][1])
     ]
     faster, slower = sum(low > 1 for low, _ in ends), sum(high < 1 for _, high in ends)
     if not ends:
@@ -61,12 +62,17 @@ def _compared(data: Mapping[str, Any]) -> Iterable[tuple[str, str, Workloads]]:
         machine = data.get("machine")
         machine = machine if isinstance(machine, Mapping) else {}
         rounds = f"{machine['rounds']} rounds" if "rounds" in machine else ""
+        vanilla = any("ratio" in row for cells in compared.values() for row in cells.values())
         yield (
             ", ".join(filter(None, (str(machine.get("shape", "")), rounds))),
             "the better vanilla of the round",
             {
                 workload: {
-                    name: (row["tokens_per_s"], row["ratio"], row["low"], row["high"]) for name, row in cells.items()
+                    name: (
+                        row["tokens_per_s"],
+                        *(row[key] if vanilla else math.nan for key in ("ratio", "low", "high")),
+                    )
+                    for name, row in cells.items()
                 }
                 for workload, cells in compared.items()
             },
@@ -121,8 +127,9 @@ def _part(source: Source, title: str, against: str, workloads: Workloads) -> Par
         ]
         charts.append(Chart(workload, intervals(workload, drawn, f"share of {against}", mark=1.0)))
         rows += [
-            [Cell(workload), Cell(name, code=True), Cell(f"{tokens:,.1f}"), Cell(f"{share:.3f}", _tone(low, high)),
-             Cell(f"{low:.3f} to {high:.3f}")]
+            [Cell(workload), Cell(name, code=True), Cell(f"{tokens:,.1f}"),
+             *((Cell("–", "quiet"), Cell("")) if math.isnan(share) else
+               (Cell(f"{share:.3f}", _tone(low, high)), Cell(f"{low:.3f} to {high:.3f}")))]
             for name, (tokens, share, low, high) in cells.items()
         ]  # fmt: skip
     headings = ("workload", "engine", "#tokens/s", "#share", "#interval")

@@ -29,7 +29,7 @@ PACKAGES = (
     "flag_gems",
     "driver",
 )
-REMARKS = {"command": "Command", "how": "How", "runs": "Runs"}
+REMARKS = {"commit": "Commit", "command": "Command", "how": "How", "runs": "Runs"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class Source:
     data: Mapping[str, Any]
 
     @property
+    def is_worker(self) -> bool:
+        """Whether it is the record of a worker."""
+        return {"host", "pid", "model", "time", "layers"} <= set(self.data)
+
+    @property
     def origin(self) -> Origin:
         """The file's own words about its figures."""
         given = self.data.get("machine")
@@ -60,12 +65,15 @@ class Source:
         held = machine.get("versions") or self.data.get("versions")
         versions = held if isinstance(held, Mapping) else {k: machine[k] for k in PACKAGES if k in machine}
         remarks = [(name, str(self.data[key])) for key, name in REMARKS.items() if isinstance(self.data.get(key), str)]
+        needed = {"date": date, "machine": device, "versions": versions}
+        needed |= {name: self.data.get(name) for name in ("commit", "command")}
         return Origin(
             self.path.name,
             str(date),
             f"{gpus} × {device}" if isinstance(gpus, int) and gpus > 1 else device,
             [(str(name), str(version)) for name, version in versions.items()],
             remarks,
+            () if self.is_worker else [name for name, said in needed.items() if not said],
         )
 
 

@@ -59,6 +59,7 @@ class Origin:
         date, machine: when and where it was measured, as the file says.
         versions: package → version.
         remarks: sentences of the file about itself: the command, the tree.
+        lacks: what a reader needs to measure again, and the file does not say.
     """
 
     file: str
@@ -66,6 +67,7 @@ class Origin:
     machine: str = ""
     versions: Sequence[tuple[str, str]] = ()
     remarks: Sequence[tuple[str, str]] = ()
+    lacks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

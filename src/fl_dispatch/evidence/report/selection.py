@@ -55,11 +55,6 @@ def served(sources: Iterable[Source]) -> list[Part]:
     return parts
 
 
-def is_worker(data: Mapping[str, Any]) -> bool:
-    """Whether a file is the record of a worker."""
-    return {"host", "pid", "model", "time", "layers"} <= set(data)
-
-
 def workers(sources: Sequence[Source]) -> list[Part]:
     """Workers by their records, newest first; and what each chose, where the record has it."""
     if not sources:

@@ -83,7 +83,7 @@ def _cell(row: Mapping[str, Any] | None) -> Cell:
         return Cell("–", "quiet")
     worst = row.get("worst")
     declined = len(row.get("declined") or ())
-    notes = [] if worst is None else [f"{worst['share']:.2f} of the tolerance"]
+    notes = [] if not worst or worst["share"] is None else [f"{worst['share']:.2f} of the tolerance"]
     notes += [f"{row['samples']} inputs"] + ([f"{declined} declined"] if declined else [])
     if row.get("prepares"):
         notes.append(f"{row['prepared']} with prepared weights")
