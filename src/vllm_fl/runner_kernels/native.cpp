@@ -3,8 +3,8 @@
 // A tensor of integers is an address, and a bit of `wide` in the order of the arguments: set for int64, clear for int32.
 // A negative row of `idx_mapping` belongs to no request. A function returns 0, or 1 if a row or a token lies outside of
 // its table; what was written until then stays.
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 namespace {
 
@@ -134,10 +134,10 @@ int64_t gather_block_tables(int64_t wide, int64_t a0, int64_t a1, int64_t a2, in
       if (masked && reaches[group] > 0 && computed[state] > reaches[group])
         unread = (computed[state] - reaches[group]) / sizes[group];
       if (unread > count) unread = count;
-      std::memset(target + request * stride, 0, unread * sizeof(int32_t));
-      std::memcpy(target + request * stride + unread, source + state * stride + unread, (count - unread) * sizeof(int32_t));
+      std::fill_n(target + request * stride, unread, 0);
+      std::copy_n(source + state * stride + unread, count - unread, target + request * stride + unread);
     }
-    std::memset(target + requests * stride, 0, (rows - requests) * stride * sizeof(int32_t));
+    std::fill_n(target + requests * stride, (rows - requests) * stride, 0);
   }
   return DONE;
 }

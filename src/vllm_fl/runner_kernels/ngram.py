@@ -23,7 +23,7 @@ def scan(
     state = idx_mapping.to(torch.int64)
     length = total_len[state].to(torch.int64)
     able = (num_sampled[: len(state)] > 0) & (length >= MIN_N)
-    text = token_ids[state, : int(length.max()) if length.device.type == "cpu" else L]
+    text = token_ids[state, : int(length.max()) if length.get_device() < 0 else L]
     place = torch.arange(text.shape[1], device=text.device)
     best = torch.zeros_like(text, dtype=torch.int64)
     for size in range(MIN_N, min(MAX_N, text.shape[1]) + 1):

@@ -61,7 +61,7 @@ def put(target: Tensor, index: Tensor, values: Tensor, written: Tensor) -> None:
 
 def worth_a_look(mask: Tensor) -> Tensor:
     """The places of ``[rows]`` of bool that are true, in main memory; all places on an accelerator."""
-    if mask.device.type == "cpu":
+    if mask.get_device() < 0:
         return mask.nonzero()[:, 0]
     return torch.arange(len(mask), device=mask.device)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import flat, rows_of, take
+from .rows import flat, put, rows_of, take
 
 TENSORS = "fl_tensors"
 """Attribute of a tensor of addresses: the tensors that have them."""
@@ -51,8 +51,7 @@ def apply_write(
         return
     assert write_group_ids is not None
     for group, table in enumerate(getattr(output, TENSORS)):
-        mine = write_group_ids[which] == group
-        flat(table)[row[mine] * table.stride(0) + column[mine]] = write_contents[mine].to(table.dtype)
+        put(table, row * table.stride(0) + column, write_contents, write_group_ids[which] == group)
 
 
 def gather_block_tables(

@@ -67,6 +67,7 @@ def test_a_batch_that_verifies_drafts_is_described_by_the_runners_own_tensors() 
     )
     builder = AttentionFLMetadataBuilder.__new__(AttentionFLMetadataBuilder)
     builder.encoder_only, builder.exact_host_lengths = False, has_exact_host_lengths(asked)
+    builder.parallel = SimpleNamespace(decode_context_parallel_size=1)
     found = builder.build(0, common)
     assert found.seq_lens is lengths
     assert found.query_start_loc is starts

@@ -113,17 +113,6 @@ def test_who_asks_for_piecewise_graphs_gets_the_pieces(
     assert given.compilation_config.cudagraph_mode == (asked if graphs else CUDAGraphMode.NONE)
 
 
-@pytest.mark.parametrize("asked", [None, CUDAGraphMode.FULL])
-def test_graphs_of_sparse_latent_attention_are_captured_only_if_a_user_asks(
-    monkeypatch: pytest.MonkeyPatch, asked: CUDAGraphMode | None
-) -> None:
-    given = VllmConfig()
-    given.compilation_config.cudagraph_mode = asked
-    monkeypatch.setattr(config.models, "has_indexer", lambda model: True)
-    config.apply_defaults(given, replace(NIMBUS, verified={"vLLM": "served"}, graphs=True))
-    assert given.compilation_config.cudagraph_mode == (asked or CUDAGraphMode.NONE)
-
-
 OWN = {"vLLM": "nimbus.Platform"}
 
 

@@ -116,7 +116,7 @@ def test_whatever_runs_the_model_is_a_step(method: str, drafts: str | None, monk
     layer.quant_method = SimpleNamespace(apply=linear.apply)
     ours: Any = object.__new__(worker.WorkerFL)
     ours.fl_weights = linear.Weights(torch.nn.ModuleList([layer]), compiled=True)
-    ours.vllm_config = SimpleNamespace(speculative_config=drafts)
+    ours.vllm_config, ours.fl_several_steps = SimpleNamespace(speculative_config=drafts), False
     made: list[Tensor] = []
 
     def run(self: Any, *arguments: Any) -> None:

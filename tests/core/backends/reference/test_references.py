@@ -24,8 +24,10 @@ from torch.testing import assert_close
 from comparing import alike
 from fl_dispatch import OpImpl, get_default_manager
 from fl_dispatch.backends.reference.reference import ReferenceBackend
+from fl_dispatch.evidence.arguments import has_nan
 from fl_dispatch.evidence.verify import implementations
 from fl_dispatch.ops import OPERATORS, Access, Mode, Sample, attention, lora
+from fl_dispatch.ops.quantization import FP4, packs_two
 from fl_dispatch.ops.results import flat
 from fl_dispatch.run.plan import why_declined
 
@@ -56,7 +58,7 @@ def run(name: str, args: Any) -> list[Tensor]:
 
 
 def double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return value.double() if isinstance(value, Tensor) and has_nan(value.dtype) else value
 
 
 # ---- the arithmetic, written out
@@ -129,10 +131,14 @@ def exact_scaled_linear(x, x_scale, weight, weight_scale, bias, _, block) -> lis
 def exact_weight_only_linear(x, weight, scale, zero, bias) -> list[Tensor]:
     inner = x.shape[-1]
     numbers = torch.empty(weight.shape[0], inner).double()
-    if weight.dtype is torch.uint8:
-        numbers[:, 0::2], numbers[:, 1::2] = weight % 16, weight // 16
+    if packs_two(weight):
+        stored = weight.view(torch.uint8)
+        numbers[:, 0::2], numbers[:, 1::2] = stored % 16, stored // 16
     else:
         numbers.copy_(weight)
+    if weight.dtype is FP4:  # a sign, two bits of exponent, one of mantissa
+        sign, exponent, mantissa = 1 - 2 * (numbers // 8), numbers % 8 // 2, numbers % 2
+        numbers = sign * torch.where(exponent > 0, (2 + mantissa) * 2 ** (exponent - 2), mantissa / 2)
     group = torch.arange(inner) // (inner // scale.shape[1])
     middle = 8 * (weight.dtype is torch.uint8) if zero is None else zero[:, group].double()
     return exact_linear(x, (numbers - middle) * scale[:, group], bias)
