@@ -6,13 +6,14 @@ NewGELU): they differ in rounding only and are one operator here, ``gelu(x, "tan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .declaration import LayerForm, Mode, Sample, Samples, Work, operator
+from .declaration import LayerForm, Mode, Operator, Reference, Sample, Samples, Work, operator
 from .inputs import rows, shapes
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
@@ -68,14 +69,19 @@ def _xielu_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
         yield Sample(sample.label, (*sample.args, positive, negative, 0.5, -1e-6), sample.serving)
 
 
-@operator(
+def _elementwise(*settings: tuple[object, ...], **declaration: Any) -> Callable[[Reference], Operator[Reference]]:
+    """Declare an activation of every element; samples have each setting of its other parameters, probes the first."""
+    settings = settings or ((),)
+    samples, probes = _each_samples(*settings), rows.elementwise(*settings[0])
+    made = {"layer": LayerForm(), "modes": MODES, "fake": _same, "samples": samples, "probes": probes}
+    return operator(**{**made, "work": _each_work, **declaration})
+
+
+@_elementwise(
+    ("none",),
+    ("tanh",),
     layer=LayerForm({"approximate": "approximate"}),
-    modes=MODES,
-    fake=_same,
-    samples=_each_samples(("none",), ("tanh",)),
-    probes=rows.elementwise("none"),
     aliases=("gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
-    work=_each_work,
 )
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit (Hendrycks and Gimpel, arXiv 1606.08415).
@@ -91,14 +97,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return functional.gelu(_wide(x), approximate=approximate).to(x.dtype).contiguous()
 
 
-@operator(
-    layer=LayerForm(),
-    modes=MODES,
-    fake=_same,
-    samples=_each_samples(()),
-    probes=rows.elementwise(),
-    work=_each_work,
-)
+@_elementwise()
 def quick_gelu(x: Tensor) -> Tensor:
     """GELU's sigmoid approximation, ``x * sigmoid(1.702 * x)`` (arXiv 1606.08415, section 2).
 
@@ -112,14 +111,7 @@ def quick_gelu(x: Tensor) -> Tensor:
     return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype).contiguous()
 
 
-@operator(
-    layer=LayerForm(),
-    modes=MODES,
-    fake=_same,
-    samples=_each_samples(()),
-    probes=rows.elementwise(),
-    work=_each_work,
-)
+@_elementwise()
 def relu2(x: Tensor) -> Tensor:
     """Squared rectifier, ``max(x, 0) ** 2`` (So et al., arXiv 2109.08668).
 
@@ -132,14 +124,7 @@ def relu2(x: Tensor) -> Tensor:
     return functional.relu(_wide(x)).square().to(x.dtype).contiguous()
 
 
-@operator(
-    layer=LayerForm(),
-    modes=MODES,
-    fake=_same,
-    samples=_xielu_samples,
-    probes=rows.xielu,
-    work=_each_work,
-)
+@_elementwise(samples=_xielu_samples, probes=rows.xielu)
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, epsilon: float = -1e-6) -> Tensor:
     """Expanded integral of the ELU (Huang and Schlag, arXiv 2411.13010).
 
@@ -203,16 +188,15 @@ def _samples(*settings: tuple[object, ...]) -> Samples:
     return samples
 
 
-@operator(
-    layer=LayerForm(),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples(()),
-    probes=rows.gated(),
-    shapes=shapes.gated,
-    aliases=("swiglu", "silu_mul", "silu_mul_fwd", "swiglu_and_mul"),
-    work=_work,
-)
+def _gated(*settings: tuple[object, ...], **declaration: Any) -> Callable[[Reference], Operator[Reference]]:
+    """Declare a gated activation; samples have each setting of its other parameters, probes the first."""
+    settings = settings or ((),)
+    samples, probes = _samples(*settings), rows.gated(*settings[0])
+    made = {"layer": LayerForm(), "modes": MODES, "fake": empty_result, "samples": samples, "probes": probes}
+    return operator(**{**made, "work": _work, **declaration})
+
+
+@_gated(shapes=shapes.gated, aliases=("swiglu", "silu_mul", "silu_mul_fwd", "swiglu_and_mul"))
 def silu_and_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of the last dimension times the second half (SwiGLU, Shazeer, arXiv 2002.05202).
 
@@ -226,15 +210,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(x.dtype).contiguous()
 
 
-@operator(
+@_gated(
+    ("none",),
+    ("tanh",),
     layer=LayerForm({"approximate": "approximate"}),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples(("none",), ("tanh",)),
-    probes=rows.gated("none"),
     shapes=shapes.gated,
     aliases=("geglu", "gelu_mul", "gelu_tanh_and_mul"),
-    work=_work,
 )
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU of the first half of the last dimension times the second half (GEGLU, Shazeer, arXiv 2002.05202).
@@ -251,14 +232,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return (functional.gelu(gate, approximate=approximate) * up).to(x.dtype).contiguous()
 
 
-@operator(
-    layer=LayerForm(),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples(()),
-    probes=rows.gated(),
-    work=_work,
-)
+@_gated()
 def mul_and_silu(x: Tensor) -> Tensor:
     """The first half of the last dimension times SiLU of the second half: ``silu_and_mul`` with the halves swapped.
 
@@ -272,14 +246,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
     return (up * functional.silu(gate)).to(x.dtype).contiguous()
 
 
-@operator(
-    layer=LayerForm({"threshold": "threshold"}),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples((0.0,), (0.25,)),
-    probes=rows.gated(0.0),
-    work=_work,
-)
+@_gated((0.0,), (0.25,), layer=LayerForm({"threshold": "threshold"}))
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     """Thresholded rectifier of the first half of the last dimension times the second half (arXiv 2402.13516).
 
@@ -299,14 +266,7 @@ def _clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float, beta: 
     return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + beta)
 
 
-@operator(
-    layer=LayerForm({"alpha": "alpha", "limit": "limit"}),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples((1.702, 7.0), (1.0, 1.5)),
-    probes=rows.gated(1.702, 7.0),
-    work=_work,
-)
+@_gated((1.702, 7.0), (1.0, 1.5), layer=LayerForm({"alpha": "alpha", "limit": "limit"}))
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """SwiGLU as gpt-oss has it: gate and up alternate, both are clamped, and one is added to up.
 
@@ -325,13 +285,8 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
     return _clamped_swiglu(wide[..., 0::2], wide[..., 1::2], limit, alpha, 1.0).to(x.dtype).contiguous()
 
 
-@operator(
-    layer=LayerForm({"limit": "swiglu_limit", "alpha": "alpha", "beta": "beta"}),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples((7.0, 1.0, 0.0), (1.5, 1.702, 1.0)),
-    probes=rows.gated(7.0, 1.0, 0.0),
-    work=_work,
+@_gated(
+    (7.0, 1.0, 0.0), (1.5, 1.702, 1.0), layer=LayerForm({"limit": "swiglu_limit", "alpha": "alpha", "beta": "beta"})
 )
 def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """SwiGLU of clamped input.
@@ -351,14 +306,7 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: f
     return _clamped_swiglu(*_halves(x), limit, alpha, beta).to(x.dtype).contiguous()
 
 
-@operator(
-    layer=LayerForm({"limit": "limit"}),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples((7.0,), (0.5,)),
-    probes=rows.gated(7.0),
-    work=_work,
-)
+@_gated((7.0,), (0.5,), layer=LayerForm({"limit": "limit"}))
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     """SwiGLU with clamped factors: ``min(silu(x[..., :width]), limit) * clamp(x[..., width:], -limit, limit)``.
 
@@ -373,14 +321,7 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     return (functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(x.dtype).contiguous()
 
 
-@operator(
-    layer=LayerForm({"beta": "beta", "linear_beta": "linear_beta"}),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples((1.0, None), (2.0, 1.5)),
-    probes=rows.gated(1.0, None),
-    work=_work,
-)
+@_gated((1.0, None), (2.0, 1.5), layer=LayerForm({"beta": "beta", "linear_beta": "linear_beta"}))
 def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None) -> Tensor:
     """Sigmoid and tanh of the first half of the last dimension times the second half.
 
@@ -401,13 +342,10 @@ def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None)
     return (beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up).to(x.dtype).contiguous()
 
 
-@operator(
+@_gated(
+    (1.6448536, "tanh"),
+    (0.0, "none"),
     layer=LayerForm({"std_multiplier": "std_multiplier", "approximate": "approximate"}),
-    modes=MODES,
-    fake=empty_result,
-    samples=_samples((1.6448536, "tanh"), (0.0, "none")),
-    probes=rows.gated(1.6448536, "tanh"),
-    work=_work,
 )
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
     """``gelu_and_mul`` of a sparse gate: only what lies far above the mean of its row passes.

@@ -376,6 +376,10 @@ class Operator(Generic[Reference]):
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name, defaults filled in."""
+        return dict(zip(self.parameters, self.bind(args, kwargs), strict=True))
+
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a call less the hints; ``args`` in the declaration's order."""
         return args[: len(self.parameters) - len(self.hints)]

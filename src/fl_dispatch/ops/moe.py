@@ -16,6 +16,8 @@ from .declaration import (
     STANDARD_TOLERANCE,
     Access,
     Mode,
+    Operator,
+    Reference,
     Sample,
     Tolerance,
     Work,
@@ -242,6 +244,21 @@ def tokens_workload(hidden_states: Tensor) -> Workload:
     return Workload(hidden_states.dtype, hidden_states.shape[0])
 
 
+def experts(**declaration: Any) -> Callable[[Reference], Operator[Reference]]:
+    """Declare a mixture of experts; see :func:`~fl_dispatch.ops.declaration.operator`."""
+    return operator(
+        writes=OUTPUT,
+        modes=OPAQUE,
+        fake=empty_mixture,
+        tolerances=TOLERANCES,
+        terms=row_terms,
+        mean_error=CHAIN,
+        workload=tokens_workload,
+        waits=True,
+        **declaration,
+    )
+
+
 def read_experts(topk_ids: Tensor, expert_map: Tensor | None) -> tuple[int, int]:
     """The choices that this rank computes, and how many experts they name."""
     local = topk_ids[topk_ids >= 0].long()
@@ -334,21 +351,7 @@ def mixture(
     return result if out is None else out.copy_(result)
 
 
-@operator(
-    weights=("w13", "w2"),
-    writes=OUTPUT,
-    modes=OPAQUE,
-    fake=empty_mixture,
-    samples=_samples,
-    shapes=shapes.mixture,
-    aliases=("moe", "fused_experts"),
-    tolerances=TOLERANCES,
-    terms=row_terms,
-    mean_error=CHAIN,
-    workload=tokens_workload,
-    work=_work,
-    waits=True,
-)
+@experts(work=_work, weights=("w13", "w2"), samples=_samples, shapes=shapes.mixture, aliases=("moe", "fused_experts"))
 def fused_moe(
     hidden_states: Tensor,
     w13: Tensor,

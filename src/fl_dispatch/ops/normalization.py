@@ -6,7 +6,7 @@ sum in float32 and normalize the *unrounded* sum; the returned sum is rounded to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -130,17 +130,19 @@ def _result(y: Tensor, total: Tensor, x: Tensor, residual: Tensor | None) -> Ten
     return y, total
 
 
-@operator(
-    writes=FUSED_WRITES,
-    layer=NORM_LAYER,
-    modes=MODES,
-    fake=_fake,
-    samples=_samples,
-    probes=rows.fused_norm,
-    shapes=shapes.norm,
-    aliases=("rmsnorm", "add_rms_norm", "fused_add_rms_norm", "fused_rms_norm", "skip_rms_norm"),
-    work=_work,
-)
+_fused: Mapping[str, Any] = {
+    "writes": FUSED_WRITES,
+    "layer": NORM_LAYER,
+    "modes": MODES,
+    "fake": _fake,
+    "samples": _samples,
+    "probes": rows.fused_norm,
+    "shapes": shapes.norm,
+    "work": _work,
+}
+
+
+@operator(**_fused, aliases=("rmsnorm", "add_rms_norm", "fused_add_rms_norm", "fused_rms_norm", "skip_rms_norm"))
 def rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -165,17 +167,7 @@ def rms_norm(
     return _result(y, total, x, residual)
 
 
-@operator(
-    writes=FUSED_WRITES,
-    layer=NORM_LAYER,
-    modes=MODES,
-    fake=_fake,
-    samples=_samples,
-    probes=rows.fused_norm,
-    shapes=shapes.norm,
-    aliases=("gemma_fused_add_rms_norm",),
-    work=_work,
-)
+@operator(**_fused, aliases=("gemma_fused_add_rms_norm",))
 def gemma_rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:

@@ -8,21 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .declaration import Sample, Work, operator, row_terms
+from .declaration import Sample, Work
 from .inputs import mixtures, shapes
 from .inputs.mixtures import Mixture
-from .moe import (
-    CHAIN,
-    OPAQUE,
-    OUTPUT,
-    PLAIN_ACTIVATIONS,
-    TOLERANCES,
-    Product,
-    empty_mixture,
-    mixture,
-    read_experts,
-    tokens_workload,
-)
+from .moe import PLAIN_ACTIVATIONS, Product, experts, mixture, read_experts
 from .quantization import FP4, FP8, ROW, TENSOR, quantize, scaled_linear, weight_only_linear
 
 ScaledLinear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, str, int], Tensor]
@@ -189,21 +178,13 @@ def scaled_experts(multiply: ScaledLinear) -> Callable[..., Tensor]:
     return scaled_moe
 
 
-scaled_moe = operator(
+scaled_moe = experts(
     weights=("w13", "w13_scale", "w2", "w2_scale"),
-    writes=OUTPUT,
-    modes=OPAQUE,
-    fake=empty_mixture,
     samples=_scaled_samples,
     shapes=shapes.scaled_mixture,
     aliases=("w8a8_moe", "fused_moe_w8a8", "block_scaled_moe"),
-    tolerances=TOLERANCES,
-    terms=row_terms,
     narrow_terms=_fp8_terms,
-    mean_error=CHAIN,
-    workload=tokens_workload,
     work=_work,
-    waits=True,
 )(scaled_experts(scaled_linear.reference))
 
 
@@ -235,20 +216,12 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     yield groups("9 tokens", 9, 8, 2, 64, 48)
 
 
-@operator(
+@experts(
+    work=_work,
     weights=("w13", "w13_scale", "w2", "w2_scale", "w13_zero", "w2_zero"),
-    writes=OUTPUT,
-    modes=OPAQUE,
-    fake=empty_mixture,
     samples=_weight_only_samples,
     shapes=shapes.packed_mixture,
     aliases=("wna16_moe", "w4a16_moe", "fused_moe_wna16"),
-    tolerances=TOLERANCES,
-    terms=row_terms,
-    mean_error=CHAIN,
-    workload=tokens_workload,
-    work=_work,
-    waits=True,
 )
 def weight_only_moe(
     hidden_states: Tensor,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .declaration import SEVERAL_ROUNDINGS, Work, operator
+from .declaration import SEVERAL_ROUNDINGS, Work
 from .inputs import recurrent, shapes
-from .slots import MODES, SMALL_STATES, STATE, TOLERANCES, bytes_of, decode, prefill, states_bytes
+from .slots import TOLERANCES, bytes_of, decode, prefill, stateful, states_bytes
 
 LEAST_LENGTH = 1e-6
 """Added to the square of the length of a query or key."""
@@ -36,17 +36,13 @@ CHUNK = 64
 """Tokens of a sequence that the delta rule takes at a time."""
 
 
-@operator(
-    writes={"states": STATE},
-    small_state=SMALL_STATES,
-    modes=MODES,
+@stateful(
     fake=_conv_fake,
     samples=recurrent.conv_samples,
     probes=recurrent.conv_probes,
     shapes=shapes.convolutions,
     aliases=("causal_conv1d_fn",),
     workload=prefill,
-    phases=True,
     work=_conv_work,
     waits=True,
 )
@@ -90,16 +86,12 @@ def causal_conv1d(
     return out
 
 
-@operator(
-    writes={"states": STATE},
-    small_state=SMALL_STATES,
-    modes=MODES,
+@stateful(
     fake=_conv_fake,
     samples=recurrent.conv_update_samples,
     probes=recurrent.conv_update_probes,
     shapes=shapes.convolution_updates,
     workload=decode,
-    phases=True,
     work=_conv_work,
 )
 def causal_conv1d_update(
@@ -154,10 +146,7 @@ def _delta_work(
     return Work(moved, 7 * value.shape[0] * states.shape[1:].numel())
 
 
-@operator(
-    writes={"states": STATE},
-    small_state=SMALL_STATES,
-    modes=MODES,
+@stateful(
     fake=_delta_fake,
     samples=recurrent.delta_samples,
     probes=recurrent.delta_probes,
@@ -166,7 +155,6 @@ def _delta_work(
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
     workload=prefill,
-    phases=True,
     work=_delta_work,
     waits=True,
 )
@@ -258,10 +246,7 @@ def _chunk(
     return result, first[:, -1:] * state + (key * left).mT @ corrections
 
 
-@operator(
-    writes={"states": STATE},
-    small_state=SMALL_STATES,
-    modes=MODES,
+@stateful(
     fake=_delta_fake,
     samples=recurrent.delta_update_samples,
     probes=recurrent.delta_update_probes,
@@ -270,7 +255,6 @@ def _chunk(
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
     workload=decode,
-    phases=True,
     work=_delta_work,
 )
 def gated_delta_rule_update(

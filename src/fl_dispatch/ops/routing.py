@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .declaration import STANDARD_TOLERANCE, Mode, Sample, Samples, Work, operator
+from .declaration import STANDARD_TOLERANCE, Mode, Operator, Reference, Sample, Samples, Work, operator
 from .inputs import shapes
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
@@ -30,6 +31,10 @@ def _fake(router_logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
 def _work(router_logits: Tensor, topk: int) -> Work:
     read = router_logits.numel() * router_logits.element_size()
     return Work(read + 8 * router_logits.shape[0] * topk, 4 * router_logits.numel())
+
+
+def _router(**declaration: Any) -> Callable[[Reference], Operator[Reference]]:
+    return operator(modes=MODES, fake=_fake, tolerances=TOLERANCES, work=_work, **declaration)
 
 
 def _draw(
@@ -129,14 +134,10 @@ def best_of_groups(
     return _result(scores, chosen, topk, renormalize, factor)
 
 
-@operator(
-    modes=MODES,
-    fake=_fake,
+@_router(
     samples=_samples(lambda logits: logits.softmax(-1), 0.01),
     shapes=shapes.routing,
     aliases=("fused_topk", "select_experts"),
-    tolerances=TOLERANCES,
-    work=_work,
 )
 def topk_softmax(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
@@ -157,14 +158,7 @@ def topk_softmax(
     return best(scores(router_logits, "softmax"), topk, renormalize, bias)
 
 
-@operator(
-    modes=MODES,
-    fake=_fake,
-    samples=_samples(torch.sigmoid, 0.1),
-    shapes=shapes.routing,
-    tolerances=TOLERANCES,
-    work=_work,
-)
+@_router(samples=_samples(torch.sigmoid, 0.1), shapes=shapes.routing)
 def topk_sigmoid(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -225,15 +219,7 @@ def _grouped_samples(dtype: torch.dtype, device: torch.device, generator: torch.
     yield sample("empty batch", 0, 16, 2, 4, 2, serving=False)
 
 
-@operator(
-    modes=MODES,
-    fake=_fake,
-    samples=_grouped_samples,
-    shapes=shapes.grouped_routing,
-    aliases=("biased_grouped_topk",),
-    tolerances=TOLERANCES,
-    work=_work,
-)
+@_router(samples=_grouped_samples, shapes=shapes.grouped_routing, aliases=("biased_grouped_topk",))
 def grouped_topk(
     router_logits: Tensor,
     topk: int,

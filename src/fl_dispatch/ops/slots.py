@@ -5,12 +5,25 @@ A state is a row of a tensor with a row for every request that may run: a *slot*
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .declaration import STANDARD_TOLERANCE, Access, Mode, SmallState, Tolerance, Workload, Write
+from .declaration import (
+    STANDARD_TOLERANCE,
+    Access,
+    Mode,
+    Operator,
+    Reference,
+    SmallState,
+    Tolerance,
+    Workload,
+    Write,
+    operator,
+)
 
 MODES = frozenset({Mode.EAGER})
 """A view's first results are what it writes, so none returns something else beside a state."""
@@ -59,3 +72,8 @@ def _written_states(states: Tensor, state_indices: Tensor) -> tuple[Tensor]:
 
 SMALL_STATES = SmallState(_own_states, _written_states)
 """A call on states of its own, one a request, and those states."""
+
+
+def stateful(**declaration: Any) -> Callable[[Reference], Operator[Reference]]:
+    """Declare an operator on states; see :func:`~fl_dispatch.ops.declaration.operator`."""
+    return operator(writes={"states": STATE}, small_state=SMALL_STATES, modes=MODES, phases=True, **declaration)

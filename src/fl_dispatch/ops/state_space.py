@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .declaration import SEVERAL_ROUNDINGS, Work, operator
+from .declaration import SEVERAL_ROUNDINGS, Work
 from .inputs import shapes, state_space
 from .recurrent import first_state, sequences
-from .slots import MODES, SMALL_STATES, STATE, TOLERANCES, bytes_of, decode, prefill, states_bytes
+from .slots import TOLERANCES, bytes_of, decode, prefill, stateful, states_bytes
 
 
 def _fake(x: Tensor) -> Tensor:
@@ -28,10 +28,7 @@ CHUNK = 64
 """Tokens of a sequence that are taken at a time."""
 
 
-@operator(
-    writes={"states": STATE},
-    small_state=SMALL_STATES,
-    modes=MODES,
+@stateful(
     fake=_fake,
     samples=state_space.scan_samples,
     probes=state_space.scan_probes,
@@ -40,7 +37,6 @@ CHUNK = 64
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
     workload=prefill,
-    phases=True,
     work=_work,
     waits=True,
 )
@@ -146,10 +142,7 @@ def _next(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor) -> Tenso
     return (step * a).exp()[..., None, :] * state + (x * step)[..., None] * b[..., None, :]
 
 
-@operator(
-    writes={"states": STATE},
-    small_state=SMALL_STATES,
-    modes=MODES,
+@stateful(
     fake=_fake,
     samples=state_space.update_samples,
     probes=state_space.update_probes,
@@ -157,7 +150,6 @@ def _next(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor) -> Tenso
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
     workload=decode,
-    phases=True,
     work=_work,
 )
 def selective_state_update(

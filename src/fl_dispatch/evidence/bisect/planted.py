@@ -57,18 +57,11 @@ def beyond_256(x: Tensor) -> Tensor:
 _kept: dict[int, Tensor] = {}
 
 
-def leftover(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+def leftover(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Wrong only after another request: the positions of the first batch of the same size are kept."""
-    positions = _kept.setdefault(len(position_ids), position_ids.clone())
-    return rotary_embedding.reference(query, key, cos, sin, positions, rotary_interleaved, inplace)
+    given = rotary_embedding.named(args, kwargs)
+    positions = given["position_ids"]
+    return rotary_embedding.reference(**{**given, "position_ids": _kept.setdefault(len(positions), positions.clone())})
 
 
 def one_rank(x: Tensor) -> Tensor:
@@ -104,41 +97,11 @@ def other_silu(x: Tensor) -> Tensor:
     return (gate * up / (1 + torch.exp(-gate))).to(x.dtype).contiguous()
 
 
-def other_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def other_attention(*args: Any, **kwargs: Any) -> Tensor:
     """Right, and rounds otherwise: the queries are scaled, and rounded, beforehand."""
-    return paged_attention.reference(
-        (query.float() * scale).to(query.dtype),
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        1.0,
-        out,
-        causal,
-        sliding_window,
-        softcap,
-        alibi_slopes,
-        sinks,
-    )
+    given = paged_attention.named(args, kwargs)
+    scaled = (given["query"].float() * given["scale"]).to(given["query"].dtype)
+    return paged_attention.reference(**{**given, "query": scaled, "scale": 1.0})
 
 
 FAULTS: dict[str, dict[str, Any]] = {
@@ -151,6 +114,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "not_exact": {"rms_norm": other_norm, "silu_and_mul": other_silu, "paged_attention": other_attention},
 }
 """Name → operator → implementation."""
+OF_FAULTS: dict[str, Any] = {"opaque": True, "signature": "unchecked"}
 
 
 def register_builtins(registry: OpRegistry) -> None:
@@ -163,7 +127,7 @@ def register_builtins(registry: OpRegistry) -> None:
         for impl in ReferenceBackend().implementations(BackendImplKind.REFERENCE, "reference.torch", 1)
     )
     registry.register_many(
-        OpImpl(op, f"vendor.{VENDOR}.{name}", BackendImplKind.VENDOR, fn, vendor=VENDOR, priority=0, opaque=True)
+        OpImpl(op, f"vendor.{VENDOR}.{name}", BackendImplKind.VENDOR, fn, vendor=VENDOR, priority=0, **OF_FAULTS)
         for name, faults in FAULTS.items()
         for op, fn in faults.items()
     )

@@ -145,51 +145,6 @@ def paged_attention(
     return call.out
 
 
-def topk_softmax(
-    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.routing.topk_softmax`."""
-    return routing.choose(router_logits, topk, renormalize, False, bias, alone=True)
-
-
-def topk_sigmoid(
-    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.routing.topk_sigmoid`."""
-    return routing.choose(router_logits, topk, renormalize, True, bias, alone=True)
-
-
-def grouped_topk(
-    router_logits: Tensor,
-    topk: int,
-    num_expert_group: int,
-    topk_group: int,
-    renormalize: bool = False,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.routing.grouped_topk`."""
-    if scoring_func not in ("softmax", "sigmoid"):
-        raise NotSupported(f"scoring_func '{scoring_func}'")
-    groups = (num_expert_group, topk_group, routed_scaling_factor)
-    return routing.choose(router_logits, topk, renormalize, scoring_func == "sigmoid", bias, *groups, alone=True)
-
-
-def fused_moe(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights with strided rows."""
-    given = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, w13_bias, w2_bias, out)
-    wide = hidden_states.dtype is torch.float32
-    return grouped.mixture(hidden_states, w13, w2, *given, grouped.WIDE_PLANS if wide else EXPERTS)
+topk_softmax, topk_sigmoid = (routing.best(sigmoid, alone=True) for sigmoid in (False, True))
+grouped_topk = routing.best_of_groups(alone=True)
+fused_moe = grouped.mixture(EXPERTS, grouped.WIDE_PLANS)

@@ -8,6 +8,7 @@ lies. Few pairs are not sorted: each is a block of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -174,70 +175,59 @@ def multiply(
     )
 
 
-def fused_moe(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights with strided rows."""
-    given = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, w13_bias, w2_bias, out)
-    return mixture(hidden_states, w13, w2, *given, WIDE_PLANS if hidden_states.dtype is torch.float32 else PLANS)
+def mixture(plans: Plans, wide_plans: Plans) -> Callable[..., Tensor]:
+    """The operator ``fused_moe`` with these plans, the second ones for float32."""
 
-
-def mixture(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    apply_router_weight_on_input: bool,
-    expert_map: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    out: Tensor | None,
-    plans: Plans,
-) -> Tensor:
-    """The operator with one of these plans."""
-    if activation not in GATED_ACTIVATIONS and activation not in PLAIN_ACTIVATIONS:
-        raise NotSupported(f"activation '{activation}'")
-    if hidden_states.dtype is torch.float64:
-        raise NotSupported("float64")
-    if any(weights is not None and weights.stride(-1) != 1 for weights in (w13, w2, w13_bias, w2_bias)):
-        raise NotSupported("the elements of a row of the weights do not lie side by side")
-    tokens, hidden = hidden_states.shape
-    out = result(hidden_states, (tokens, hidden), out)
-    if not tokens or not hidden:
+    def fused_moe(
+        hidden_states: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: str = "silu",
+        apply_router_weight_on_input: bool = False,
+        expert_map: Tensor | None = None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights with strided rows."""
+        if activation not in GATED_ACTIVATIONS and activation not in PLAIN_ACTIVATIONS:
+            raise NotSupported(f"activation '{activation}'")
+        if hidden_states.dtype is torch.float64:
+            raise NotSupported("float64")
+        if any(weights is not None and weights.stride(-1) != 1 for weights in (w13, w2, w13_bias, w2_bias)):
+            raise NotSupported("the elements of a row of the weights do not lie side by side")
+        tokens, hidden = hidden_states.shape
+        out = result(hidden_states, (tokens, hidden), out)
+        if not tokens or not hidden:
+            return out
+        experts, inner = w2.shape[0], w2.shape[2]
+        if not experts:
+            return out.zero_()
+        if hidden_states.stride(1) != 1:
+            hidden_states = hidden_states.contiguous()
+        topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+        topk, wide = topk_ids.shape[1], hidden_states.dtype is torch.float32
+        numbered = experts if expert_map is None else expert_map.shape[0]  # the pairs are for these, here or not
+        plan = (wide_plans if wide else plans).choose(tokens, topk, numbered)
+        order = arrange(topk_ids, expert_map, numbered, plan.rows)
+        gated = activation in GATED_ACTIVATIONS
+        inner_states = hidden_states.new_empty((order.places, inner))
+        outputs = hidden_states.new_empty((order.pairs, hidden))
+        routing = (topk_weights, *order.tensors)
+        precision = "ieee" if wide else "tf32"  # half types take no notice
+        activated = (activation.removesuffix("_no_mul"), gated, w13_bias is not None, apply_router_weight_on_input)
+        numbers: tuple[Any, ...] = (hidden_states.stride(0), *strides(w13, w13_bias), topk, hidden, inner, *activated)
+        tensors = (hidden_states, w13, w13 if w13_bias is None else w13_bias, *routing, inner_states)
+        multiply(_launch_up, tensors, (*numbers, precision), w13.shape[1], plan.up, plan.up.stages, order)
+        numbers = (*strides(w2, w2_bias), hidden, inner, w2_bias is not None, not apply_router_weight_on_input)
+        tensors = (inner_states, w2, w2 if w2_bias is None else w2_bias, *routing, outputs)
+        multiply(_launch_down, tensors, (*numbers, precision), hidden, plan.down, plan.down.stages, order)
+        add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
         return out
-    experts, inner = w2.shape[0], w2.shape[2]
-    if not experts:
-        return out.zero_()
-    if hidden_states.stride(1) != 1:
-        hidden_states = hidden_states.contiguous()
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    topk, wide = topk_ids.shape[1], hidden_states.dtype is torch.float32
-    numbered = experts if expert_map is None else expert_map.shape[0]  # the pairs are for these, here or not
-    plan = plans.choose(tokens, topk, numbered)
-    order = arrange(topk_ids, expert_map, numbered, plan.rows)
-    gated = activation in GATED_ACTIVATIONS
-    inner_states = hidden_states.new_empty((order.places, inner))
-    outputs = hidden_states.new_empty((order.pairs, hidden))
-    routing = (topk_weights, *order.tensors)
-    precision = "ieee" if wide else "tf32"  # half types take no notice
-    activated = (activation.removesuffix("_no_mul"), gated, w13_bias is not None, apply_router_weight_on_input)
-    numbers: tuple[Any, ...] = (hidden_states.stride(0), *strides(w13, w13_bias), topk, hidden, inner, *activated)
-    tensors = (hidden_states, w13, w13 if w13_bias is None else w13_bias, *routing, inner_states)
-    multiply(_launch_up, tensors, (*numbers, precision), w13.shape[1], plan.up, plan.up.stages, order)
-    numbers = (*strides(w2, w2_bias), hidden, inner, w2_bias is not None, not apply_router_weight_on_input)
-    tensors = (inner_states, w2, w2 if w2_bias is None else w2_bias, *routing, outputs)
-    multiply(_launch_down, tensors, (*numbers, precision), hidden, plan.down, plan.down.stages, order)
-    add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
-    return out
+
+    return fused_moe
+
+
+fused_moe = mixture(PLANS, WIDE_PLANS)

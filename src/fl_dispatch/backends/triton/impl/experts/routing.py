@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -192,32 +194,36 @@ def choose(
     return weights, ids
 
 
-def topk_softmax(
-    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.routing.topk_softmax`."""
-    return choose(router_logits, topk, renormalize, False, bias)
+def best(sigmoid: bool, alone: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator ``topk_softmax`` or ``topk_sigmoid``."""
+
+    def topk(
+        router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return choose(router_logits, topk, renormalize, sigmoid, bias, alone=alone)
+
+    return topk
 
 
-def topk_sigmoid(
-    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.routing.topk_sigmoid`."""
-    return choose(router_logits, topk, renormalize, True, bias)
+def best_of_groups(alone: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator ``grouped_topk``."""
+
+    def grouped_topk(
+        router_logits: Tensor,
+        topk: int,
+        num_expert_group: int,
+        topk_group: int,
+        renormalize: bool = False,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if scoring_func not in ("softmax", "sigmoid"):
+            raise NotSupported(f"scoring_func '{scoring_func}'")
+        groups = (num_expert_group, topk_group, routed_scaling_factor)
+        return choose(router_logits, topk, renormalize, scoring_func == "sigmoid", bias, *groups, alone=alone)
+
+    return grouped_topk
 
 
-def grouped_topk(
-    router_logits: Tensor,
-    topk: int,
-    num_expert_group: int,
-    topk_group: int,
-    renormalize: bool = False,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.routing.grouped_topk`."""
-    if scoring_func not in ("softmax", "sigmoid"):
-        raise NotSupported(f"scoring_func '{scoring_func}'")
-    sigmoid = scoring_func == "sigmoid"
-    return choose(router_logits, topk, renormalize, sigmoid, bias, num_expert_group, topk_group, routed_scaling_factor)
+topk_softmax, topk_sigmoid, grouped_topk = best(False), best(True), best_of_groups()
