@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .declaration import LayerForm, Mode, Operator, Reference, Sample, Samples, Work, operator
+from .declaration import LayerForm, Mode, Operator, Reference, Sample, Samples, Work, operator, same
 from .inputs import rows, shapes
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
@@ -29,10 +29,6 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -- of every element --------------------------------------------------------------------------------------------------
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _each_work(x: Tensor) -> Work:
@@ -73,7 +69,7 @@ def _elementwise(*settings: tuple[object, ...], **declaration: Any) -> Callable[
     """Declare an activation of every element; samples have each setting of its other parameters, probes the first."""
     settings = settings or ((),)
     samples, probes = _each_samples(*settings), rows.elementwise(*settings[0])
-    made = {"layer": LayerForm(), "modes": MODES, "fake": _same, "samples": samples, "probes": probes}
+    made = {"layer": LayerForm(), "modes": MODES, "fake": same, "samples": samples, "probes": probes}
     return operator(**{**made, "work": _each_work, **declaration})
 
 

@@ -17,9 +17,11 @@ from .declaration import (
     SmallState,
     Tolerance,
     Work,
-    Workload,
     Write,
+    nothing,
     operator,
+    queries_workload,
+    slots_workload,
 )
 from .inputs import paged, shapes
 from .quantization import FP8, LARGEST, quantize
@@ -41,14 +43,6 @@ TOLERANCES = MappingProxyType(
         torch.bfloat16: Tolerance(1.6e-2, 4e-3),
     }
 )
-
-
-def _write_fake() -> None:
-    return None
-
-
-def _write_workload(key: Tensor, slot_mapping: Tensor) -> Workload:
-    return Workload(key.dtype, slot_mapping.shape[0])
 
 
 def _write_work(key: Tensor, value: Tensor, key_cache: Tensor, slot_mapping: Tensor) -> Work:
@@ -113,12 +107,12 @@ SCORES_AT_ONCE = 1 << 25
     writes=dict.fromkeys(("key_cache", "value_cache", *TOKEN_SCALES), STATE),
     small_state=SmallState(_in_small_caches, written_slots),
     modes=MODES,
-    fake=_write_fake,
+    fake=nothing,
     samples=paged.write_samples,
     probes=paged.write_probes,
     shapes=shapes.cache_writes,
     aliases=("reshape_and_cache", "reshape_and_cache_flash", "store_kv_cache", "set_kv_buffer"),
-    workload=_write_workload,
+    workload=slots_workload,
     work=_write_work,
     waits=True,
     batch_invariant=True,
@@ -184,10 +178,6 @@ def _fake(query: Tensor, value_cache: Tensor, out: Tensor | None) -> Tensor:
     return query.new_empty((*query.shape[:2], value_cache.shape[-1])) if out is None else out
 
 
-def _workload(query: Tensor, max_query_len: int) -> Workload:
-    return Workload(query.dtype, query.shape[0], "decode" if max_query_len == 1 else "prefill")
-
-
 def _work(
     query: Tensor,
     key_cache: Tensor,
@@ -227,7 +217,7 @@ def _work(
     aliases=("attention", "flash_attention", "flash_attn_varlen_func", "unified_attention"),
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
-    workload=_workload,
+    workload=queries_workload,
     phases=True,
     work=_work,
     waits=True,

@@ -222,6 +222,45 @@ def rows_workload(*args: Any) -> Workload:
     return Workload(tensor.dtype, tensor.shape[:-1].numel())
 
 
+def tokens_workload(x: torch.Tensor, *args: Any) -> Workload:
+    """Workload of an operator with a token in each row of its first tensor."""
+    return Workload(x.dtype, x.shape[0])
+
+
+def decode(x: torch.Tensor, *args: Any) -> Workload:
+    """Workload of one row a request."""
+    return Workload(x.dtype, x.shape[0], "decode")
+
+
+def prefill(x: torch.Tensor, *args: Any) -> Workload:
+    """Workload of ragged sequences."""
+    return Workload(x.dtype, x.shape[0], "prefill")
+
+
+def slots_workload(key: torch.Tensor, slot_mapping: torch.Tensor) -> Workload:
+    """Workload of a write to a cache."""
+    return Workload(key.dtype, slot_mapping.shape[0])
+
+
+def queries_workload(query: torch.Tensor, max_query_len: int) -> Workload:
+    """Workload of attention over a cache."""
+    return (decode if max_query_len == 1 else prefill)(query)
+
+
+def same(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A result like the first tensor, contiguous."""
+    return x.new_empty(x.shape)
+
+
+def nothing() -> None:
+    """No result."""
+
+
+def bytes_of(*tensors: torch.Tensor | None) -> int:
+    """Bytes of tensors, once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
 def row_terms(*args: Any) -> int:
     """Terms of a product of rows with weights: each sum has those of a row."""
     tensor = leading_tensor(args)

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from .activation import silu_and_mul
 from .attention import STATE, kv_cache_write, small_caches, written_slots
-from .declaration import SEVERAL_ROUNDINGS, Access, Mode, Sample, SmallState, Tolerance, Work, Workload, Write, operator
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    Access,
+    Mode,
+    Sample,
+    SmallState,
+    Tolerance,
+    Work,
+    Write,
+    operator,
+    tokens_workload,
+)
 from .inputs import quantized, rotated, shapes
 from .normalization import rms_norm
 from .quantization import LARGEST, TENSOR, groups, quantize
@@ -197,10 +208,6 @@ def _rotation_fake(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape)
 
 
-def _rotation_workload(query: Tensor) -> Workload:
-    return Workload(query.dtype, query.shape[0])
-
-
 def _rotation_work(
     query: Tensor,
     key: Tensor,
@@ -238,7 +245,7 @@ def _written_slots(key: Tensor, key_cache: Tensor, value_cache: Tensor, slot_map
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
     aliases=("fused_rope_and_unified_kv_cache_update", "rope_and_reshape_and_cache", "fused_qk_rope_reshape_and_cache"),
-    workload=_rotation_workload,
+    workload=tokens_workload,
     work=_rotation_work,
     waits=True,
     batch_invariant=True,

@@ -12,7 +12,8 @@ from .inputs import rows as row_probes
 from .inputs import shapes
 
 
-def _fake(x: Tensor, weight: Tensor) -> Tensor:
+def products(x: Tensor, weight: Tensor) -> Tensor:
+    """A number for each row and column, without its value."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -53,7 +54,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     weights=("weight",),
     layer=LayerForm({"weight": "weight", "bias": "bias"}),
     modes=frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER}),
-    fake=_fake,
+    fake=products,
     samples=_samples,
     probes=row_probes.linear,
     shapes=shapes.products,

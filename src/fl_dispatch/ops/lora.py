@@ -25,10 +25,10 @@ from .declaration import (
     Sample,
     Shape,
     Work,
-    Workload,
     Write,
     operator,
     row_terms,
+    tokens_workload,
 )
 
 PARTS = 3
@@ -64,10 +64,6 @@ def _used(starts: Tensor) -> tuple[int, int]:
     """Tokens that have an adapter, and adapters that have a token."""
     counts = starts.diff()
     return int(counts.sum()), int((counts > 0).sum())
-
-
-def _workload(tensor: Tensor, *args: object) -> Workload:
-    return Workload(tensor.dtype, tensor.shape[0])
 
 
 # -- to the rank ------------------------------------------------------------------------------------------------------
@@ -140,7 +136,7 @@ def _idle(active: Tensor) -> bool:
     shapes=_shrink_shapes,
     aliases=("sgmv_shrink", "bgmv_shrink"),
     terms=row_terms,
-    workload=_workload,
+    workload=tokens_workload,
     work=_shrink_work,
 )
 def lora_shrink(
@@ -263,7 +259,7 @@ def _expand_shapes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
     shapes=_expand_shapes,
     aliases=("sgmv_expand", "bgmv_expand"),
     mean_error=SEVERAL_ROUNDINGS,
-    workload=_workload,
+    workload=tokens_workload,
     work=_expand_work,
 )
 def lora_expand(

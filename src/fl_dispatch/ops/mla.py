@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .attention import SCORES_AT_ONCE, TOLERANCES, paged_attention
-from .declaration import SEVERAL_ROUNDINGS, Access, Mode, Work, Workload, Write, operator
+from .declaration import SEVERAL_ROUNDINGS, Access, Mode, Work, Write, decode, operator, prefill
 from .inputs import latent, shapes
 
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -33,12 +33,9 @@ def _visible_pairs(queries: Sequence[int], keys: Sequence[int], causal: bool) ->
     return pairs
 
 
-def _decode_fake(query: Tensor, kv_lora_rank: int, out: Tensor | None) -> Tensor:
+def latent_result(query: Tensor, kv_lora_rank: int, out: Tensor | None) -> Tensor:
+    """The latent part for each query, without numbers."""
     return query.new_empty((*query.shape[:2], kv_lora_rank)) if out is None else out
-
-
-def _decode_workload(query: Tensor) -> Workload:
-    return Workload(query.dtype, query.shape[0], "decode")
 
 
 def _decode_work(
@@ -57,14 +54,14 @@ def _decode_work(
     later=(*LATENT_SCALES, "query_rope"),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
-    fake=_decode_fake,
+    fake=latent_result,
     samples=latent.decode_samples,
     probes=latent.decode_probes,
     shapes=shapes.latent_decode,
     aliases=("flash_mla", "mla_attention"),
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
-    workload=_decode_workload,
+    workload=decode,
     phases=True,
     work=_decode_work,
     waits=True,
@@ -143,10 +140,6 @@ def _prefill_fake(query: Tensor, value: Tensor, out: Tensor | None) -> tuple[Ten
     return query.new_empty((*query.shape[:2], value.shape[-1])) if out is None else out, lse
 
 
-def _prefill_workload(query: Tensor) -> Workload:
-    return Workload(query.dtype, query.shape[0], "prefill")
-
-
 def _prefill_work(
     query: Tensor, key: Tensor, value: Tensor, query_start_loc: Tensor, key_start_loc: Tensor, causal: bool
 ) -> Work:
@@ -167,7 +160,7 @@ def _prefill_work(
     shapes=shapes.latent_prefill,
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
-    workload=_prefill_workload,
+    workload=prefill,
     phases=True,
     work=_prefill_work,
     waits=True,

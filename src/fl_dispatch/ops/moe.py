@@ -21,10 +21,10 @@ from .declaration import (
     Sample,
     Tolerance,
     Work,
-    Workload,
     Write,
     operator,
     row_terms,
+    tokens_workload,
 )
 from .inputs import mixtures, rows, shapes
 from .inputs.mixtures import Mixture
@@ -74,10 +74,6 @@ def _align_fake(topk_ids: Tensor, block_size: int, num_experts: int) -> tuple[Te
     sizes = (blocks * block_size, blocks, 1)
     sorted_token_ids, expert_ids, padded = (topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
     return sorted_token_ids, expert_ids, padded
-
-
-def _align_workload(topk_ids: Tensor) -> Workload:
-    return Workload(topk_ids.dtype, topk_ids.shape[0])
 
 
 def _align_work(topk_ids: Tensor, block_size: int, num_experts: int) -> Work:
@@ -131,7 +127,7 @@ def _local(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
     fake=_align_fake,
     samples=_align_samples,
     shapes=shapes.alignment,
-    workload=_align_workload,
+    workload=tokens_workload,
     work=_align_work,
 )
 def moe_align_block_size(
@@ -186,10 +182,6 @@ def _sum_fake(x: Tensor, out: Tensor | None = None) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2])) if out is None else out
 
 
-def _sum_workload(x: Tensor) -> Workload:
-    return Workload(x.dtype, x.shape[0])
-
-
 def _sum_work(x: Tensor) -> Work:
     tokens, topk, hidden = x.shape
     return Work(x.element_size() * tokens * (topk + 1) * hidden, tokens * topk * hidden)
@@ -214,7 +206,7 @@ def _sum_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gene
     samples=_sum_samples,
     probes=rows.moe_sum,
     shapes=shapes.expert_sums,
-    workload=_sum_workload,
+    workload=tokens_workload,
     work=_sum_work,
 )
 def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -237,11 +229,6 @@ def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
 def empty_mixture(hidden_states: Tensor, out: Tensor | None) -> Tensor:
     """The result of a mixture, without numbers."""
     return hidden_states.new_empty(hidden_states.shape) if out is None else out
-
-
-def tokens_workload(hidden_states: Tensor) -> Workload:
-    """Workload of a mixture of experts."""
-    return Workload(hidden_states.dtype, hidden_states.shape[0])
 
 
 def experts(**declaration: Any) -> Callable[[Reference], Operator[Reference]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .declaration import Access, LayerForm, Mode, Sample, Work, Write, operator
+from .declaration import Access, LayerForm, Mode, Sample, Work, Write, bytes_of, operator, same
 from .inputs import rows, shapes
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
@@ -29,26 +29,15 @@ def _fake(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
 
 def _work(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> Work:
     tensors = 2 if residual is None else 4
-    weight_bytes = 0 if weight is None else weight.numel() * weight.element_size()
-    return Work(tensors * x.numel() * x.element_size() + weight_bytes, (4 if residual is None else 5) * x.numel())
-
-
-def _gated_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+    return Work(tensors * x.numel() * x.element_size() + bytes_of(weight), (4 if residual is None else 5) * x.numel())
 
 
 def _gated_work(x: Tensor, weight: Tensor | None) -> Work:
-    weight_bytes = 0 if weight is None else weight.numel() * weight.element_size()
-    return Work(3 * x.numel() * x.element_size() + weight_bytes, 9 * x.numel())
-
-
-def _layer_norm_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+    return Work(3 * x.numel() * x.element_size() + bytes_of(weight), 9 * x.numel())
 
 
 def _layer_norm_work(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Work:
-    parameters = sum(tensor.numel() * tensor.element_size() for tensor in (weight, bias) if tensor is not None)
-    return Work(2 * x.numel() * x.element_size() + parameters, 7 * x.numel())
+    return Work(2 * x.numel() * x.element_size() + bytes_of(weight, bias), 7 * x.numel())
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
@@ -192,7 +181,7 @@ def gemma_rms_norm(
 @operator(
     layer=LayerForm({"weight": "weight", "epsilon": "eps", "activation": "activation"}),
     modes=MODES,
-    fake=_gated_fake,
+    fake=same,
     samples=_gated_samples,
     aliases=("gated_rms_norm", "fused_rms_norm_gated", "layernorm_gated"),
     work=_gated_work,
@@ -240,7 +229,7 @@ def rms_norm_gated(
 @operator(
     layer=LayerForm({"weight": "weight", "bias": "bias", "epsilon": "eps"}),
     modes=MODES,
-    fake=_layer_norm_fake,
+    fake=same,
     samples=_layer_norm_samples,
     probes=rows.layer_norm,
     work=_layer_norm_work,

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from .declaration import SEVERAL_ROUNDINGS, Mode, Sample, Tolerance, Work, Workload, operator, row_terms
 from .inputs import quantized, shapes
+from .linear import products
 
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
 FP8 = torch.float8_e4m3fn
@@ -243,10 +244,6 @@ def scaled_linear(
 # -- weights alone quantized ------------------------------------------------------------------------------------------
 
 
-def _weight_only_fake(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 def _weight_only_work(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Work:
     rows, columns = x.shape[:-1].numel(), weight.shape[0]
     elements = rows * (x.shape[-1] + columns) + scale.numel()
@@ -287,7 +284,7 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
 @operator(
     weights=("weight", "scale", "zero"),
     modes=OPAQUE,
-    fake=_weight_only_fake,
+    fake=products,
     samples=_weight_only_samples,
     shapes=shapes.packed_products,
     mean_error=SEVERAL_ROUNDINGS,  # kernels that meet many rows round each dequantized weight to the half type

@@ -12,19 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .declaration import SEVERAL_ROUNDINGS, Work
+from .declaration import SEVERAL_ROUNDINGS, Work, bytes_of, decode, prefill, same
 from .inputs import recurrent, shapes
-from .slots import TOLERANCES, bytes_of, decode, prefill, stateful, states_bytes
+from .slots import TOLERANCES, stateful, states_bytes
 
 LEAST_LENGTH = 1e-6
 """Added to the square of the length of a query or key."""
 
 
 # -- short convolution ------------------------------------------------------------------------------------------------
-
-
-def _conv_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _conv_work(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor) -> Work:
@@ -37,7 +33,7 @@ CHUNK = 64
 
 
 @stateful(
-    fake=_conv_fake,
+    fake=same,
     samples=recurrent.conv_samples,
     probes=recurrent.conv_probes,
     shapes=shapes.convolutions,
@@ -87,7 +83,7 @@ def causal_conv1d(
 
 
 @stateful(
-    fake=_conv_fake,
+    fake=same,
     samples=recurrent.conv_update_samples,
     probes=recurrent.conv_update_probes,
     shapes=shapes.convolution_updates,

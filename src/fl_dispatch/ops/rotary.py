@@ -17,9 +17,9 @@ from .declaration import (
     Sample,
     Tolerance,
     Work,
-    Workload,
     Write,
     operator,
+    tokens_workload,
 )
 from .inputs import shapes
 from .inputs.source import Source
@@ -36,10 +36,6 @@ def _fake(query: Tensor, key: Tensor | None, inplace: bool) -> tuple[Tensor, Ten
     if inplace:
         return query, key
     return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
-
-
-def _workload(query: Tensor) -> Workload:
-    return Workload(query.dtype, query.shape[0])
 
 
 def _work(query: Tensor, key: Tensor | None, cos: Tensor, position_ids: Tensor, inplace: bool) -> Work:
@@ -141,7 +137,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     aliases=("rope", "apply_rotary_pos_emb", "apply_rotary_emb"),
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
-    workload=_workload,
+    workload=tokens_workload,
     work=_work,
     batch_invariant=True,
 )

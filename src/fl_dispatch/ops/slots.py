@@ -20,7 +20,6 @@ from .declaration import (
     Reference,
     SmallState,
     Tolerance,
-    Workload,
     Write,
     operator,
 )
@@ -39,21 +38,6 @@ TOLERANCES = MappingProxyType(
         torch.bfloat16: Tolerance(1.6e-2, 3e-2),
     }
 )
-
-
-def decode(x: Tensor, *args: object) -> Workload:
-    """Workload of one row a request."""
-    return Workload(x.dtype, x.shape[0], "decode")
-
-
-def prefill(x: Tensor, *args: object) -> Workload:
-    """Workload of ragged sequences."""
-    return Workload(x.dtype, x.shape[0], "prefill")
-
-
-def bytes_of(*tensors: Tensor | None) -> int:
-    """Bytes of tensors, once."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def states_bytes(states: Tensor, requests: int) -> int:

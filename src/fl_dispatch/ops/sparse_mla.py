@@ -16,8 +16,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from .attention import SCORES_AT_ONCE, TOLERANCES
-from .declaration import SEVERAL_ROUNDINGS, Access, Mode, SmallState, Tolerance, Work, Workload, Write, operator
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    Access,
+    Mode,
+    SmallState,
+    Tolerance,
+    Work,
+    Write,
+    nothing,
+    operator,
+    queries_workload,
+    slots_workload,
+)
 from .inputs import shapes, sparse
+from .mla import latent_result
 from .quantization import EXACT, FP8, LARGEST
 
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -28,14 +41,6 @@ LEAST_MAGNITUDE = 1e-4
 """The largest magnitude of a group is taken to be at least this."""
 SAME: Mapping[torch.dtype, Tolerance] = MappingProxyType(dict.fromkeys(EXACT, Tolerance(0.0, 0.0)))
 """Tolerances of positions: samples have scores without a rounding error, so equal scores are equal everywhere."""
-
-
-def _write_fake() -> None:
-    return None
-
-
-def _write_workload(key: Tensor, slot_mapping: Tensor) -> Workload:
-    return Workload(key.dtype, slot_mapping.shape[0])
 
 
 def _write_work(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None = None) -> Work:
@@ -69,11 +74,11 @@ def _written(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: T
     writes={"key_cache": STATE, "key_scales": STATE},
     small_state=SmallState(_small_caches, _written),
     modes=MODES,
-    fake=_write_fake,
+    fake=nothing,
     samples=sparse.write_samples,
     aliases=("indexer_k_quant_and_cache",),
     tolerances=EXACT,
-    workload=_write_workload,
+    workload=slots_workload,
     work=_write_work,
     waits=True,
 )
@@ -118,10 +123,6 @@ def _list_fake(query: Tensor, topk: int, out: Tensor | None) -> Tensor:
     return query.new_empty((query.shape[0], topk), dtype=torch.int32) if out is None else out
 
 
-def _list_workload(query: Tensor, max_query_len: int) -> Workload:
-    return Workload(query.dtype, query.shape[0], "decode" if max_query_len == 1 else "prefill")
-
-
 def _list_work(
     query: Tensor, weights: Tensor, key_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, topk: int
 ) -> Work:
@@ -143,7 +144,7 @@ def _list_work(
     shapes=shapes.index_topk,
     aliases=("lightning_indexer", "sparse_attn_indexer"),
     tolerances=SAME,
-    workload=_list_workload,
+    workload=queries_workload,
     phases=True,
     work=_list_work,
     waits=True,
@@ -216,14 +217,6 @@ def index_topk(
     return out
 
 
-def _attend_fake(query: Tensor, kv_lora_rank: int, out: Tensor | None) -> Tensor:
-    return query.new_empty((*query.shape[:2], kv_lora_rank)) if out is None else out
-
-
-def _attend_workload(query: Tensor, max_query_len: int) -> Workload:
-    return Workload(query.dtype, query.shape[0], "decode" if max_query_len == 1 else "prefill")
-
-
 def _attend_work(
     query: Tensor, kv_cache: Tensor, positions: Tensor, query_start_loc: Tensor, kv_lora_rank: int
 ) -> Work:
@@ -237,14 +230,14 @@ def _attend_work(
 @operator(
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
-    fake=_attend_fake,
+    fake=latent_result,
     samples=sparse.attention_samples,
     probes=sparse.attention_probes,
     shapes=shapes.sparse_latent,
     aliases=("sparse_flash_mla", "flash_mla_sparse"),
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
-    workload=_attend_workload,
+    workload=queries_workload,
     phases=True,
     work=_attend_work,
 )

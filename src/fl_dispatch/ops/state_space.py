@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .declaration import SEVERAL_ROUNDINGS, Work
+from .declaration import SEVERAL_ROUNDINGS, Work, bytes_of, decode, prefill, same
 from .inputs import shapes, state_space
 from .recurrent import first_state, sequences
-from .slots import TOLERANCES, bytes_of, decode, prefill, stateful, states_bytes
-
-
-def _fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+from .slots import TOLERANCES, stateful, states_bytes
 
 
 def _work(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, state_indices: Tensor) -> Work:
@@ -29,7 +25,7 @@ CHUNK = 64
 
 
 @stateful(
-    fake=_fake,
+    fake=same,
     samples=state_space.scan_samples,
     probes=state_space.scan_probes,
     shapes=shapes.scans,
@@ -143,7 +139,7 @@ def _next(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor) -> Tenso
 
 
 @stateful(
-    fake=_fake,
+    fake=same,
     samples=state_space.update_samples,
     probes=state_space.update_probes,
     shapes=shapes.state_updates,

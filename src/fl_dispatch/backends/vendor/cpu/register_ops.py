@@ -51,7 +51,7 @@ ROWS = (
     OneDnn("linear", "linear:linear_reordered"),
     OneDnn("scaled_linear", "quantization", supports="supports_scaled_linear"),
     OneDnn("weight_only_linear", "quantization", supports="supports_weight_only_linear"),
-    Build("causal_conv1d", "recurrent", supports="supports_causal_conv1d"),
+    Build("causal_conv1d", "recurrent", supports="supports_causal_conv1d_update"),
     Build("causal_conv1d_update", "recurrent", supports="supports_causal_conv1d_update"),
     Build("gated_delta_rule", "recurrent", supports="supports_gated_delta_rule"),
     Build("gated_delta_rule_update", "recurrent", supports="supports_gated_delta_rule_update"),

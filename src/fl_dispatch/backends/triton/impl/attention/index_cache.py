@@ -64,7 +64,7 @@ def _write(
 _launch = Launcher(_write)
 
 
-def supports(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None = None) -> bool | str:
+def supports(key_cache: Tensor) -> bool | str:
     """Whether kernels with the cache's numbers compile for the device."""
     return compiles(key_cache.dtype, key_cache.device)
 

@@ -215,19 +215,7 @@ _launch_score = Launcher(_score)
 _launch_select = Launcher(_select)
 
 
-def supports(
-    query: Tensor,
-    weights: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    topk: int,
-    out: Tensor | None = None,
-    key_scales: Tensor | None = None,
-) -> bool | str:
+def supports(key_cache: Tensor) -> bool | str:
     """Whether kernels with the cache's numbers compile for the device."""
     return compiles(key_cache.dtype, key_cache.device)
 

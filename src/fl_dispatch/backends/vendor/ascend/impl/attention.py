@@ -53,9 +53,7 @@ def attention_backend(use_mla: bool = False) -> str:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def supports_kv_cache_write(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> bool | str:
+def supports_kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool | str:
     """One dtype; two contiguous caches, or the two parts of contiguous latent rows."""
     kernel = "npu_scatter_pa_kv_cache"
     if why := problem(kernel, "key", key):
@@ -122,15 +120,7 @@ def supports_paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
     seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,

@@ -28,14 +28,11 @@ def supports_fused_moe(
     hidden_states: Tensor,
     w13: Tensor,
     w2: Tensor,
-    topk_weights: Tensor,
     topk_ids: Tensor,
     activation: str = "silu",
     apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> bool | str:
     """Gated experts without biases, at least two of them and one dtype for all."""
     for name, tensor in (("hidden_states", hidden_states), ("w13", w13), ("w2", w2)):

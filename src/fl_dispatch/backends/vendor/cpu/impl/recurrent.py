@@ -36,11 +36,6 @@ def why_unavailable() -> str:
     return library.why_unavailable() or library.why_missing(KERNELS)
 
 
-def supports_causal_conv1d(x: Tensor, weight: Tensor, states: Tensor) -> bool | str:
-    """As :func:`supports_causal_conv1d_update`."""
-    return supports_causal_conv1d_update(x, weight, states)
-
-
 def supports_causal_conv1d_update(x: Tensor, weight: Tensor, states: Tensor) -> bool | str:
     """Four taps of whole vectors of channels, which lie side by side in the states."""
     channels, width = weight.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,7 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
-def supports_kv_cache_write(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> bool | str:
+def supports_kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool | str:
     """One dtype, one size for keys and values, heads that lie side by side, and caches with the same strides."""
     if why := problem("key", key, contiguous=False):
         return why
@@ -50,23 +49,14 @@ def supports_paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
     out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> bool | str:
     """Half types, one head size of at most 256 elements, blocks of at least 16 tokens, no ALiBi."""
     if key_cache.shape[1] % LEAST_BLOCK:
         return f"the block size {key_cache.shape[1]} is not a multiple of {LEAST_BLOCK}"
-    return _why_not_flash(query, key_cache, value_cache, out, alibi_slopes, sinks) or True
+    return supports_sglang_paged_attention(query, key_cache, value_cache, out, alibi_slopes, sinks)
 
 
 def supports_sglang_paged_attention(
@@ -78,18 +68,6 @@ def supports_sglang_paged_attention(
     sinks: Tensor | None,
 ) -> bool | str:
     """Half types, one head size of at most 256 elements, blocks of any size, no ALiBi."""
-    return _why_not_flash(query, key_cache, value_cache, out, alibi_slopes, sinks) or True
-
-
-def _why_not_flash(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    out: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> str:
-    """Why FlashAttention 3 takes these tensors in no library; an empty string if nothing speaks against it."""
     if why := problem("query", query, contiguous=False):
         return why
     if query.dtype is torch.float32:
@@ -108,121 +86,75 @@ def _why_not_flash(
         return "FlashAttention 3 has no ALiBi"
     if sinks is not None and (sinks.dtype is not torch.bfloat16 or query.dtype is not torch.bfloat16):
         return "sinks must be bfloat16, as the query"
-    return ""
+    return True
 
 
 _TRAILING = (True, None, 0, None, 0)
 """How a rotary table would turn, no schedule made before, splits and packing as the kernel decides, no margin."""
 
 
-def _leading(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor,
-    causal: bool,
-    sliding_window: int | None,
-) -> tuple[Any, ...]:
-    """The arguments that both libraries take first, in their order."""
-    left = -1 if sliding_window is None else sliding_window - 1
-    right = 0 if causal else left
-    return (
-        query,
-        key_cache,
-        value_cache,
-        *(None, None, None),  # new keys, new values, and a second part of the query
-        out,
-        query_start_loc,
-        *(None, None, None),  # starts of keys, of new keys, and used queries
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        block_table,
-        *(None, None),  # another order of the batch, padding on the left
-        *(None, None, None),  # a rotary table of its own
-        *(None, None, None),  # scales of quantized queries, keys, values
-        scale,
-        causal,
-        left,
-        right,
-    )
+def _flash_attention(forward: Callable[..., object]) -> Callable[..., Tensor]:
+    """The operator ``paged_attention``.
 
+    Args:
+        forward: takes the arguments that both libraries take first, in their order, the cap, and the sinks.
+    """
 
-def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """See :data:`fl_dispatch.ops.attention.paged_attention`."""
-    if out is None:
-        out = torch.empty_like(query)
-    if not seq_lens.shape[0] or not query.shape[0]:
+    def paged_attention(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        out: Tensor | None = None,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty_like(query)
+        if not seq_lens.shape[0] or not query.shape[0]:
+            return out
+        left = -1 if sliding_window is None else sliding_window - 1
+        leading = (
+            query,
+            key_cache,
+            value_cache,
+            *(None, None, None),  # new keys, new values, and a second part of the query
+            out,
+            query_start_loc,
+            *(None, None, None),  # starts of keys, of new keys, and used queries
+            seq_lens,
+            max_query_len,
+            max_seq_len,
+            block_table,
+            *(None, None),  # another order of the batch, padding on the left
+            *(None, None, None),  # a rotary table of its own
+            *(None, None, None),  # scales of quantized queries, keys, values
+            scale,
+            causal,
+            left,
+            0 if causal else left,
+        )
+        forward(leading, softcap, sinks)
         return out
-    torch.ops._vllm_fa3_C.fwd(
-        *_leading(
-            query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len, max_seq_len, scale,
-            out, causal, sliding_window,
-        ),
-        softcap,
-        *_TRAILING,
-        sinks,
-        1,  # no context parallelism
-        0,
-        None,
-    )  # fmt: skip
-    return out
+
+    return paged_attention
 
 
-def sglang_paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """See :data:`fl_dispatch.ops.attention.paged_attention`."""
-    if out is None:
-        out = torch.empty_like(query)
-    if not seq_lens.shape[0] or not query.shape[0]:
-        return out
-    torch.ops.sgl_kernel.fwd(
-        *_leading(
-            query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len, max_seq_len, scale,
-            out, causal, sliding_window,
-        ),
-        0,  # attention in chunks
-        softcap,
-        *_TRAILING,
-        sinks,
-        None,  # a mask of blocks, and a query of one part alone
-        False,
-    )  # fmt: skip
-    return out
+@_flash_attention
+def paged_attention(leading: tuple[Any, ...], softcap: float, sinks: Tensor | None) -> None:
+    """vLLM's library, without context parallelism."""
+    torch.ops._vllm_fa3_C.fwd(*leading, softcap, *_TRAILING, sinks, 1, 0, None)
+
+
+@_flash_attention
+def sglang_paged_attention(leading: tuple[Any, ...], softcap: float, sinks: Tensor | None) -> None:
+    """SGLang's library, whose attention in chunks, mask of blocks, and query of one part alone stay off."""
+    torch.ops.sgl_kernel.fwd(*leading, 0, softcap, *_TRAILING, sinks, None, False)
