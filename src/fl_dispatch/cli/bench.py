@@ -22,7 +22,7 @@ from ..evidence.verify import implementations
 from ..manager import get_default_manager
 from ..ops import OPERATORS, Place
 from ..types import OpImpl
-from .output import INTERRUPTED, AsJson, ResultFile, Rows, about, advancing, check_file
+from .output import INTERRUPTED, AsJson, ResultFile, ResultsOption, Rows, about, advancing, check_file
 from .places import device_named, dtype_named
 
 COLUMNS = {
@@ -58,9 +58,7 @@ def bench(
     seconds: Annotated[float, typer.Option(help="How long to measure each row at least.")] = 0.05,
     quick: Annotated[bool, typer.Option("--quick", help="Only the smallest hidden size of the default.")] = False,
     json: AsJson = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the results to this file, as JSON; to FILE.partial until it is complete.")
-    ] = None,
+    out: ResultsOption = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw to this image file (needs matplotlib).")] = None,
 ) -> None:
     """Measure implementations: device time and host time of a call, against this device's copy and matrix rates.

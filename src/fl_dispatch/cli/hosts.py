@@ -7,6 +7,9 @@ import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..errors import DispatchError
 
@@ -37,6 +40,19 @@ class Dtype(enum.StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+HostOption = Annotated[
+    Host | None, typer.Option(help="Serving engine; by default the one that is installed.", case_sensitive=False)
+]
+PreferOption = Annotated[Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)]
+ConfigOption = Annotated[
+    Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)
+]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and activations.", case_sensitive=False)]
+CompiledOption = Annotated[bool, typer.Option("--compiled", help="Compile the model (vLLM).")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")]
+"""Options of the commands that start an engine."""
 
 
 def environment(prefer: Prefer | None, config: Path | None) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ..manager import get_default_manager
 from ..ops import OPERATORS
-from .output import print_json, print_table
+from .output import AsJson, print_json, print_table
 
 
-def ops(json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
+def ops(json: AsJson = False) -> None:
     """List the operators, their implementations, and which one this machine and these settings choose."""
     rows = [_describe(op_name) for op_name in _names()]
     if json:

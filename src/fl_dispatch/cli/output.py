@@ -52,6 +52,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 """The option of every command that has something for programs: one document on standard output, and no other output
 there.
 """
+PidOption = Annotated[
+    str | None, typer.Option(help="A serving process's number, or a directory of records: speak of those workers.")
+]
+ResultsOption = Annotated[
+    Path | None, typer.Option(help="Write the results to this file, as JSON; to FILE.partial until it is complete.")
+]
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 

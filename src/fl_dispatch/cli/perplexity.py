@@ -13,12 +13,11 @@ from ..devices import detect_device
 from ..errors import DispatchError, text_of
 from ..evidence.origin import origin
 from ..evidence.perplexity import TOLERANCE, Perplexity, perplexity, relative_difference, rows_of
-from . import small_model
+from . import hosts, small_model
 from .demo import describe_device, judge, show_what_ran
 from .demo.progress import steps
 from .engines import Prompt, Start, start
-from .hosts import Dtype, Host, Prefer, environment, installed_host
-from .output import AsJson, ResultFile, console
+from .output import AsJson, ResultFile, ResultsOption, console
 
 
 def perplexity_command(
@@ -29,17 +28,11 @@ def perplexity_command(
         Path | None,
         typer.Option(help="A text file. Default: text that the small model was not trained on.", dir_okay=False),
     ] = None,
-    host: Annotated[
-        Host | None, typer.Option(help="Serving engine; by default the one that is installed.", case_sensitive=False)
-    ] = None,
-    prefer: Annotated[
-        Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.", case_sensitive=False)] = Dtype.FLOAT32,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Compile the model (vLLM).")] = False,
+    host: hosts.HostOption = None,
+    prefer: hosts.PreferOption = None,
+    config: hosts.ConfigOption = None,
+    dtype: hosts.DtypeOption = hosts.Dtype.FLOAT32,
+    compiled: hosts.CompiledOption = False,
     window: Annotated[int, typer.Option(help="Tokens of a row, which is a request.", min=2)] = small_model.WINDOW,
     expect: Annotated[
         float | None, typer.Option(help="The right perplexity. Default for the small model: Hugging Face's in float32.")
@@ -48,10 +41,8 @@ def perplexity_command(
         float | None, typer.Option(help="Largest relative difference from it. Default: by the dtype.", min=0)
     ] = None,
     json: AsJson = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the results to this file, as JSON; to FILE.partial until it is complete.")
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")] = False,
+    out: ResultsOption = None,
+    verbose: hosts.VerboseOption = False,
 ) -> None:
     """Score a text with a real vLLM or SGLang through the dispatch core, and compare the perplexity with the right one.
 
@@ -59,9 +50,9 @@ def perplexity_command(
     dispatched operator ran. Without a right perplexity (another model or text, and no --expect) it is only printed.
     """
     file = ResultFile(out, json)
-    environment(prefer, config)
-    host = host or installed_host()
-    if host is Host.SGLANG and compiled:
+    hosts.environment(prefer, config)
+    host = host or hosts.installed_host()
+    if host is hosts.Host.SGLANG and compiled:
         raise DispatchError("SGLang's models are not compiled under the plugin: --compiled is for vLLM")
     checkpoint, text_file = model or small_model.CHECKPOINT, text or small_model.HELD_OUT
     written = _read(text_file)
@@ -77,7 +68,7 @@ def perplexity_command(
         way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
         with step(f"starting {way}, and scoring {text_file.name} (its import takes a while)"):
             rows = _rows(checkpoint, written, window)
-            engine = start(Start(host, str(checkpoint), host is Host.VLLM and not compiled, dtype=dtype.value))
+            engine = start(Start(host, str(checkpoint), host is hosts.Host.VLLM and not compiled, dtype=dtype.value))
             engine.count()
             scores = [answer.scores for answer in engine.generate([Prompt(row, scored=True) for row in rows])]
             (report,) = engine.close()

@@ -22,7 +22,7 @@ from ...evidence.bisect.prompts import FORCED, rounds
 from ...settings import load_settings
 from ..engines import Start
 from ..hosts import Host, installed_host
-from ..output import INTERRUPTED, check_file, fail, print_json
+from ..output import INTERRUPTED, AsJson, check_file, fail, print_json
 from . import prompts as prompts_of
 from .driver import Starter
 from .report import Report
@@ -63,7 +63,7 @@ def bisect(
         typer.Option("--self-test", help="Find a fault that is planted: its name, or 'all' (repeatable). No --model."),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engines' own logs.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Find the operator, layers and implementation that move a model's logits by more than rounding.
 

@@ -16,9 +16,8 @@ import typer
 
 from ...devices import detect_device
 from ...errors import DispatchError
-from .. import small_model
-from ..hosts import Dtype, Host, Prefer, environment, installed_host
-from ..output import console, fail, print_json, print_table
+from .. import hosts, small_model
+from ..output import AsJson, console, fail, print_json, print_table
 from .comparison import compare
 from .engines import Generated, Request, generate
 from .progress import steps
@@ -45,42 +44,36 @@ class Family(enum.StrEnum):
 
 
 def demo(
-    host: Annotated[
-        Host | None, typer.Option(help="Serving engine; by default the one that is installed.", case_sensitive=False)
-    ] = None,
+    host: hosts.HostOption = None,
     family: Annotated[
         Family | None,
         typer.Option(help="small, which was trained, or a family with random weights.", case_sensitive=False),
     ] = None,
-    prefer: Annotated[
-        Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.", case_sensitive=False)] = Dtype.FLOAT32,
+    prefer: hosts.PreferOption = None,
+    config: hosts.ConfigOption = None,
+    dtype: hosts.DtypeOption = hosts.Dtype.FLOAT32,
     head_size: Annotated[
         int | None, typer.Option(help="Elements of a head, of a model with random weights (qwen3).", min=16)
     ] = None,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Compile the model (vLLM).")] = False,
+    compiled: hosts.CompiledOption = False,
     tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1, max=512)] = 32,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; can be given several times.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    verbose: hosts.VerboseOption = False,
+    json: AsJson = False,
 ) -> None:
     """Generate with a real vLLM or SGLang through the dispatch core, and compare with Hugging Face.
 
     In float32 the tokens must be equal, in half precision the log-probabilities as near to float32 as Hugging Face's.
     Exit code 1 if they are not, if an implementation failed, or if no dispatched operator ran.
     """
-    environment(prefer, config)
-    host = host or installed_host()
+    hosts.environment(prefer, config)
+    host = host or hosts.installed_host()
     family = family or (Family.SMALL if head_size is None else Family.QWEN3)
-    if (host, family) == (Host.SGLANG, Family.GEMMA3):
+    if (host, family) == (hosts.Host.SGLANG, Family.GEMMA3):
         raise DispatchError("SGLang ties the embeddings of Gemma 3, the checkpoint here does not: take another family")
     if family is Family.SMALL and head_size is not None:
         raise DispatchError("--head-size is for a model with random weights; the small model's heads have 128 elements")
-    if host is Host.SGLANG and compiled:
+    if host is hosts.Host.SGLANG and compiled:
         raise DispatchError("SGLang's models are not compiled under the plugin: --compiled is for vLLM")
     device = describe_device()
     if not json:
@@ -94,7 +87,7 @@ def demo(
                 sizes = {} if head_size is None else {"head_dim": head_size}
                 path = build_checkpoint(family.value, Path(folder) / family.value, **sizes)
         prompts = list(prompt or (small_model.PROMPTS if family is Family.SMALL else PROMPTS))
-        request = Request(path, prompts, tokens, dtype.value, compiled, dtype is not Dtype.FLOAT32)
+        request = Request(path, prompts, tokens, dtype.value, compiled, dtype is not hosts.Dtype.FLOAT32)
         way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
         with step(f"starting {way}, and generating (its import takes a while)"):
             generated, report = generate(host, request)
