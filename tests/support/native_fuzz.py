@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -86,8 +87,8 @@ def entries() -> list[Entry]:
         found.append(Entry(impl.op_name, impl.fn, draw, allowed, impl.op_name == "kv_cache_write"))
     declined = (_Declined, IndexError)
     for form in native.NATIVE:
-        answering = _answering(native.NATIVE[form])
-        found.append(Entry(form.__name__, answering, RUNNER[form.__name__], declined, True))
+        draw, names = RUNNER[form.__name__]
+        found.append(Entry(form.__name__, _answering(native.NATIVE[form], names.split()), draw, declined, True))
     return found
 
 
@@ -95,9 +96,9 @@ class _Declined(Exception):
     """The function left its arguments to the form."""
 
 
-def _answering(function: Callable[..., bool]) -> Callable[..., None]:
+def _answering(function: Callable[[Any], bool], names: list[str]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
-        if not function(*args, **kwargs):
+        if not function(SimpleNamespace(**dict(zip(names, args, strict=True)), **kwargs)):
             raise _Declined
 
     return run
@@ -174,7 +175,7 @@ def _combined(chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
         _integers(chance, 0, 99, tokens), _integers(chance, 0, states, requests), _integers(chance, 0, 99, states, 1),
         _starts(chance, counts), _integers(chance, 0, 9, requests), _integers(chance, 0, 9, states),
         _integers(chance, 0, 99, states, drafts), _starts(chance, counts), _integers(chance, 0, 9, tokens),
-    ], {}  # fmt: skip
+    ], {"NUM_NEW_SAMPLED_TOKENS": 1}  # fmt: skip
 
 
 def _sampled(chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
@@ -250,15 +251,45 @@ def _greedy(chance: random.Random) -> tuple[list[Any], dict[str, Any]]:
 
 
 RUNNER = {
-    "prepare_pos_seq_lens": _positions,
-    "combine_sampled_and_draft_tokens": _combined,
-    "get_num_sampled_and_rejected": _sampled,
-    "post_update": _updated,
-    "gather_block_tables": _gathered,
-    "compute_slot_mappings": _slots,
-    "gumbel_sample": _greedy,
+    "prepare_pos_seq_lens": (_positions, "pos seq_lens idx_mapping query_start_loc num_computed_tokens max_num_reqs"),
+    "combine_sampled_and_draft_tokens": (
+        _combined,
+        (
+            "input_ids idx_mapping last_sampled_tokens query_start_loc seq_lens prefill_len draft_tokens cu_num_logits"
+            " logits_indices"
+        ),
+    ),
+    "get_num_sampled_and_rejected": (
+        _sampled,
+        "num_sampled num_rejected seq_lens cu_num_logits idx_mapping prefill_len",
+    ),
+    "post_update": (
+        _updated,
+        (
+            "idx_mapping num_computed_tokens last_sampled_tokens output_bin_counts sampled_tokens num_sampled"
+            " num_rejected query_start_loc all_token_ids total_len"
+        ),
+    ),
+    "gather_block_tables": (
+        _gathered,
+        (
+            "batch_idx_to_req_idx src_block_table_ptrs dst_block_table_ptrs block_table_strides num_blocks num_reqs"
+            " num_computed_tokens sliding_window_reach block_sizes"
+        ),
+    ),
+    "compute_slot_mappings": (
+        _slots,
+        (
+            "max_num_tokens idx_mapping query_start_loc pos block_table_ptrs block_table_strides block_sizes"
+            " slot_mapping_enabled slot_mappings slot_mappings_stride"
+        ),
+    ),
+    "gumbel_sample": (
+        _greedy,
+        "local_argmax local_max logits_cache logits expanded_idx_mapping seeds pos temp vocab_size",
+    ),
 }
-"""Form that has a function in its place → right calls of it."""
+"""Form that has a function in its place → right calls of it, and the names of their arguments."""
 
 
 # -- wrong calls ------------------------------------------------------------------------------------------------------

@@ -27,8 +27,6 @@ class DeltaNetLayer(StateLayer):
     fl_operator = "gated_delta_rule"
     fl_choices = OPERATORS
     fl_parts = ("fl_convolve", "fl_convolve_token", "fl_correct", "fl_correct_token")
-    fl_convolve: Callable[..., Tensor]
-    fl_convolve_token: Callable[..., Tensor]
     fl_correct: Callable[..., Tensor]
     fl_correct_token: Callable[..., Tensor]
     activation: str

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,23 +30,18 @@ _rows: ContextVar[NDArray[np.int32] | None] = ContextVar("rows", default=None)
 
 
 @contextmanager
-def prompt_logits(start: int) -> Iterator[None]:
-    """Inside, logits are a prompt's; its first token is number ``start`` of the batch."""
-    token = _prompt_start.set(start)
+def _within(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _prompt_start.reset(token)
+        variable.reset(token)
 
 
-@contextmanager
-def draft_logits(rows: NDArray[np.int32]) -> Iterator[None]:
-    """Inside, logits are a batch's, with ``rows`` rows for each request: one more than its drafts to verify."""
-    token = _rows.set(rows)
-    try:
-        yield
-    finally:
-        _rows.reset(token)
+prompt_logits = partial(_within, _prompt_start)
+"""Inside, logits are a prompt's; the argument is the number of its first token in the batch."""
+draft_logits = partial(_within, _rows)
+"""Inside, logits are a batch's; the argument has the rows of each request, one more than its drafts to verify."""
 
 
 class Mapping:

@@ -56,10 +56,9 @@ class Mamba1Layer(ScanLayer):
             mixed = self.fl_convolve_token(x[:single], weight, bias, inputs, own, activation)
             parts.append(self.fl_update(*self._fl_operands(mixed), states, own))
         if step.num_prefills:
-            own, starts = step.state_indices_tensor_p.contiguous(), step.query_start_loc_p
-            has_state = step.has_initial_states_p
-            mixed = self.fl_convolve(x[single:], weight, bias, inputs, own, starts, has_state, activation)
-            parts.append(self.fl_scan(*self._fl_operands(mixed), states, own, starts, has_state))
+            prompts = self.fl_prompts(step)
+            mixed = self.fl_convolve(x[single:], weight, bias, inputs, *prompts, activation)
+            parts.append(self.fl_scan(*self._fl_operands(mixed), states, *prompts))
         scanned = parts[0] if len(parts) == 1 else torch.cat(parts)
         output[:tokens] = self.out_proj(functional.silu(gate) * scanned.squeeze(2))[0]
         output[tokens:].zero_()

@@ -31,8 +31,6 @@ class ScanLayer(StateLayer):
     fl_operator = "selective_scan"
     fl_choices = OPERATORS
     fl_parts = ("fl_convolve", "fl_convolve_token", "fl_scan", "fl_update")
-    fl_convolve: Callable[..., Tensor]
-    fl_convolve_token: Callable[..., Tensor]
     fl_scan: Callable[..., Tensor]
     fl_update: Callable[..., Tensor]
     activation: str
@@ -110,11 +108,9 @@ class StateSpaceLayer(ScanLayer):
             x = self.fl_convolve_token(mixed[:single], weight, bias, inputs, own, activation)
             output[:single] = self.fl_update(*self._fl_operands(x, dt[:single]), states, own).flatten(1)
         if step.num_prefills:
-            own, starts = step.state_indices_tensor_p.contiguous(), step.query_start_loc_p
-            has_state, rows = step.has_initial_states_p, slice(single, tokens)
-            x = self.fl_convolve(mixed[rows], weight, bias, inputs, own, starts, has_state, activation)
-            operands = self._fl_operands(x, dt[rows])
-            output[rows] = self.fl_scan(*operands, states, own, starts, has_state).flatten(1)
+            prompts, rows = self.fl_prompts(step), slice(single, tokens)
+            x = self.fl_convolve(mixed[rows], weight, bias, inputs, *prompts, activation)
+            output[rows] = self.fl_scan(*self._fl_operands(x, dt[rows]), states, *prompts).flatten(1)
 
     def _fl_take(self, projected: Tensor, output: Tensor) -> None:
         """Take about the memory of a prompt's operators, and give it back: two results, and states of chunks."""

@@ -20,8 +20,6 @@ class ShortConvLayer(StateLayer):
     fl_operator = "causal_conv1d"
     fl_choices = OPERATORS
     fl_parts = ("fl_convolve", "fl_convolve_token")
-    fl_convolve: Callable[..., Tensor]
-    fl_convolve_token: Callable[..., Tensor]
     in_proj: Callable[[Tensor], tuple[Tensor, Any]]
     out_proj: Callable[[Tensor], tuple[Tensor, Any]]
     conv: Any
@@ -53,8 +51,6 @@ class ShortConvLayer(StateLayer):
             own = step.state_indices_tensor_d[:, 0].contiguous()
             parts.append(self.fl_convolve_token(x[:single], weight, bias, inputs, own, "none"))
         if step.num_prefills:
-            own, starts = step.state_indices_tensor_p.contiguous(), step.query_start_loc_p
-            has_state = step.has_initial_states_p
-            parts.append(self.fl_convolve(x[single:], weight, bias, inputs, own, starts, has_state, "none"))
+            parts.append(self.fl_convolve(x[single:], weight, bias, inputs, *self.fl_prompts(step), "none"))
         output[:tokens] = self.out_proj(behind * torch.cat(parts))[0]
         output[tokens:].zero_()

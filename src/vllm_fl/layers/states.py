@@ -80,6 +80,8 @@ class StateLayer(DispatchedLayer):
     """The attributes that hold the bound operators, in the order of ``fl_choices``."""
     fl_drafts = True
     """Whether a step may have several tokens of a request, of which some are not accepted."""
+    fl_convolve: Callable[..., Tensor]
+    fl_convolve_token: Callable[..., Tensor]
     prefix: str
     kv_cache: tuple[Tensor, ...]
 
@@ -131,6 +133,11 @@ class StateLayer(DispatchedLayer):
         if step is not None and step.num_accepted_tokens is not None and not self.fl_drafts:
             raise ValueError(f"{self.prefix} got a batch with drafts, which are refused for such layers")
         return step
+
+    @staticmethod
+    def fl_prompts(step: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, starts of the tokens, and whether there is a state already, of a step's prompts."""
+        return step.state_indices_tensor_p.contiguous(), step.query_start_loc_p, step.has_initial_states_p
 
     def fl_inputs(self, weight: Tensor) -> Tensor:
         """The last inputs of a convolution as its operators have them, ``[slots, channels, width - 1]``.

@@ -7,7 +7,7 @@ is that of the kernel's parameter without ``_ptr``, so what another version adds
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Form = Callable[..., Any]
@@ -17,6 +17,11 @@ def names_of(kernel: Any) -> list[str]:
     """The names of a kernel's parameters, in order."""
     given = getattr(kernel, "arg_names", None) or inspect.signature(getattr(kernel, "func", kernel)).parameters
     return [name.removesuffix("_ptr") for name in given]
+
+
+def named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a launch by name."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def launched(form: Form, names: Sequence[str]) -> Form:
@@ -36,7 +41,7 @@ def launched(form: Form, names: Sequence[str]) -> Form:
         raise TypeError(f"{form.__name__}: the kernel of this vLLM has no {', '.join(lacking)}")
 
     def launch(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = named(names, args, kwargs)
         return form(**(given if everything else {name: given[name] for name in wanted if name in given}))
 
     return launch

@@ -113,6 +113,7 @@ def prove(
     return outcomes
 
 
+@refusals_counted()
 def race(
     manager: OpManager,
     candidates: Sequence[OpImpl],
@@ -133,20 +134,6 @@ def race(
         eager: no graph holds the call, so the host's time counts.
         repeats: turns.
     """
-    with refusals_counted():
-        _race(manager, candidates, outcomes, case, clock, eager=eager, repeats=repeats)
-
-
-def _race(
-    manager: OpManager,
-    candidates: Sequence[OpImpl],
-    outcomes: Sequence[Outcome],
-    case: Case,
-    clock: Clock,
-    *,
-    eager: bool,
-    repeats: int,
-) -> None:
     operator = OPERATORS[case.op_name]
     args = operator.bind(case.make(), {})
     weight_forms.declare_all(operator.stay(args))
