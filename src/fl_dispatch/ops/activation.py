@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from .declaration import LayerForm, Mode, Operator, Reference, Sample, Samples, Work, operator, same
 from .inputs import rows, shapes
+from .inputs.source import Source
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 
@@ -32,16 +33,14 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _each_work(x: Tensor) -> Work:
-    return Work(2 * x.numel() * x.element_size(), 3 * x.numel())
+    return Work(2 * x.nbytes, 3 * x.numel())
 
 
 def _each_samples(*settings: tuple[object, ...]) -> Samples:
     """Samples of an activation of every element, for each setting of its other parameters."""
 
     def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-        def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
-
+        normal = Source(dtype, device, generator).normal
         for setting in settings:
             inputs = {
                 "1x4096": normal(1, 4096),
@@ -157,9 +156,7 @@ def _work(x: Tensor) -> Work:
 
 
 def _plain_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
-
+    normal = Source(dtype, device, generator).normal
     for tokens, width in ((1, 4096), (32, 2048), (128, 1024), (7, 1536)):
         yield Sample(f"{tokens}x{width}", (normal(tokens, 2 * width),))
     yield Sample("3-d 2x5x64", (normal(2, 5, 128),))

@@ -258,7 +258,7 @@ def nothing() -> None:
 
 def bytes_of(*tensors: torch.Tensor | None) -> int:
     """Bytes of tensors, once."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def row_terms(*args: Any) -> int:

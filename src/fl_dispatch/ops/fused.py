@@ -23,6 +23,7 @@ from .declaration import (
     Tolerance,
     Work,
     Write,
+    bytes_of,
     operator,
     tokens_workload,
 )
@@ -220,9 +221,8 @@ def _rotation_work(
     tokens, heads = query.shape[0], query.shape[1] + key.shape[1]
     both, kept = query.numel() + key.numel(), key.numel() + value.numel()
     table = tokens * 2 * cos.shape[-1] * cos.element_size()
-    indices = sum(one.numel() * one.element_size() for one in (position_ids, slot_mapping))
-    moved = 2 * both * query.element_size() + value.numel() * value.element_size() + kept * key_cache.element_size()
-    return Work(moved + table + indices, 3 * tokens * heads * 2 * cos.shape[-1])
+    moved = 2 * both * query.element_size() + value.nbytes + kept * key_cache.element_size()
+    return Work(moved + table + bytes_of(position_ids, slot_mapping), 3 * tokens * heads * 2 * cos.shape[-1])
 
 
 def _in_small_caches(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .activation import silu_and_mul
-from .declaration import SEVERAL_ROUNDINGS, Mode, Sample, Tolerance, Work, operator, row_terms
+from .declaration import SEVERAL_ROUNDINGS, Mode, Sample, Tolerance, Work, bytes_of, operator, row_terms
 from .inputs import quantized, shapes
 from .linear import linear
 from .normalization import rms_norm
@@ -39,9 +39,10 @@ def _work(
     gated: bool,
 ) -> Work:
     rows, columns = x.shape[:-1].numel(), weight.shape[0]
-    read = sum(one.numel() * one.element_size() for one in (weight, scale, zero, bias, norm_weight) if one is not None)
     elements = x.numel() * (1 if residual is None else 3) + rows * (columns // 2 if gated else columns)
-    return Work(read + elements * x.element_size(), 2 * rows * columns * x.shape[-1])
+    return Work(
+        bytes_of(weight, scale, zero, bias, norm_weight) + elements * x.element_size(), 2 * rows * columns * x.shape[-1]
+    )
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:

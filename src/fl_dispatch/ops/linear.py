@@ -10,6 +10,7 @@ from torch import Tensor
 from .declaration import LayerForm, Mode, Sample, Work, operator, row_terms
 from .inputs import rows as row_probes
 from .inputs import shapes
+from .inputs.source import Source
 
 
 def products(x: Tensor, weight: Tensor) -> Tensor:
@@ -25,8 +26,7 @@ def _work(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Work:
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+    normal = Source(dtype, device, generator).normal
 
     def weight(columns: int, inner: int) -> Tensor:
         return normal(columns, inner, scale=inner**-0.5)

@@ -30,6 +30,7 @@ from .declaration import (
     row_terms,
     tokens_workload,
 )
+from .inputs.source import Source
 
 PARTS = 3
 FEW = 64
@@ -83,8 +84,7 @@ def _shrink_work(
 
 
 def _shrink_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+    normal = Source(dtype, device, generator).normal
 
     def sample(
         label: str, adapters: Sequence[int], slots: int, rank: int, inner: int, parts: int = 1, *, serving: bool = True
@@ -199,8 +199,7 @@ def _expand_work(
 
 
 def _expand_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+    normal = Source(dtype, device, generator).normal
 
     def sample(
         label: str,

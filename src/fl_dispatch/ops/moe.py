@@ -28,6 +28,7 @@ from .declaration import (
 )
 from .inputs import mixtures, rows, shapes
 from .inputs.mixtures import Mixture
+from .inputs.source import Source
 
 OUTPUT = MappingProxyType({"out": Write(Access.OUTPUT)})
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -78,7 +79,7 @@ def _align_fake(topk_ids: Tensor, block_size: int, num_experts: int) -> tuple[Te
 
 def _align_work(topk_ids: Tensor, block_size: int, num_experts: int) -> Work:
     blocks = aligned_blocks(topk_ids.numel(), block_size, num_experts)
-    return Work(topk_ids.numel() * topk_ids.element_size() + 4 * (blocks * (block_size + 1) + 1), 0)
+    return Work(topk_ids.nbytes + 4 * (blocks * (block_size + 1) + 1), 0)
 
 
 def _align_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
@@ -188,9 +189,7 @@ def _sum_work(x: Tensor) -> Work:
 
 
 def _sum_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-
+    normal = Source(dtype, device, generator).normal
     yield Sample("decode, 32 tokens", (normal(32, 8, 2048), None))
     yield Sample("prefill, 200 tokens, with out", (normal(200, 2, 1024), normal(200, 1024)))
     yield Sample("one token", (normal(1, 6, 4096), None))
@@ -267,8 +266,7 @@ def _work(
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+    normal = Source(dtype, device, generator).normal
 
     def sample(label: str, *sizes: int | str, serving: bool = True, **rest: Any) -> Sample:
         mixture = Mixture(*sizes, **rest)  # type: ignore[arg-type]

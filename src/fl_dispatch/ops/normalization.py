@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .declaration import Access, LayerForm, Mode, Sample, Work, Write, bytes_of, operator, same
 from .inputs import rows, shapes
+from .inputs.source import Source
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 # With a residual the host treats both as consumed, so an implementation may work in place; without one nothing is
@@ -29,21 +30,19 @@ def _fake(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
 
 def _work(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> Work:
     tensors = 2 if residual is None else 4
-    return Work(tensors * x.numel() * x.element_size() + bytes_of(weight), (4 if residual is None else 5) * x.numel())
+    return Work(tensors * x.nbytes + bytes_of(weight), (4 if residual is None else 5) * x.numel())
 
 
 def _gated_work(x: Tensor, weight: Tensor | None) -> Work:
-    return Work(3 * x.numel() * x.element_size() + bytes_of(weight), 9 * x.numel())
+    return Work(3 * x.nbytes + bytes_of(weight), 9 * x.numel())
 
 
 def _layer_norm_work(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Work:
-    return Work(2 * x.numel() * x.element_size() + bytes_of(weight, bias), 7 * x.numel())
+    return Work(2 * x.nbytes + bytes_of(weight, bias), 7 * x.numel())
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
-
+    normal = Source(dtype, device, generator).normal
     for tokens, hidden in ((1, 4096), (32, 4096), (256, 2048), (7, 5120)):
         for residual in (None, normal(tokens, hidden)):
             name = f"{tokens}x{hidden}" + ("" if residual is None else " with residual")
@@ -59,8 +58,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
 
 
 def _gated_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+    normal = Source(dtype, device, generator).normal
 
     def sample(label: str, *shape: int, scale: float = 1.0, serving: bool = True, **options: Any) -> Sample:
         weight = normal(shape[-1])

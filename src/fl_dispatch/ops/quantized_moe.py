@@ -39,8 +39,8 @@ def _work(
     chosen, distinct = read_experts(topk_ids, expert_map)
     (_, rows, _), hidden = w13.shape, hidden_states.shape[1]
     numbers = rows * hidden + hidden * (rows if activation in PLAIN_ACTIVATIONS else rows // 2)
-    expert = sum(part[0].numel() * part.element_size() for part in (w13, w13_scale, w2, w2_scale) if len(part))
-    moved = 2 * hidden_states.numel() * hidden_states.element_size()
+    expert = sum(part[0].nbytes for part in (w13, w13_scale, w2, w2_scale) if len(part))
+    moved = 2 * hidden_states.nbytes
     choices = topk_ids.numel() * (topk_weights.element_size() + topk_ids.element_size())
     return Work(moved + choices + expert * distinct, 2 * numbers * chosen)
 

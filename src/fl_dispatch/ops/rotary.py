@@ -43,8 +43,7 @@ def _work(query: Tensor, key: Tensor | None, cos: Tensor, position_ids: Tensor, 
     rotated = query.shape[0] * heads * 2 * cos.shape[-1]
     moved = rotated if inplace else query.shape[0] * heads * query.shape[2]
     rows = query.shape[0] * 2 * cos.shape[-1] * cos.element_size()
-    positions = position_ids.numel() * position_ids.element_size()
-    return Work(2 * moved * query.element_size() + rows + positions, 3 * rotated)
+    return Work(2 * moved * query.element_size() + rows + position_ids.nbytes, 3 * rotated)
 
 
 class Rotations(Source):

@@ -29,7 +29,7 @@ def _fake(router_logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
 
 
 def _work(router_logits: Tensor, topk: int) -> Work:
-    read = router_logits.numel() * router_logits.element_size()
+    read = router_logits.nbytes
     return Work(read + 8 * router_logits.shape[0] * topk, 4 * router_logits.numel())
 
 
