@@ -156,5 +156,5 @@ def paged_attention(leading: tuple[Any, ...], softcap: float, sinks: Tensor | No
 
 @_flash_attention
 def sglang_paged_attention(leading: tuple[Any, ...], softcap: float, sinks: Tensor | None) -> None:
-    """SGLang's library, whose attention in chunks, mask of blocks, and query of one part alone stay off."""
+    """SGLang's library; attention in chunks, a mask of blocks, and a query of one part alone stay off."""
     torch.ops.sgl_kernel.fwd(*leading, 0, softcap, *_TRAILING, sinks, None, False)
