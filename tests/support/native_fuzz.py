@@ -460,7 +460,12 @@ def main(seconds: float, seed: str, note: str) -> dict[str, Any]:
     deadline = time.monotonic() + seconds
     with open(note, "r+b") as file, torch.inference_mode():
         turn = 0
-        while time.monotonic() < deadline or turn < 12 * len(everything):
+        least, most = (count * len(everything) for count in (12, 60))  # of a slow machine, and where all are declined
+        while (
+            time.monotonic() < deadline
+            or turn < least
+            or (turn < most and not all(entry.done["done"] for entry in everything))
+        ):
             entry = everything[turn % len(everything)]
             turn += 1
             args, kwargs = entry.draw(chance)
