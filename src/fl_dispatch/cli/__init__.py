@@ -11,7 +11,7 @@ import typer
 from ..errors import DispatchError, text_of
 from ..logger_manager import get_logger
 from ..version import __version__
-from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, perplexity, report, tune, verify
+from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, perplexity, prove, report, tune, verify
 from .output import MeasuringCommand, fail
 
 logger = get_logger(__name__)
@@ -45,6 +45,7 @@ app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("verify", cls=MeasuringCommand)(verify.verify)
 app.command("bench", cls=MeasuringCommand)(bench.bench)
+app.command("prove", cls=MeasuringCommand)(prove.prove)
 app.command("tune")(tune.tune)
 app.command("report")(report.report)
 app.command("bisect")(bisect.bisect)

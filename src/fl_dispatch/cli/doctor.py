@@ -20,6 +20,7 @@ import typer
 from ..devices import CPU, detect_device, device_specs, load_failures
 from ..discovery import get_discovered_plugins, slow_imports
 from ..errors import DispatchError
+from ..evidence.prove import signature
 from ..hosting.records.runs import named, recorded
 from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings, register_layers, reset_settings
@@ -79,6 +80,7 @@ def _print_screen(report: dict[str, Any]) -> None:
         ("device", f"{device['device']} ({device['name']}), {device['threads']} threads" if device else "none found"),
         ("verified", device.get("verified", "")),
         ("backends", ", ".join(f"{count} {state}" for state, count in states.items())),
+        *((f"proven {name}", said) for name, said, problem in report["proven"] if not problem),
         ("cannot run here", ", ".join(impl_id for impl_id, _, _ in report["unavailable"])),
         *((f"setting {name}", f"{value} ({origin})") for name, value, origin in chosen[:SHOWN_SETTINGS]),
         ("more settings", str(len(chosen) - SHOWN_SETTINGS) if len(chosen) > SHOWN_SETTINGS else ""),
@@ -93,6 +95,7 @@ def _print_tables(report: dict[str, Any]) -> None:
     print_table("Device", ("fact", "value"), report["device"].items())
     print_table("Host entry points", ("group", "name", "target", "state"), report["entry_points"])
     print_table("Backends", ("name", "where", "state", "detail"), report["backends"])
+    print_table("Proven packages", ("name", "as it was proven", "problem"), report["proven"])
     print_table("Implementations that cannot run here", ("implementation", "operators", "why"), report["unavailable"])
     print_table("Settings", ("setting", "value", "origin"), report["settings"])
     print_table(
@@ -154,6 +157,8 @@ def examine() -> dict[str, Any]:
         f"backend '{name}' ({where}) failed: {detail}" for name, where, state, detail in backends if state == "broken"
     ]
     warnings += [f"import of backend {name} took {seconds:.1f} s" for name, seconds in slow_imports().items()]
+    proven = [[one.name, one.said, one.problem] for one in signature.installed()]
+    problems += [f"proven package '{name}': {problem}" for name, _, problem in proven if problem]
     points = _entry_points(warnings, problems)
     problems = list(dict.fromkeys(problems))
     return {
@@ -161,6 +166,7 @@ def examine() -> dict[str, Any]:
         "device": _device(problems),
         "entry_points": points,
         "backends": backends,
+        "proven": proven,
         "unavailable": unavailable,
         "settings": settings_rows,
         "runs": _runs(warnings),

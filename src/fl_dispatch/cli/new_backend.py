@@ -76,7 +76,7 @@ def write_package(name: str, path: Path | None = None, device: str | None = None
     for part in ("kernels", "device") if device else ("kernels",):
         for place, text in _templates(TEMPLATES / part):
             target = place.replace("module/", f"{name}_fl/").replace("NAME", name)
-            texts[target] = texts.get(target, "") + Template(text).substitute(_values(name, device))
+            texts[target] = texts.get(target, "") + Template(text).substitute(values(name, device))
     for place, text in sorted(texts.items()):
         target_path = folder / place
         target_path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _check_device(name: str, device: str) -> None:
         )
 
 
-def _values(name: str, device: str | None) -> dict[str, str]:
+def values(name: str, device: str | None) -> dict[str, str]:
     """The text for each ``$word`` of the templates."""
     backends: dict[str, str] = torch.distributed.Backend.default_device_backend_map
     return {

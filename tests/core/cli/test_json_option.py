@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "doctor": (),
     "verify": (*SHORT, "--quick"),
     "bench": (*SHORT, "--tokens", "2", "--hidden", "64", "--seconds", "0.001"),
+    "prove": ("CANDIDATES", "--dtype", "float32", "--against", "reference.torch"),
     "report": ("--no-runs", "--out", "page.html"),
     "tune": ("--model", "MODEL", "--op", "silu_and_mul", "--max-batch", "1", "--prefill", "8", "--repeats", "1"),
 }
@@ -53,7 +54,8 @@ def test_standard_output_is_one_document_and_nothing_else(command: str, tmp_path
             }
         )
     )
-    places = {"MODEL": str(model), "page.html": str(tmp_path / "page.html")}
+    (tmp_path / "one.py").write_text("def silu_and_mul(x):\n    return x.clone()\n")
+    places = {"MODEL": str(model), "CANDIDATES": str(tmp_path), "page.html": str(tmp_path / "page.html")}
     arguments = [places.get(one, one) for one in RUNS[command]]
     if command == "tune":
         arguments += ["--out", str(tmp_path / "tuned.yaml"), "--eager"]

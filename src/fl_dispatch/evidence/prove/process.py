@@ -1,0 +1,276 @@
+"""A stranger's process, as a function: arguments go there through shared memory, and results are read as bytes.
+
+Nothing that the process says is believed but where a result lies. Its standard output goes nowhere, its answers are
+lines of JSON with every number checked, and no object of its own is ever made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import NotSupported
+from ..arguments import Arguments
+from .worker import KEPT, PAGE
+
+LONGEST_ANSWER = 1 << 18
+"""Bytes of a line."""
+LOOK_SECONDS = 0.02
+"""Between looks at the memory of a process that has not answered yet."""
+START_SECONDS = 120.0
+"""Seconds to import PyTorch."""
+PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_", "ASCEND_", "TRITON_INTERPRET", "CXX")
+"""Variables of the environment that it gets, by their beginnings: a secret is in none of them."""
+DTYPES = frozenset(str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype))
+
+
+class Ended(BaseException):
+    """The process is gone, or has broken a limit; the text says how."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a process.
+
+    Args:
+        seconds: of one call.
+        megabytes: of its memory, that of its results included.
+        threads: of PyTorch.
+        compilers: whether it may start processes and write files, as an accelerator's compilers do.
+    """
+
+    seconds: float = 20.0
+    megabytes: int = 4096
+    threads: int = 1
+    compilers: bool = False
+
+
+class Process:
+    """A process that calls one function.
+
+    Args:
+        op_name: the operator.
+        text: of a candidate; empty for a trusted function.
+        impl_id: of an implementation that is there.
+        device: of the arguments.
+        limits: what it may use.
+
+    Raises:
+        Ended: it could not start; the text says why.
+    """
+
+    def __init__(self, op_name: str, text: str, impl_id: str, device: torch.device, limits: Limits) -> None:
+        self.limits, self.device = limits, device
+        self._folder = Path(tempfile.mkdtemp(prefix="fl-prove-"))
+        self._size = limits.megabytes << 20
+        memory = os.memfd_create("fl-prove")
+        os.ftruncate(memory, self._size)
+        self._memory = mmap.mmap(memory, self._size)
+        self._alive: OrderedDict[int, tuple[int, torch.UntypedStorage]] = OrderedDict()
+        self._calls, self._said = 0, b""
+        (theirs, self._questions), (self._answers, answers) = os.pipe(), os.pipe()
+        file = self._folder / "candidate.py"
+        file.write_text(text, encoding="utf-8")
+        task: dict[str, Any] = {"op": op_name, "file": str(file) if text else "", "impl": impl_id}
+        task |= {"device": str(device), "questions": theirs, "answers": answers, "memory": memory, "bytes": self._size}
+        variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        variables |= {"HOME": str(self._folder), "TMPDIR": str(self._folder)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", worker_module(), json.dumps({**task, "compilers": limits.compilers})],
+            env={**variables, "OMP_NUM_THREADS": str(limits.threads)},
+            cwd=self._folder,
+            pass_fds=(theirs, answers, memory),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for descriptor in (theirs, answers, memory):
+            os.close(descriptor)
+        try:
+            self._answer("start", START_SECONDS)
+            loaded = self._answer("load", limits.seconds if text else START_SECONDS)
+            if "raised" in loaded:
+                raise Ended(_raised(loaded))
+        except Ended:
+            self.stop()
+            raise
+
+    def __call__(self, *args: Any) -> Any:
+        """A call, as the candidate itself would do it: arguments are written where it writes them."""
+        return self.timed(args)[0]
+
+    def timed(self, args: Arguments) -> tuple[Any, float]:
+        """The result of a call, and the seconds from the moment when it could see the arguments."""
+        storages = {arg.untyped_storage().data_ptr(): arg for arg in args if isinstance(arg, Tensor)}
+        given = {place: (index, arg.untyped_storage()) for index, (place, arg) in enumerate(storages.items())}
+        places, end = [], 0
+        for _, storage in given.values():
+            places.append((end, storage.nbytes()))
+            end += (storage.nbytes() // PAGE + 1) * PAGE
+        if end > self._size:
+            raise Ended(f"the arguments have {end >> 20} MiB, more than it may use")
+        said = [_said(arg, given) for arg in args]
+        self._calls += 1
+        to = secrets.token_hex(8)
+        asked = {"to": to, "storages": [(at, max(1, size)) for at, size in places], "args": said, "end": end}
+        asked["poisoned"] = torch.are_deterministic_algorithms_enabled()
+        question = json.dumps(asked).encode() + b"\n"
+        if self._said or select.select([self._answers], [], [], 0)[0]:
+            raise Ended(self._last_words() or "it answered before it was asked")
+        began = time.perf_counter()
+        for (at, size), (_, storage) in zip(places, given.values(), strict=True):
+            if size:
+                self._bytes(at, size).copy_(_as_bytes(storage))
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._questions, question)
+        answer = self._answer(to, self.limits.seconds)
+        seconds = time.perf_counter() - began
+        for (at, size), (_, storage) in zip(places, given.values(), strict=True):
+            if size:
+                _as_bytes(storage).copy_(self._bytes(at, size))
+        if "raised" in answer:
+            if answer["raised"][0] == NotSupported.__name__:
+                raise NotSupported(str(answer["raised"][1])[:500])
+            raise RuntimeError(_raised(answer))
+        try:
+            results = [self._result(one, [storage for _, storage in given.values()], end) for one in answer["results"]]
+            several = bool(answer["several"])
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise Ended("it answered with a result that no call has") from error
+        return (tuple(results) if several else results[0] if results else None), seconds
+
+    def stop(self) -> None:
+        """End it, and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for descriptor in (self._questions, self._answers):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _bytes(self, at: int, size: int) -> Tensor:
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=at)
+
+    def _answer(self, to: str, seconds: float) -> dict[str, Any]:
+        end = time.monotonic() + seconds
+        while b"\n" not in self._said:
+            if select.select([self._answers], [], [], LOOK_SECONDS)[0]:
+                more = os.read(self._answers, 1 << 16)
+                if not more:
+                    raise Ended(self._last_words() or "its process ended")
+                self._said += more
+            if time.monotonic() > end:
+                raise Ended(f"it took longer than {seconds:g} s")
+            if self._used() > self.limits.megabytes:
+                raise Ended(f"it used more than {self.limits.megabytes} MiB of memory")
+            if len(self._said) > LONGEST_ANSWER:
+                raise Ended("it answered at great length")
+        line, _, self._said = self._said.partition(b"\n")
+        try:
+            answer = json.loads(line)
+            if not isinstance(answer, dict) or answer.get("to") != to:
+                raise ValueError
+        except (ValueError, RecursionError):
+            raise Ended("it wrote an answer of its own beside that of its call") from None
+        return answer
+
+    def _used(self) -> int:
+        """MiB of memory."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text(encoding="ascii").split()[1]
+            return int(pages) * mmap.PAGESIZE >> 20
+        return 0
+
+    def _last_words(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f"its process ended with {'signal' if code < 0 else 'status'} {abs(code)}"
+
+    def _result(self, said: Any, given: list[torch.UntypedStorage], first: int) -> Tensor | None:
+        """A tensor in memory of this process, of the bytes that the other one named."""
+        if said is None:
+            return None
+        shape, stride, offset = _sizes(said["shape"]), _sizes(said["stride"]), _size(said["offset"])
+        if said["dtype"] not in DTYPES or len(shape) != len(stride):
+            raise ValueError
+        empty = torch.empty(0, dtype=getattr(torch, said["dtype"]), device=self.device)
+        if "given" in said:
+            storage = given[_size(said["given"])]
+        else:
+            at, size = _size(said["at"]), _size(said["size"])
+            if at < first or at + size > self._size:
+                raise ValueError
+            storage = self._place(_size(said["address"]), size)
+            if size:
+                _as_bytes(storage).copy_(self._bytes(at, size))
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if 0 not in shape else 0
+        if last * empty.element_size() > storage.nbytes():
+            raise ValueError
+        return empty.set_(storage, offset, shape, stride)
+
+    def _place(self, address: int, size: int) -> torch.UntypedStorage:
+        """Memory for a result: that of an earlier result that is still alive there and has the same address."""
+        kept = self._alive.get(address)
+        if kept is None or kept[1].nbytes() != size or kept[0] <= self._calls - KEPT:
+            kept = (0, torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage())
+        self._alive[address] = (self._calls, kept[1])
+        while len(self._alive) > 8 * KEPT:
+            self._alive.popitem(last=False)
+        return kept[1]
+
+
+def worker_module() -> str:
+    """The module that the process runs."""
+    return f"{__package__}.worker"
+
+
+def _said(arg: Any, given: dict[int, tuple[int, torch.UntypedStorage]]) -> dict[str, Any]:
+    if isinstance(arg, Tensor):
+        index = given[arg.untyped_storage().data_ptr()][0]
+        form = {"dtype": str(arg.dtype).removeprefix("torch."), "shape": list(arg.shape), "stride": list(arg.stride())}
+        return {**form, "storage": index, "offset": arg.storage_offset()}
+    if isinstance(arg, torch.dtype):
+        return {"constant": str(arg).removeprefix("torch.")}
+    return {"value": arg}
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _raised(answer: dict[str, Any]) -> str:
+    kind, text = answer["raised"]
+    return f"{kind!s:.80}: {text!s:.500}"
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError
+    return value
+
+
+def _sizes(values: Any) -> list[int]:
+    if not isinstance(values, list) or len(values) > 16:
+        raise ValueError
+    return [_size(one) for one in values]

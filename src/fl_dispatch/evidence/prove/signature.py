@@ -1,0 +1,74 @@
+"""The evidence inside a package, signed by hash: its files are those that were proven, or ``fl doctor`` says so.
+
+A hash shows that a file was changed. It does not show who proved it: whoever rewrites a package can rewrite its
+evidence, and ``fl verify`` proves it again wherever it is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+GROUP = "fl_dispatch.evidence"
+"""Entry points of packages with evidence; each names a module, and the evidence lies in its folder."""
+FILE = "evidence.json"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a package says of itself.
+
+    Args:
+        name: of its entry point.
+        said: operator, device, date and speed, as it was proven.
+        problem: how its files differ from those that were proven, or empty.
+    """
+
+    name: str
+    said: str
+    problem: str = ""
+
+
+def sign(folder: Path, data: Mapping[str, Any]) -> None:
+    """Write the evidence beside the modules that it is about, with their hashes and its own."""
+    whole = {**data, "files": _files(folder)}
+    text = json.dumps({**whole, "sha256": _hash(whole)}, indent=1)
+    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def check(name: str, folder: Path) -> Evidence:
+    """Compare a package with its evidence."""
+    try:
+        data = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        told = {key: value for key, value in data.items() if key != "sha256"}
+        said = f"{data['operator']}: {data['said']}, {data['machine']['device']}, {data['machine']['date']}"
+        files, own = data["files"], data["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Evidence(name, "", f"its {FILE} cannot be read: {type(error).__name__}: {error}")
+    if own != _hash(told):
+        return Evidence(name, said, f"its {FILE} was changed after it was written")
+    now = _files(folder)
+    changed = sorted(file for file in {*files, *now} if files.get(file) != now.get(file))
+    return Evidence(name, said, f"{', '.join(changed)} changed after the proof; prove it again" if changed else "")
+
+
+def installed() -> Iterator[Evidence]:
+    """The evidence of every installed package, none of which is imported beyond its top."""
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        spec = find_spec(point.value)
+        places = list(spec.submodule_search_locations or ()) if spec else []
+        yield check(point.name, Path(places[0])) if places else Evidence(point.name, "", f"no module {point.value}")
+
+
+def _files(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py"))}
+
+
+def _hash(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,318 @@
+"""The trial of candidates: each is verified, the right ones take turns with what is there, and the fastest wins."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import DispatchError, text_of
+from ...manager import OpManager, get_default_manager
+from ...ops import Access, Operator, Place, Sample
+from ...ops.results import broken_promise, flat
+from ...registry import OpRegistry
+from ...types import BackendImplKind, OpImpl
+from ..arguments import copied
+from ..cases import Case, cases, short_cases
+from ..comparison import compare
+from ..inputs import Inputs, outputs
+from ..intervals import interval
+from ..rates import Yardstick
+from ..timing import Clock
+from ..verify import Verification, verify
+from .candidate import Candidate
+from .process import Ended, Limits, Process
+
+ROUNDS = 15
+"""Calls of each function and case, each with numbers that no process has seen before."""
+CASES = 4
+"""Cases that are timed."""
+DRAWN = 8
+"""Inputs of shapes that a file could not foresee."""
+MOST_DRAWN_BYTES = 1 << 24
+"""Their arguments, at most."""
+MOST_DRAWN_OPERATIONS = 1 << 28
+"""Operations of a call with them, at most."""
+SURELY = 0.99
+"""Confidence of the interval of a speed."""
+
+
+@dataclass
+class Proof:
+    """What was found of one candidate.
+
+    Args:
+        candidate: the file.
+        problem: why it was refused, or ended; empty if it ran to the end.
+        verified: the verdicts, one for each dtype.
+        seconds: case → seconds of a call in each round, the transport's included.
+        faster: times as fast as the fastest that is there, over all cases, with the ends of its interval.
+    """
+
+    candidate: Candidate
+    problem: str = ""
+    verified: list[Verification] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    faster: tuple[float, float, float] | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that is wrong, one sentence each."""
+        return [self.problem] * bool(self.problem) + [
+            f"{one.dtype}: {text}" for one in self.verified for text in one.problems
+        ]
+
+    @property
+    def right(self) -> bool:
+        """Whether it is right wherever it ran, and ran somewhere."""
+        return not self.problems and any(one.samples for one in self.verified)
+
+    @property
+    def verdict(self) -> str:
+        """``right``, ``wrong``, or ``nothing to run``."""
+        return "right" if self.right else "wrong" if self.problems else "nothing to run"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The conditions of a trial.
+
+    Args:
+        operator: of the candidates.
+        device: where they run.
+        dtypes: in which they are verified; times are of the first.
+        limits: of each process.
+        against: ids of implementations to be faster than; all that are there by default.
+        seed: of the inputs, which no file could know.
+    """
+
+    operator: Operator
+    device: torch.device
+    dtypes: Sequence[torch.dtype]
+    limits: Limits
+    against: Sequence[str] = ()
+    seed: int = field(default_factory=lambda: secrets.randbits(32))
+    _made: dict[torch.dtype, Inputs] = field(default_factory=dict)
+
+    def rivals(self) -> list[OpImpl]:
+        """The implementations that are there.
+
+        Raises:
+            DispatchError: one that was named is not.
+        """
+        manager = get_default_manager()
+        manager.ensure_initialized()
+        found = {one.impl_id: one for one in manager.registry.get_implementations(self.operator.name)}
+        for impl_id in self.against:
+            if impl_id not in found or not found[impl_id].availability()[0]:
+                raise DispatchError(f"'{impl_id}' of '{self.operator.name}' cannot run here")
+        return [one for name, one in found.items() if one.availability()[0] and name in (self.against or found)]
+
+    def verify(self, proof: Proof) -> None:
+        """Verify one candidate in a process of its own, in every dtype."""
+        candidate = proof.candidate
+        if candidate.problem:
+            proof.problem = candidate.problem
+            return
+        try:
+            process = Process(self.operator.name, candidate.text, "", self.device, self.limits)
+        except Ended as ended:
+            proof.problem = str(ended)
+            return
+        try:
+            manager, impl = _registered(candidate, process)
+            for dtype in self.dtypes:
+                proof.verified.append(verify(manager, impl, dtype, self.device, inputs=self.inputs(dtype)))
+                if proof.verified[-1].problems:
+                    return  # a wrong one is not worth more time
+        except DispatchError as error:
+            proof.problem = text_of(error)
+        except Ended as ended:
+            proof.problem = str(ended)
+        finally:
+            process.stop()
+
+    def inputs(self, dtype: torch.dtype) -> Inputs:
+        """The inputs in one dtype, which all candidates share."""
+        if dtype not in self._made:
+            manager, name = get_default_manager(), self.operator.name
+            manager.ensure_initialized()
+            self._made[dtype] = Inputs(manager, name, dtype, self.device, samples=self._samples(dtype))
+            self._made[dtype].seed = self.seed
+        return self._made[dtype]
+
+    def _samples(self, dtype: torch.dtype) -> Iterator[Sample]:
+        """The declared inputs, of a seed of this run, then others that no file could be written for."""
+        generator = torch.Generator().manual_seed(self.seed)
+        operator = self.operator
+        assert operator.samples is not None
+        yield from operator.samples(dtype, self.device, generator)
+        if operator.probes is not None:
+            yield from operator.probes(dtype, self.device, generator)
+        torch.manual_seed(self.seed)
+        yield from self._drawn(dtype)
+        served = (one for one in operator.samples(dtype, self.device, generator) if one.serving)
+        for sample in itertools.islice(served, 3):
+            yield Sample(f"{sample.label}, other numbers", sample.args, sample.serving)
+        for sample in itertools.islice(served if _propagates(operator) else (), 2):
+            if _spoil(operator, sample):
+                yield Sample(f"{sample.label}, one NaN", sample.args, serving=False)
+
+    def _drawn(self, dtype: torch.dtype) -> Iterator[Sample]:
+        """Benchmark shapes of sizes that are drawn."""
+        chosen = random.Random(self.seed)
+        tokens = [chosen.randint(2, 40), chosen.randint(41, 700)]
+        hidden = [128 * chosen.randint(1, 12), 128 * chosen.randint(13, 40)]
+        place = Place(dtype, self.device)
+        found = list(cases(self.operator, place, tokens, hidden)) if self.operator.shapes else []
+        chosen.shuffle(found)
+        for case in itertools.islice((case for case in found if _is_small(case)), DRAWN):
+            label = " ".join(filter(None, (case.label, f"{case.tokens}x{case.width}, drawn")))
+            yield Sample(label, case.make(), serving=False)
+
+    def race(self, proofs: Sequence[Proof]) -> dict[str, dict[str, float]]:
+        """Time the right candidates beside what is there, in turns; returns id → case → median seconds of rivals.
+
+        The clock is this process's: from the moment when a process can see new numbers to the moment when its result
+        lies here. What the transport takes is alike for all, so a speed is an understatement, and large cases say more.
+        """
+        right = [proof for proof in proofs if proof.right]
+        if not right or self.operator.work is None:
+            return {}
+        dtype = self.dtypes[0]
+        yardstick = Yardstick(Clock(self.device), dtype)
+        short, _ = short_cases(self.operator, Place(dtype, self.device), yardstick.rates)
+        large = sorted(short, key=lambda case: case.least[0].bytes_moved)[len(short) // 2 :]
+        chosen = large[:: max(1, -(-len(large) // CASES))]
+        with contextlib.ExitStack() as stack:
+            name = self.operator.name
+
+            def started(text: str, impl_id: str) -> Process:
+                process = Process(name, text, impl_id, self.device, self.limits)
+                stack.callback(process.stop)
+                return process
+
+            runners = {one.impl_id: started("", one.impl_id) for one in self.rivals()}
+            own = {f"{proof.candidate.name}.py": proof for proof in right}
+            for file, proof in own.items():
+                try:
+                    runners[file] = started(proof.candidate.text, "")
+                except Ended as ended:
+                    proof.problem = str(ended)
+            times: dict[str, dict[str, list[float]]] = {runner: {} for runner in runners}
+            for case in chosen:
+                self._rounds(case, dtype, runners, times, own)
+        for proof in right:
+            proof.seconds = times.get(f"{proof.candidate.name}.py", {})
+        rivals = {runner: found for runner, found in times.items() if runner not in own and found}
+        _compare([proof for proof in right if proof.right], rivals)
+        return {runner: {case: median(all_) for case, all_ in found.items()} for runner, found in rivals.items()}
+
+    def _rounds(
+        self,
+        case: Case,
+        dtype: torch.dtype,
+        runners: dict[str, Process],
+        times: dict[str, dict[str, list[float]]],
+        own: dict[str, Proof],
+    ) -> None:
+        """Time one case; a candidate's results are compared in one round, which no process can know."""
+        label = " ".join(filter(None, (case.label, f"{case.tokens}x{case.width}")))
+        judged, found = secrets.randbelow(ROUNDS), {runner: list[float]() for runner in runners}
+        torch.seed()
+        for turn in range(-1, ROUNDS):
+            args = self.operator.bind(case.make(), {})
+            order = list(runners)
+            random.shuffle(order)
+            for runner in order:
+                given = copied(args)
+                try:
+                    result, seconds = runners[runner].timed(given)
+                except Ended as ended:
+                    if runner in own:
+                        own[runner].problem = f"{label}, timed: {ended}"
+                    runners.pop(runner)
+                    continue
+                except Exception:  # it declines this case, or fails in it: then it has no time there
+                    found.pop(runner, None)
+                    continue
+                if turn == judged and runner in own and (why := self._wrong(label, dtype, args, given, result)):
+                    own[runner].problem = f"{label}, timed: {why}"
+                if turn >= 0 and runner in found:
+                    found[runner].append(seconds)
+        for runner, all_ in found.items():
+            if runner in runners:
+                times[runner][label] = all_
+
+    def _wrong(self, label: str, dtype: torch.dtype, args: tuple[Any, ...], given: tuple[Any, ...], result: Any) -> str:
+        operator = self.operator
+        manager = get_default_manager()
+        (one,) = Inputs(manager, operator.name, dtype, self.device, samples=[Sample(label, args)])
+        if problem := broken_promise(operator, given, result):
+            return problem
+        compared = compare(label, outputs(operator, given, result), one.expected, one.tolerance)
+        return compared.problem or ("a result is NaN" if compared.missing else "")
+
+
+def _registered(candidate: Candidate, process: Process) -> tuple[OpManager, OpImpl]:
+    """A manager of its own with the reference and the candidate: calls of it go to the process."""
+    registry = OpRegistry()
+    default = get_default_manager()
+    default.ensure_initialized()
+    op_name = candidate.operator.name
+    impls = default.registry.get_implementations(op_name)
+    registry.register_many([one for one in impls if one.kind is BackendImplKind.REFERENCE])
+
+    def call(*args: Any) -> Any:
+        return process(*args)
+
+    call.__signature__ = candidate.signature  # type: ignore[attr-defined]
+    impl = OpImpl(op_name, "default.candidate", BackendImplKind.DEFAULT, call)
+    registry.register_impl(impl)
+    return OpManager(registry, register_builtins=False), impl
+
+
+def _compare(right: Sequence[Proof], rivals: dict[str, dict[str, list[float]]]) -> None:
+    """How much faster each is than the fastest rival of each case, round by round."""
+    for proof in right:
+        shares = []
+        for case, own in proof.seconds.items():
+            there = [all_[case] for all_ in rivals.values() if case in all_]
+            if there:
+                best = min(there, key=median)
+                shares.append([theirs / ours for theirs, ours in zip(best, own, strict=False)])
+        if shares:
+            rounds = [geometric_mean(one) for one in zip(*shares, strict=False)]
+            proof.faster = (median(rounds), *interval(rounds, SURELY))
+
+
+def _is_small(case: Case) -> bool:
+    work, size = case.least
+    return size <= MOST_DRAWN_BYTES and work.operations <= MOST_DRAWN_OPERATIONS
+
+
+def _propagates(operator: Operator) -> bool:
+    """Whether a NaN among an operator's arguments is a NaN in its results: they are numbers, and all are returned."""
+    return operator.fake is not None and not any(write.access is Access.STATE for write in operator.writes.values())
+
+
+def _spoil(operator: Operator, sample: Sample) -> bool:
+    """Make one number of the leading tensor NaN; whether there is one, and the results can hold it."""
+    assert operator.fake is not None
+    args = operator.bind(sample.args, {})
+    first = next((one for one in args if isinstance(one, Tensor)), None)
+    results = [one for one in flat(operator.fake(*args)) if isinstance(one, Tensor)]
+    if first is None or not first.numel() or any(not one.dtype.is_floating_point for one in (first, *results)):
+        return False
+    if any(one.itemsize < 2 for one in (first, *results)):
+        return False
+    first[(0,) * first.dim()] = float("nan")
+    return True

@@ -1,0 +1,157 @@
+"""The process that calls a candidate: it computes results, and judges nothing.
+
+A line of JSON asks for a call: where tensors lie in the shared memory. A line answers where the results lie.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import mmap
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import NotSupported, text_of
+from ...manager import get_default_manager
+from ...ops.results import flat
+from ...run.plan import direct_function, why_declined
+from . import fence
+
+KEPT = 4
+"""Calls with results that stay alive, so that a later call cannot get their memory by right."""
+PAGE = 4096
+
+
+def function_of(task: dict[str, Any]) -> Callable[..., Any]:
+    """The function to call: a file's, or an implementation's, which is asked once about arguments of one form."""
+    op_name = task["op"]
+    if task["file"]:
+        spec = importlib.util.spec_from_file_location("candidate", task["file"])
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        fence.put_up(task["compilers"])
+        spec.loader.exec_module(module)
+        found: Callable[..., Any] = getattr(module, op_name)
+        return found
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    (impl,) = (one for one in manager.registry.get_implementations(op_name) if one.impl_id == task["impl"])
+    direct = direct_function(manager.state, impl)
+    taken: set[tuple[Any, ...]] = set()
+
+    def call(*args: Any) -> Any:
+        form = tuple(one.shape for one in args if isinstance(one, Tensor))
+        if form not in taken:
+            if why := why_declined(manager.state, impl, args):
+                raise NotSupported(why)
+            taken.add(form)
+        return direct(*args)
+
+    return call
+
+
+class Calls:
+    """Calls of one function, with arguments and results in shared memory.
+
+    Args:
+        function: what is called.
+        memory: the shared memory.
+        device: of the arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], memory: mmap.mmap, device: torch.device) -> None:
+        self.function, self.memory, self.device = function, memory, device
+        self.alive: deque[Any] = deque(maxlen=KEPT)
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Make one call."""
+        shared = [torch.frombuffer(self.memory, dtype=torch.uint8, count=n, offset=at) for at, n in asked["storages"]]
+        places = [one.to(self.device).untyped_storage() for one in shared]
+        args = [self._argument(one, places) for one in asked["args"]]
+        torch._C._set_deterministic_algorithms(asked["poisoned"], warn_only=True)  # PyTorch's own imports Inductor
+        result = self.function(*args)
+        torch._C._set_deterministic_algorithms(False)
+        if self.device.type != "cpu":
+            for one, place in zip(shared, places, strict=True):
+                one.copy_(torch.empty(0, dtype=torch.uint8, device=self.device).set_(place))
+        self.alive.append(result)
+        if not all(one is None or type(one) is Tensor for one in flat(result)):
+            return {"raised": ["TypeError", f"it returns a {type(result).__name__}, not tensors"]}
+        return {"results": self._results(result, places, asked["end"]), "several": isinstance(result, tuple | list)}
+
+    def _argument(self, said: Any, places: list[torch.UntypedStorage]) -> Any:
+        if "value" in said:
+            return said["value"]
+        if "dtype" not in said:
+            return getattr(torch, said["constant"])
+        empty = torch.empty(0, dtype=getattr(torch, said["dtype"]), device=self.device)
+        return empty.set_(places[said["storage"]], said["offset"], said["shape"], said["stride"])
+
+    def _results(self, result: Any, places: list[torch.UntypedStorage], end: int) -> list[Any]:
+        given = {place.data_ptr(): index for index, place in enumerate(places)}
+        written: dict[int, int] = {}
+        said: list[Any] = []
+        for one in flat(result):
+            if one is None:
+                said.append(None)
+                continue
+            tensor = one.detach()
+            place = tensor.untyped_storage()
+            address, size = place.data_ptr(), place.nbytes()
+            if address not in given and address not in written:
+                written[address], end = end, end + -(-size // PAGE) * PAGE
+                if size:
+                    target = torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=written[address])
+                    target.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(place))
+            form = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            form |= {"stride": list(tensor.stride()), "offset": tensor.storage_offset()}
+            where = {"given": given[address]} if address in given else {"at": written[address], "size": size}
+            said.append({**form, **where, "address": address})
+        return said
+
+
+def main() -> None:
+    """Answer until the questions end."""
+    task = json.loads(sys.argv[1])
+    sys.dont_write_bytecode = True
+    torch.set_grad_enabled(False)
+    with open(task["questions"], "rb", 0) as pipe, open(task["answers"], "wb", 0) as answers:
+        questions = pipe
+        memory = mmap.mmap(task["memory"], task["bytes"])
+
+        def say(answer: dict[str, Any], to: str) -> None:
+            answers.write(json.dumps({**answer, "to": to}).encode() + b"\n")
+
+        say({}, "start")
+        try:
+            calls = Calls(function_of(task), memory, torch.device(task["device"]))
+        except Exception as error:  # a stranger's code: whatever it raises is the finding
+            say({"raised": [type(error).__name__, f"as it was imported: {text_of(error)}"]}, "load")
+            return
+        say({}, "load")
+        lines = b""
+        while True:
+            while b"\n" not in lines:
+                more = questions.read(1 << 16)
+                if not more:
+                    return
+                lines += more
+            line, _, lines = lines.partition(b"\n")
+            asked = json.loads(line)
+            try:
+                answer = calls.answer(asked)
+            except NotImplementedError as error:
+                answer = {"raised": [NotSupported.__name__, str(error)]}
+            except Exception as error:  # a stranger's code
+                answer = {"raised": [type(error).__name__, text_of(error)]}
+            say(answer, asked["to"])
+
+
+if __name__ == "__main__":
+    main()

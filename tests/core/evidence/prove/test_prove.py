@@ -1,0 +1,171 @@
+"""``fl prove`` lets no wrong candidate through, refuses no right one, and is not fooled by what their process says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from candidates import REFUSED, RIGHT, UNSCREENED, WRONG
+
+from command import fl
+from fl_dispatch.cli.prove import _pack
+from fl_dispatch.evidence.prove import fence, signature
+from fl_dispatch.evidence.prove.candidate import read
+from fl_dispatch.evidence.prove.process import Limits
+from fl_dispatch.evidence.prove.trial import Proof, Trial
+from fl_dispatch.ops import OPERATORS
+
+CPU = torch.device("cpu")
+Prove = Callable[..., Proof]
+
+pytestmark = pytest.mark.skipif(bool(fence.why_none()), reason=fence.why_none() or "there is a fence")
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    """One for all, so that inputs are made once; a call has three seconds, a process a gigabyte."""
+    return Trial(OPERATORS["silu_and_mul"], CPU, [torch.float32], Limits(seconds=3.0, megabytes=1536))
+
+
+@pytest.fixture
+def prove(trial: Trial, tmp_path: Path) -> Prove:
+    def proven(text: str, screened: bool = True) -> Proof:
+        (tmp_path / "one.py").write_text(text)
+        (candidate,) = read(tmp_path, "silu_and_mul")
+        proof = Proof(candidate if screened else replace(candidate, problem=""))
+        trial.verify(proof)
+        return proof
+
+    return proven
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_candidate_is_accepted(name: str, prove: Prove) -> None:
+    proof = prove(RIGHT[name])
+    assert (proof.verdict, proof.problems) == ("right", [])
+    assert proof.verified[0].samples > 20
+    assert proof.verified[0].calls > 0, "it was called again, beside other work"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_reaches_beyond_tensors_is_refused_before_it_runs(name: str, prove: Prove) -> None:
+    text, words = REFUSED[name]
+    proof = prove(text)
+    assert not proof.right
+    assert words in proof.problem
+    assert proof.verified == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_candidate_is_found(name: str, prove: Prove) -> None:
+    text, words = WRONG[name]
+    proof = prove(text)
+    assert proof.verdict == "wrong"
+    assert words in "\n".join(proof.problems)
+
+
+@pytest.mark.parametrize("name", UNSCREENED)
+def test_the_fence_holds_what_the_reading_of_the_text_would_miss(name: str, prove: Prove) -> None:
+    text, words = UNSCREENED[name]
+    proof = prove(text, screened=False)
+    assert proof.verdict == "wrong"
+    assert words in "\n".join(proof.problems)
+
+
+def test_one_that_declines_everything_is_not_right(prove: Prove) -> None:
+    proof = prove("def silu_and_mul(x):\n    raise NotImplementedError('not today')\n")
+    assert (proof.verdict, proof.right) == ("nothing to run", False)
+
+
+def test_a_secret_of_the_environment_does_not_reach_it(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "1")
+    text = "import os\n" + RIGHT["plain"] + "assert 'SECRET_TOKEN' not in os.environ\nassert 'PATH' in os.environ\n"
+    assert prove(text, screened=False).right
+
+
+def test_the_inputs_of_two_runs_have_other_numbers_and_sizes(trial: Trial) -> None:
+    other = replace(trial, seed=trial.seed + 1, _made={})
+    drawn = [[one.label for one in each.inputs(torch.float32) if "drawn" in one.label] for each in (trial, other)]
+    assert all(drawn)
+    assert drawn[0] != drawn[1]
+
+
+SLOW = "for _ in range(20):\n    torch.sin(x.double())"
+
+
+def test_the_fastest_of_the_right_ones_is_first_and_wrong_ones_have_no_time(tmp_path: Path) -> None:
+    from candidates import after
+
+    for name, text in {
+        "fast": RIGHT["plain"],
+        "slow": after(SLOW),
+        "wrong": WRONG["hides NaN"][0],
+        "swift": after(SLOW),
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    out = tmp_path / "proven.json"
+    chosen = ("--dtype", "float32", "--against", "reference.torch", "--out", str(out))
+    done = fl("prove", str(tmp_path), *chosen)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(out.read_text())
+    first, *_, last = data["candidates"]
+    assert (first["candidate"], last["candidate"], last["verdict"]) == ("fast", "wrong", "wrong")
+    assert last["times_as_fast"] is None
+    shares = {one["candidate"]: one["times_as_fast"] for one in data["candidates"][:3]}
+    assert shares["fast"][0] > 1.5 * shares["slow"][0]
+    assert shares["fast"][1] <= 1.05, "the same arithmetic as the reference's is not surely faster"
+    assert set(data["there_us"]) == {"reference.torch"}
+    assert data["commit"]
+    assert data["command"]
+
+
+def test_a_folder_without_a_right_one_is_exit_status_1_and_no_package(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(WRONG["another dtype"][0])
+    done = fl("prove", str(tmp_path), "--dtype", "float32", "--package", "acme", "--path", str(tmp_path / "acme"))
+    assert done.returncode == 1
+    assert "none is right" in done.stdout
+    assert not (tmp_path / "acme").exists()
+
+
+def test_the_package_holds_the_text_that_was_proven_and_a_change_ends_the_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one.py").write_text(RIGHT["plain"])
+    (candidate,) = read(tmp_path)
+    machine = {"device": "a chip", "date": "2026-11-29", "versions": {}}
+    evidence = {"operator": "silu_and_mul", "said": "twice as fast", "machine": machine}
+    _pack("acme", tmp_path / "acme", Proof(candidate), "cpu", evidence)
+    module = tmp_path / "acme/acme_fl"
+    assert (module / "kernels.py").read_text() == RIGHT["plain"]
+    backend = (module / "backend.py").read_text()
+    assert backend.count("staticmethod(kernels.") == 1
+    assert "silu_and_mul = staticmethod(kernels.silu_and_mul)" in backend
+    assert 'device_types=("cpu",)' in backend
+    assert signature.check("acme", module).problem == ""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "acme"))
+    _install(tmp_path / "acme")
+    done = fl("doctor", cold=True)
+    assert "proven acme" in done.stdout
+    (module / "kernels.py").write_text(RIGHT["plain"] + "\n")
+    done = fl("doctor", cold=True)
+    assert "kernels.py changed after the proof" in done.stderr
+    data = json.loads((module / "evidence.json").read_text())
+    (module / "evidence.json").write_text(json.dumps({**data, "said": "ten times as fast"}))
+    assert "was changed after it was written" in signature.check("acme", module).problem
+    (module / "evidence.json").unlink()
+    assert "cannot be read" in signature.check("acme", module).problem
+
+
+def _install(folder: Path) -> None:
+    """The metadata that an installer leaves beside a package."""
+    metadata = folder / "acme_fl-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-fl\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm_fl.plugin]\nacme = acme_fl.backend:register_builtins\n"
+        "[fl_dispatch.api]\nacme = fl_dispatch.api:V1\n[fl_dispatch.evidence]\nacme = acme_fl\n"
+    )
