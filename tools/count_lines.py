@@ -53,7 +53,7 @@ PARTS = {
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_600, tokens=32_200),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=8_640, tokens=81_300),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_550, tokens=23_000),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=3_740, tokens=34_850),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_050, tokens=38_000),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

@@ -32,6 +32,7 @@ UNFILLED = (
     SHAPE,
     Allowed(r".*\.position_ids", "positions are counted"),
     Allowed(rf".*{re.escape(rules.COLUMNS)}", "GPTQ's columns are in their order where a file says nothing"),
+    Allowed(r"model\.layers\.\d+\.[qk]_norm\.weight", "SGLang's class of Falcon-H1 has norms that it never calls"),
     Allowed(r".*\.[kv]_scale", "scales of a KV cache are 1 where a checkpoint has none, and SGLang says so"),
 )
 """Parameters and buffers of SGLang's models that a checkpoint need not have."""

@@ -29,6 +29,9 @@ DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+DELTA = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
+ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
+OVERRIDES = "sglang.srt.arg_groups.overrides"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
@@ -104,6 +107,7 @@ def _hooks() -> tuple[Hook, ...]:
 
 def _hooks_of_tested_hosts() -> Iterator[Hook]:
     """Hooks of features that are served on tested versions only: another one may have renamed what they hook."""
+    from .compat import state_forms
     from .graphs import prompts
     from .layers import rotations
     from .quantization import check_experts, latent, updates
@@ -117,6 +121,12 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
     yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")
     yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")
+    yield _hook(f"{OVERRIDES}.supports_mamba_cache_extra_buffer", state_forms.remembers_within, "around")
+    yield _hook(f"{DELTA}.fused_qkvzba_split_reshape_cat", state_forms.split_groups, "around")
+    yield _hook(f"{DELTA}.fused_qkvzba_split_reshape_cat_contiguous", state_forms.split_parts, "around")
+    yield _hook(f"{ELEMENTWISE}.fused_sigmoid_mul", state_forms.gate_attention, "around")
+    yield _hook(f"{ELEMENTWISE}.fused_gate_sigmoid_mul", state_forms.gate_shared, "around")
+    yield _hook(f"{ELEMENTWISE}.fused_gate_sigmoid_mul_add", state_forms.add_gated_shared, "around")
     for way in updates.ANSWERS:
         yield _hook(f"{UPDATER}.{way}", updates.refusing(way), "around")
     for target, call in speculative.HOOKED:

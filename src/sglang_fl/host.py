@@ -9,7 +9,7 @@ from fl_dispatch.hosting.facts import yaml_file
 from fl_dispatch.hosting.facts.fact import HostFact
 from fl_dispatch.hosting.facts.host import Host, HostLayers
 
-from .bridge import BRIDGES, NATIVE, PENDING
+from .bridge import NATIVE, PENDING, ROWS
 from .bridge.linear import MODULE, NAMES
 
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
@@ -19,10 +19,10 @@ HOST = Host(
     name="SGLang",
     package="sglang",
     plugin="sglang_fl",
-    facts=lambda: yaml_file.facts("sglang_fl", "sglang", (fact for row in BRIDGES for fact in row.facts)),
+    facts=lambda: yaml_file.facts("sglang_fl", "sglang", (fact for row in ROWS for fact in row.facts)),
     layers=HostLayers(
         roots=(FUSED_OP,),
-        replaced=frozenset({*(f"{row.module}:{row.name}" for row in BRIDGES), *(f"{MODULE}:{name}" for name in NAMES)}),
+        replaced=frozenset({*(f"{row.module}:{row.name}" for row in ROWS), *(f"{MODULE}:{name}" for name in NAMES)}),
         left=NATIVE,
         inherited=True,
         pending=PENDING,

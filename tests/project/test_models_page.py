@@ -9,6 +9,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import states
 from architectures import ARCHITECTURES
 from fl_dispatch.cli.checkpoints import FAMILIES as BUILT
 
@@ -16,6 +17,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/evidence/models.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
 NAMES = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[make().model_type] for family, make in BUILT.items()}
+
+
+def of_transformers(configuration: str) -> str:
+    """The architecture of a class of Transformers' configurations."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[getattr(transformers, configuration).model_type]
 
 
 def families(test: str, name: str) -> set[str]:
@@ -33,9 +39,7 @@ def test_the_page_names_an_architecture_once() -> None:
 
 
 def test_vllms_tested_architectures_are_those_that_its_tests_serve() -> None:
-    served = {
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[getattr(transformers, kind).model_type] for kind, _ in ARCHITECTURES.values()
-    }
+    served = {of_transformers(kind) for kind, _ in ARCHITECTURES.values()}
     assert {name for name, vllm, _ in ROWS if vllm == "tested"} == served | families(
         "vllm/models/test_families.py", "FAMILIES"
     )
@@ -43,6 +47,7 @@ def test_vllms_tested_architectures_are_those_that_its_tests_serve() -> None:
 
 def test_sglangs_tested_architectures_are_those_that_its_test_serves() -> None:
     served = families("sglang/models/test_sglang_tokens.py", "OPERATORS")
+    served |= {of_transformers(ARCHITECTURES[name][0]) for name in states.OPERATORS}
     assert {name for name, _, sglang in ROWS if sglang == "tested"} == served
 
 

@@ -19,19 +19,25 @@ from .base import Bridge, Unbridged, fallen_through
 from .fused_moe import FusedMoEBridge
 from .layer_norm import LayerNormBridge
 from .rms_norm import (
+    FusedGatedRMSNormBridge,
+    GatedRMSNormBridge,
     Gemma3RMSNormBridge,
     Gemma4RMSNormBridge,
     GemmaRMSNormBridge,
     RMSNormBridge,
+    StateSpaceNormBridge,
     UnscaledRMSNormBridge,
 )
 from .rotary_embedding import BailingRotaryBridge, ErnieRotaryBridge, LongRopeBridge, MRotaryBridge, RotaryBridge
+from .states import ChannelsBridge, DeltaNetBridge, ShortConvBridge, StateSpaceBridge
 from .topk import TopKBridge
 
-__all__ = ["BRIDGES", "NATIVE", "PENDING", "Bridge", "Row", "Unbridged", "fallen_through", "find"]
+__all__ = ["BRIDGES", "NATIVE", "PENDING", "ROWS", "STATES", "Bridge", "Row", "Unbridged", "fallen_through", "find"]
 
 _LAYERS = "sglang.srt.layers"
 _ROPE = f"{_LAYERS}.rotary_embedding"
+_LINEAR = "sglang.kernels.ops.attention.fla"
+_MAMBA = f"{_LAYERS}.attention.mamba"
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,22 @@ BRIDGES = (
     Row(f"{_ROPE}.mrope", "MRotaryEmbedding", MRotaryBridge),
     Row(f"{_ROPE}.mrope", "Ernie4_5_VLRotaryEmbedding", ErnieRotaryBridge, own_forward=True),
     Row(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", BailingRotaryBridge, own_forward=True),
+    Row(f"{_MAMBA}.mixer2_rms_norm_gated", "Mixer2RMSNormGated", StateSpaceNormBridge),
     Row(f"{_LAYERS}.moe.topk", "TopK", TopKBridge),
     Row(f"{_LAYERS}.quantization.unquant", "UnquantizedFusedMoEMethod", FusedMoEBridge),
 )
+
+STATES = (
+    Row(f"{_LAYERS}.radix_linear_attention", "RadixLinearAttention", DeltaNetBridge, own_forward=True),
+    Row(f"{_LINEAR}.layernorm_gated", "RMSNorm", GatedRMSNormBridge, own_forward=True),
+    Row(f"{_LINEAR}.fused_norm_gate", "FusedRMSNormGated", FusedGatedRMSNormBridge, own_forward=True),
+    Row(f"{_MAMBA}.mamba", "MambaMixer2", StateSpaceBridge, own_forward=True),
+    Row(f"{_MAMBA}.mamba1", "MambaMixer1", ChannelsBridge, own_forward=True),
+    Row("sglang.srt.models.lfm2", "Lfm2ShortConv", ShortConvBridge, own_forward=True),
+    Row("sglang.srt.models.lfm2_moe", "Lfm2MoeShortConv", ShortConvBridge, own_forward=True),
+)
+"""Layers with a state and the norms behind them, which SGLang has as kernels for its own devices alone."""
+ROWS = (*BRIDGES, *STATES)
 
 _BEHIND_A_FUNCTION = "a kernel behind a function, not a layer; layers that call it in their own forward are ours"
 _FUSED = "several layers in one kernel; there is no operator for it"
@@ -90,7 +109,6 @@ NATIVE = {
     "DualChunkRotaryEmbedding": "rotates a query five times",
     "Conv2dLayer": "a convolution; there is no operator for it",
     "Conv3dLayer": "a convolution; there is no operator for it",
-    "Mixer2RMSNormGated": "a part of state-space layers, and models with them are refused",
     "Compressor": "compressed sparse attention; there is no operator for it",
     "Indexer": "sparse attention; there is no operator for it",
     "IndexerKPool": "sparse attention; there is no operator for it",
@@ -125,7 +143,7 @@ PENDING = {
 }
 """Classes that could run our operators and do not yet, and the missing part."""
 
-_TABLE = {(row.module, row.name): row for row in BRIDGES}
+_TABLE = {(row.module, row.name): row for row in ROWS}
 
 
 def find(layer_class: type) -> Row | None:

@@ -119,6 +119,60 @@ class Gemma4RMSNormBridge(Bridge):
         return self.fl_call(x, None, layer.weight if layer.with_scale else None, layer.eps)
 
 
+class GatedRMSNormBridge(Bridge):
+    """``RMSNorm`` of linear attention: ``forward(x, z=None)``, where ``z`` is the gate."""
+
+    fl_operator = "rms_norm_gated"
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        layer: Any = self.layer
+        if z is None:
+            return self.fall_through("without a gate", x)
+        how = gate_activation(layer), layer.group_size or 0, layer.norm_before_gate
+        return self.fl_call(x, z, layer.weight, layer.eps, *how)
+
+
+class FusedGatedRMSNormBridge(Bridge):
+    """``FusedRMSNormGated``: ``forward(x, g, residual=None, prenorm=False, residual_in_fp32=False)``."""
+
+    fl_operator = "rms_norm_gated"
+
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor:
+        layer: Any = self.layer
+        if residual is not None or prenorm:
+            return self.fall_through("a residual", x, g, residual, prenorm, residual_in_fp32)
+        return self.fl_call(x, g, layer.weight, layer.eps, gate_activation(layer))
+
+
+def gate_activation(layer: Any) -> str:
+    """The operator's name of the activation of a layer's gate."""
+    return "silu" if layer.activation == "swish" else str(layer.activation)
+
+
+class StateSpaceNormBridge(Bridge):
+    """``Mixer2RMSNormGated``: ``forward(x, gate)``; the gate comes first."""
+
+    fl_operator = "rms_norm_gated"
+
+    def __init__(self, layer: Any, *args: Any) -> None:
+        if not layer.use_rms_norm:
+            raise Unbridged("a gate without a norm")
+        if layer.n_groups % layer.tp_size:
+            raise Unbridged("a mean over several ranks")
+        super().__init__(layer, *args)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        layer: Any = self.layer
+        return self.fl_call(x, gate, layer.weight, layer.variance_epsilon, "silu", layer.group_size, False)
+
+
 def rms_norm_bridge(
     layer: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
 from ..attention import attention_layers
-from ..bridge import BRIDGES, Bridge, Unbridged, find, linear
+from ..bridge import ROWS, Bridge, Unbridged, find, linear
 from ..bridge.mixture import MIXTURE
 from ..compat import backend_choice
 from ..quantization import latent
@@ -189,5 +189,5 @@ def prepare(model: nn.Module) -> Survey:
 
 def warn_of_unknown_names(settings: Settings) -> None:
     """Log each name in the lists of out-of-tree layers that is neither a layer nor an operator of this package."""
-    known = {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())}
+    known = {name for row in ROWS for name in (row.name, *row.bridge.fl_operators())}
     warn_of_unknown_layers(settings, {*known, *linear.NAMES, linear.Product.fl_operator})

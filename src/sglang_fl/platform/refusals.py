@@ -96,14 +96,12 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
     Raises:
         ValueError: for the first feature of the model that cannot be served.
     """
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
     model = runner.model_config
     predicts = runner.is_draft_worker and any(name.endswith("NextN") for name in model.hf_config.architectures)
     asked = [
         *_quantized(runner, device),
         (predicts and device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
-        (mambaish_config(model) is not None, "state-space and linear-attention layers"),
+        *_states(runner, device),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
             "values of another size than keys",
@@ -126,6 +124,40 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
             backend,
             ATTENTION,
         )
+
+
+STATES = (
+    "FalconH1Config",
+    "FalconMambaConfig",
+    "GraniteMoeHybridConfig",
+    "Lfm2Config",
+    "Lfm2MoeConfig",
+    "Mamba2Config",
+    "MambaConfig",
+    "NemotronHConfig",
+    "Qwen3NextConfig",
+    "Qwen3_5Config",
+    "Qwen3_5MoeConfig",
+)
+"""Configurations of the models with states that are served, by name; derived ones have their base's."""
+
+
+def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    found, args = mambaish_config(runner.model_config), runner.server_args
+    if found is None:
+        return []
+    served = {base.__name__ for base in type(found).__mro__} & set(STATES)
+    what = "layers with a state for each request"
+    return [
+        (not served, f"{what} of {type(found).__name__}"),
+        (HOST.name in device.host_kernels, what),
+        (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
+        (runner.model_config.quantization is not None, f"quantized {what}"),
+        (args.speculative_algorithm is not None, f"drafts beside {what}"),
+        (args.enable_dp_attention, f"data-parallel attention beside {what}"),
+    ]
 
 
 def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:

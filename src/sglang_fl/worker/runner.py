@@ -16,7 +16,7 @@ from fl_dispatch.settings import get_settings
 
 from .. import checkpoint, report
 from ..attention import attention_layers, pools
-from ..compat import hooks
+from ..compat import hooks, state_forms
 from ..compat.runtime import hosts_own_attention, largest_step
 from ..graphs import product_warm_up
 from ..layers import classes, first_pass, rotations
@@ -37,6 +37,8 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     hooks.refuse_unhooked()
     refusals.check_model(runner, detect_device())
     settings, manager = get_settings(), get_default_manager()
+    state_forms.name_kernels()
+    state_forms.keep_model_type(runner.model_config.dtype)
     pools.choose(runner.page_size, hosts_own_attention())
     manager.ensure_initialized()
     checkpoint.untie(runner)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_dispatch.devices import CPU
+from fl_dispatch.hosting.layers.states import delta_states
 
 from .drafted import Drafted
 from .forwards import DispatchedLayer, activation_of
@@ -115,16 +115,8 @@ class DeltaNetLayer(StateLayer):
         return activation_of(self.activation)
 
     def _fl_states(self) -> tuple[Tensor, Tensor]:
-        """Both states as the operators have them.
-
-        vLLM shapes a delta rule's ``[value_dim, key_dim]`` and only moves its bytes, so memory may hold them as the
-        kernels want it: ``[key_dim, value_dim]`` on a CPU, and as vLLM shapes it elsewhere.
-        """
-        states, inputs = self.kv_cache[1], self.fl_inputs(self._fl_taps()[0])
-        if states.device.type != CPU.torch_type:
-            return inputs, states.transpose(2, 3)
-        slots, heads, value_dim, key_dim = states.shape
-        return inputs, states.view(slots, heads, key_dim, value_dim)
+        """Both states as the operators have them."""
+        return self.fl_inputs(self._fl_taps()[0]), delta_states(self.kv_cache[1])
 
     def _fl_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of each head."""

@@ -69,17 +69,41 @@ def test_data_parallel_attention_is_refused_on_an_accelerator(scheduler: None) -
         refusals.refuse_unsupported(asked_of_sglang({"enable_dp_attention": True}), CUDA)
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=lambda device: device.name)
-def test_layers_with_a_state_are_refused_before_weights_load(device: DeviceSpec, scheduler: None) -> None:
-    from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+STATES = "layers with a state for each request"
 
-    text = Qwen3NextConfig(num_hidden_layers=4)
-    text.architectures = ["Qwen3NextForCausalLM"]
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "config", "said"),
+    [
+        (CUDA, {}, "Qwen3NextConfig", f"{STATES} on cuda"),
+        (CPU, {"speculative_algorithm": "NGRAM"}, "Qwen3NextConfig", f"drafts beside {STATES} on cpu"),
+        (CPU, {"enable_dp_attention": True}, "Qwen3NextConfig", f"data-parallel attention beside {STATES} on cpu"),
+        (CPU, {"quantization": "fp8"}, "Qwen3NextConfig", f"quantized {STATES} on cpu"),
+        (CPU, {}, "JetNemotronConfig", f"{STATES} of JetNemotronConfig on cpu"),
+    ],
+)
+def test_layers_with_a_state_are_refused_before_weights_load(
+    device: DeviceSpec, arguments: dict[str, Any], config: str, said: str, scheduler: None
+) -> None:
+    from sglang.srt import configs
+
+    text = getattr(configs, config)()
     model = SimpleNamespace(
-        quantization=None, hf_config=text, hf_text_config=text, model_path="m", head_dim=8, v_head_dim=8
+        quantization=arguments.get("quantization"),
+        hf_config=text,
+        hf_text_config=text,
+        model_path="m",
+        head_dim=8,
+        v_head_dim=8,
     )
-    runner: Any = SimpleNamespace(model_config=model, is_draft_worker=False, use_mla_backend=False)
-    with pytest.raises(ValueError, match="does not support state-space and linear-attention layers on"):
+    runner: Any = SimpleNamespace(
+        model_config=model,
+        is_draft_worker=False,
+        use_mla_backend=False,
+        server_args=SimpleNamespace(**{"speculative_algorithm": None, "enable_dp_attention": False, **arguments}),
+    )
+    text.architectures = ["A"]
+    with pytest.raises(ValueError, match=f"^sglang_fl does not support {said} yet"):
         refusals.check_model(runner, device)
 
 

@@ -5,9 +5,8 @@ import torch
 from fl_dispatch import BackendImplKind, OpImpl
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS
-from vllm_fl.layers import delta_net, mamba2
 
-NAMES = sorted({*delta_net.OPERATORS, *mamba2.OPERATORS})
+NAMES = sorted(name for name, operator in OPERATORS.items() if "states" in operator.parameters)
 
 
 def forgetful(name):

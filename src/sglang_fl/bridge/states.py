@@ -1,0 +1,196 @@
+"""SGLang's layers that keep a state for each request, over the operators of prompts and those of single tokens.
+
+SGLang keeps the states in a pool of its own, a slot for each request and each remembered prefix, and describes a step
+to all such layers at once. Its description and its copies of states stay; what computes with a state is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn import functional
+
+from fl_dispatch import bind_op
+from fl_dispatch.hosting.layers.states import delta_states
+
+from .base import Bridge
+
+NO_ACTIVATION = "none"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as these layers read it: new tokens of each request, of which a decoding one has a single token.
+
+    Args:
+        convolved: the last inputs of a layer's convolution, ``[slots, channels, width - 1]``.
+        states: its other states, ``[slots, ...]``; of no use to a convolution alone.
+        slots: that of each request, int32.
+        starts: the first row of each request and the end, int32; ``None`` where each has one row and a state.
+        has_state: whether a request's slot holds a state already; ``None`` with ``starts``.
+    """
+
+    convolved: Tensor
+    states: Tensor
+    slots: Tensor
+    starts: Tensor | None
+    has_state: Tensor | None
+
+    @classmethod
+    def of(cls, number: int, batch: Any) -> Step:
+        """The step of the layer with this number, from SGLang's attention backend."""
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        backend = get_attn_backend().linear_attn_backend
+        cache = backend.req_to_token_pool.mamba2_layer_cache(number)
+        has_state = None if batch.forward_mode.is_decode() else batch.extend_prefix_lens > 0
+        return cls.described(cache, backend.forward_metadata, has_state)
+
+    @classmethod
+    def described(cls, cache: Any, metadata: Any, has_state: Tensor | None) -> Step:
+        """The step that SGLang's description is of, with the layer's states."""
+        starts = None if has_state is None else metadata.query_start_loc
+        return cls(cache.conv[0], cache.temporal, metadata.mamba_cache_indices.int(), starts, has_state)
+
+
+class StateBridge(Bridge):
+    """A layer with operators of prompts, and as many of single tokens that have the same arguments but for a step's."""
+
+    fl_parts: ClassVar[tuple[str, ...]]
+    """The attributes that hold the bound operators, in the order of ``fl_choices``."""
+
+    def fl_bind(self, scope: str | None) -> None:
+        for part, operator in zip(self.fl_parts, self.fl_choices, strict=True):
+            setattr(self, part, bind_op(operator, scope))
+
+    def convolve(self, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """Convolve the tokens ``[tokens, channels]`` of a step."""
+        if step.starts is None:
+            return self.fl_convolve_token(x, weight, bias, step.convolved, step.slots, activation)
+        return self.fl_convolve(x, weight, bias, step.convolved, step.slots, step.starts, step.has_state, activation)
+
+    fl_convolve: Any
+    fl_convolve_token: Any
+
+
+class DeltaNetBridge(StateBridge):
+    """``RadixLinearAttention``: ``forward(forward_batch, mixed_qkv, a, b)``, a gated delta net between projections."""
+
+    fl_operator = "gated_delta_rule"
+    fl_choices = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule", "gated_delta_rule_update")
+    fl_parts = ("fl_convolve", "fl_convolve_token", "fl_correct", "fl_correct_token")
+    fl_correct: Any
+    fl_correct_token: Any
+
+    def forward(self, forward_batch: Any, mixed_qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        layer = self.layer
+        step = Step.of(layer.layer_id, forward_batch)
+        x = self.convolve(step, mixed_qkv, layer.conv_weights, layer.bias, layer.activation)
+        query, key, value = x.split((layer.q_dim, layer.k_dim, layer.v_dim), dim=1)
+        heads = (part.unflatten(1, (-1, size)) for part, size in ((query, layer.head_k_dim), (key, layer.head_k_dim)))
+        operands = *heads, value.unflatten(1, (-1, layer.head_v_dim)), a, b, layer.A_log, layer.dt_bias
+        states, scale = delta_states(step.states), layer.head_k_dim**-0.5
+        if step.starts is None:
+            return self.fl_correct_token(*operands, states, step.slots, scale)[None]
+        return self.fl_correct(*operands, states, step.slots, step.starts, step.has_state, scale)[None]
+
+
+class ScanBridge(StateBridge):
+    """A convolution and a state space."""
+
+    fl_operator = "selective_scan"
+    fl_choices = ("causal_conv1d", "causal_conv1d_update", "selective_scan", "selective_state_update")
+    fl_parts = ("fl_convolve", "fl_convolve_token", "fl_scan", "fl_update")
+    fl_scan: Any
+    fl_update: Any
+
+    def scan(self, step: Step, operands: tuple[Tensor | None, ...]) -> Tensor:
+        """Scan the tokens of a step, which the operands are of."""
+        if step.starts is None:
+            return self.fl_update(*operands, step.states, step.slots)
+        return self.fl_scan(*operands, step.states, step.slots, step.starts, step.has_state)
+
+    @staticmethod
+    def step(cache: Any, metadata: Any) -> Step:
+        """The step of a batch, in which all requests read a prompt or all have one new token."""
+        prompts = metadata.mixed_metadata if metadata.num_prefills else None
+        return Step.described(cache, metadata, None if prompts is None else prompts.has_initial_states)
+
+
+class StateSpaceBridge(ScanBridge):
+    """``MambaMixer2``: projects, convolves, scans, norms with a gate, and projects back."""
+
+    def forward(
+        self,
+        *,
+        hidden_states: Tensor,
+        output: Tensor | None = None,
+        layer_cache: Any,
+        metadata: Any,
+        mup_vector: Tensor | None = None,
+        use_triton_causal_conv: bool = False,
+    ) -> tuple[Tensor, None, None]:
+        layer, step = self.layer, self.step(layer_cache, metadata)
+        projected = layer.in_proj(hidden_states)[0]
+        if mup_vector is not None:
+            projected = projected * mup_vector
+        ranks, keys = layer.tp_size, layer.groups_ssm_state_size
+        sizes = (layer.intermediate_size, layer.conv_dim, layer.num_heads)
+        gate, x, dt = projected.split([size // ranks for size in sizes], dim=1)
+        x = self.convolve(step, x, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation)
+        x, b, c = x.split([size // ranks for size in (layer.intermediate_size, keys, keys)], dim=1)
+        b, c = (part.unflatten(1, (-1, layer.ssm_state_size)) for part in (b, c))
+        operands = x.unflatten(1, (-1, layer.head_dim)), dt, layer.A, b, c, layer.D, layer.dt_bias
+        return _given(layer.out_proj(layer.norm(self.scan(step, operands).flatten(1), gate))[0], output), None, None
+
+
+class ChannelsBridge(ScanBridge):
+    """``MambaMixer1``: a state space with a head for each channel, which projects steps and groups from tokens."""
+
+    def forward(
+        self,
+        *,
+        hidden_states: Tensor,
+        output: Tensor | None,
+        layer_cache: Any,
+        metadata: Any,
+        mup_vector: Tensor | None = None,
+        use_triton_causal_conv: bool = False,
+    ) -> tuple[Tensor, None, None]:
+        layer, step = self.layer, self.step(layer_cache, metadata)
+        projected = layer.in_proj(hidden_states)[0]
+        if mup_vector is not None:
+            projected = projected * mup_vector
+        x, gate = projected.chunk(2, dim=1)
+        x = self.convolve(step, x, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation)
+        dt, b, c = layer._ssm_params(x)
+        operands = x[:, :, None], dt, -layer.A_log.float().exp(), b[:, None], c[:, None], layer.D, None
+        scanned = self.scan(step, operands).squeeze(2)
+        return _given(layer.out_proj(functional.silu(gate) * scanned)[0], output), None, None
+
+
+def _given(result: Tensor, output: Tensor | None) -> Tensor:
+    """A layer's result, also in the memory that its caller gave for it."""
+    if output is not None:
+        output[: len(result)] = result
+    return result
+
+
+class ShortConvBridge(StateBridge):
+    """``Lfm2ShortConv``: ``forward(hidden_states, forward_batch)``, a convolution between two gates."""
+
+    fl_operator = "causal_conv1d"
+    fl_choices = ("causal_conv1d", "causal_conv1d_update")
+    fl_parts = ("fl_convolve", "fl_convolve_token")
+
+    def forward(self, hidden_states: Tensor, forward_batch: Any) -> Tensor:
+        layer = self.layer
+        if forward_batch.forward_mode.is_idle():
+            return hidden_states
+        step = Step.of(layer.layer_idx, forward_batch)
+        before, behind, x = layer.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        x = self.convolve(step, before * x, layer.conv_weight, layer.conv_bias, NO_ACTIVATION)
+        result: Tensor = layer.out_proj(behind * x)[0]
+        return result
