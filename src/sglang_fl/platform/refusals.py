@@ -99,9 +99,9 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
     model = runner.model_config
     predicts = runner.is_draft_worker and any(name.endswith("NextN") for name in model.hf_config.architectures)
     asked = [
+        *_states(runner, device),
         *_quantized(runner, device),
         (predicts and device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
-        *_states(runner, device),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
             "values of another size than keys",

@@ -207,7 +207,6 @@ CASES = [
     norm("Gemma4RMSNorm", "rms_norm", with_scale=False, scale_shift=3.0),
     norm("Mixer2RMSNormGated", "rms_norm_gated", residual=True, full_n_groups=1, eps=1e-5),  # its gate
     norm("Mixer2RMSNormGated", "rms_norm_gated", residual=True, full_n_groups=3),
-    norm("Mixer2RMSNormGated", "rms_norm_gated", residual=True, full_n_groups=1, use_rms_norm=False),
     norm("LayerNorm", "layer_norm", dtype="same"),
     norm("LayerNorm", "layer_norm", keep=True, eps=1e-3),
     norm("LayerNorm", "layer_norm", keep=True, bias=False),

@@ -39,7 +39,8 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_feature
     tested = {hook.target for hook in compat.all_hooks.__wrapped__()}
     monkeypatch.setattr(compat, "host_version", lambda: "0.5.99")
     left = tested - {hook.target for hook in compat.all_hooks.__wrapped__()}
-    of_features = (compat.LATENT, compat.PROMPT_GRAPHS, compat.UPDATER)
+    of_states = (compat.DELTA, compat.ELEMENTWISE, compat.OVERRIDES)
+    of_features = (compat.LATENT, compat.PROMPT_GRAPHS, compat.UPDATER, *of_states)
     owners = tuple(owner.replace(":", ".") for owner in of_features)
     single = ("Scheduler.init_req_max_new_tokens", "ModelRunner.check_quantized_moe_compatibility")
     single_targets = tuple(f".{name}" for name in (*single, "weight_utils.maybe_remap_kv_scale_name"))
