@@ -76,6 +76,7 @@ STATES = "layers with a state for each request"
     ("device", "arguments", "config", "said"),
     [
         (CUDA, {}, "Qwen3NextConfig", f"{STATES} on cuda"),
+        (ASCEND, {}, "Qwen3NextConfig", f"{STATES} on ascend"),
         (CPU, {"speculative_algorithm": "NGRAM"}, "Qwen3NextConfig", f"drafts beside {STATES} on cpu"),
         (CPU, {"enable_dp_attention": True}, "Qwen3NextConfig", f"data-parallel attention beside {STATES} on cpu"),
         (CPU, {"quantization": "fp8"}, "Qwen3NextConfig", f"quantized {STATES} on cpu"),
