@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from ...errors import NotSupported
-from ..arguments import Arguments
 from .worker import KEPT, PAGE
 
 LONGEST_ANSWER = 1 << 18
@@ -85,6 +84,7 @@ class Process:
         self._memory = mmap.mmap(memory, self._size)
         self._alive: OrderedDict[int, tuple[int, torch.UntypedStorage]] = OrderedDict()
         self._calls, self._said = 0, b""
+        self.seconds = 0.0  # of the last call, from the moment when it could see the arguments
         (theirs, self._questions), (self._answers, answers) = os.pipe(), os.pipe()
         file = self._folder / "candidate.py"
         file.write_text(text, encoding="utf-8")
@@ -115,10 +115,6 @@ class Process:
 
     def __call__(self, *args: Any) -> Any:
         """A call, as the candidate itself would do it: arguments are written where it writes them."""
-        return self.timed(args)[0]
-
-    def timed(self, args: Arguments) -> tuple[Any, float]:
-        """The result of a call, and the seconds from the moment when it could see the arguments."""
         storages = {arg.untyped_storage().data_ptr(): arg for arg in args if isinstance(arg, Tensor)}
         given = {place: (index, arg.untyped_storage()) for index, (place, arg) in enumerate(storages.items())}
         places, end = [], 0
@@ -142,7 +138,7 @@ class Process:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._questions, question)
         answer = self._answer(to, self.limits.seconds)
-        seconds = time.perf_counter() - began
+        self.seconds = time.perf_counter() - began
         for (at, size), (_, storage) in zip(places, given.values(), strict=True):
             if size:
                 _as_bytes(storage).copy_(self._bytes(at, size))
@@ -155,7 +151,7 @@ class Process:
             several = bool(answer["several"])
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise Ended("it answered with a result that no call has") from error
-        return (tuple(results) if several else results[0] if results else None), seconds
+        return tuple(results) if several else results[0] if results else None
 
     def stop(self) -> None:
         """End it, and all that it started."""

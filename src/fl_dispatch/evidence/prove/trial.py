@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean, median
 from typing import Any
@@ -19,6 +19,7 @@ from ...manager import OpManager, get_default_manager
 from ...ops import Access, Operator, Place, Sample
 from ...ops.results import broken_promise, flat
 from ...registry import OpRegistry
+from ...run.plan import direct_function
 from ...types import BackendImplKind, OpImpl
 from ..arguments import copied
 from ..cases import Case, cases, short_cases
@@ -31,6 +32,7 @@ from ..verify import Verification, verify
 from .candidate import Candidate
 from .process import Ended, Limits, Process
 
+Function = Callable[..., Any]
 ROUNDS = 15
 """Calls of each function and case, each with numbers that no process has seen before."""
 CASES = 4
@@ -159,11 +161,12 @@ class Trial:
             yield from operator.probes(dtype, self.device, generator)
         torch.manual_seed(self.seed)
         yield from self._drawn(dtype)
-        served = (one for one in operator.samples(dtype, self.device, generator) if one.serving)
-        for sample in itertools.islice(served, 3):
+        served = [one for one in operator.samples(dtype, self.device, generator) if one.serving]
+        for sample in served[:3]:
             yield Sample(f"{sample.label}, other numbers", sample.args, sample.serving)
-        for sample in itertools.islice(served if _propagates(operator) else (), 2):
-            if _spoil(operator, sample):
+        served = [one for one in operator.samples(dtype, self.device, generator) if one.serving]
+        for sample in served[:2]:
+            if _propagates(operator) and _spoil(operator, sample):
                 yield Sample(f"{sample.label}, one NaN", sample.args, serving=False)
 
     def _drawn(self, dtype: torch.dtype) -> Iterator[Sample]:
@@ -200,11 +203,16 @@ class Trial:
                 stack.callback(process.stop)
                 return process
 
-            runners = {one.impl_id: started("", one.impl_id) for one in self.rivals()}
+            runners: dict[str, tuple[Function, Process]] = {}
+            for one in self.rivals():
+                process = started("", one.impl_id)
+                runners[one.impl_id] = (process, process)
             own = {f"{proof.candidate.name}.py": proof for proof in right}
             for file, proof in own.items():
                 try:
-                    runners[file] = started(proof.candidate.text, "")
+                    process = started(proof.candidate.text, "")
+                    manager, impl = _registered(proof.candidate, process)
+                    runners[file] = (direct_function(manager.state, impl), process)
                 except Ended as ended:
                     proof.problem = str(ended)
             times: dict[str, dict[str, list[float]]] = {runner: {} for runner in runners}
@@ -220,7 +228,7 @@ class Trial:
         self,
         case: Case,
         dtype: torch.dtype,
-        runners: dict[str, Process],
+        runners: dict[str, tuple[Function, Process]],
         times: dict[str, dict[str, list[float]]],
         own: dict[str, Proof],
     ) -> None:
@@ -234,8 +242,9 @@ class Trial:
             random.shuffle(order)
             for runner in order:
                 given = copied(args)
+                function, process = runners[runner]
                 try:
-                    result, seconds = runners[runner].timed(given)
+                    result = function(*given)
                 except Ended as ended:
                     if runner in own:
                         own[runner].problem = f"{label}, timed: {ended}"
@@ -247,7 +256,7 @@ class Trial:
                 if turn == judged and runner in own and (why := self._wrong(label, dtype, args, given, result)):
                     own[runner].problem = f"{label}, timed: {why}"
                 if turn >= 0 and runner in found:
-                    found[runner].append(seconds)
+                    found[runner].append(process.seconds)
         for runner, all_ in found.items():
             if runner in runners:
                 times[runner][label] = all_
