@@ -93,7 +93,7 @@ class Process:
         variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         variables |= {"HOME": str(self._folder), "TMPDIR": str(self._folder)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", worker_module(), json.dumps({**task, "compilers": limits.compilers})],
+            [sys.executable, "-m", f"{__package__}.worker", json.dumps({**task, "compilers": limits.compilers})],
             env={**variables, "OMP_NUM_THREADS": str(limits.threads)},
             cwd=self._folder,
             pass_fds=(theirs, answers, memory),
@@ -234,11 +234,6 @@ class Process:
         while len(self._alive) > 8 * KEPT:
             self._alive.popitem(last=False)
         return kept[1]
-
-
-def worker_module() -> str:
-    """The module that the process runs."""
-    return f"{__package__}.worker"
 
 
 def _said(arg: Any, given: dict[int, tuple[int, torch.UntypedStorage]]) -> dict[str, Any]:
