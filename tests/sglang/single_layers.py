@@ -19,6 +19,8 @@ def made(config: Mapping[str, Any]) -> Any:
     from sglang_fl.quantization import config_class
 
     method = config["quant_method"] if config["quant_method"] in ("gptq", "awq", "compressed-tensors") else "fp8"
+    if config["quant_method"] == "modelopt":
+        method = "modelopt_fp4" if "FP4" in config["quant_algo"] else "modelopt_fp8"
     found = config_class(method)
     assert found is not None
     return found.from_config(dict(config))  # type: ignore[attr-defined]

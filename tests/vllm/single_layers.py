@@ -49,7 +49,10 @@ def settings() -> VllmConfig:
 
 def made(said: Mapping[str, Any]) -> Any:
     """vLLM's configuration object of a checkpoint's."""
-    found: Any = CONFIGS[METHODS.get(said["quant_method"], "fp8")].from_config(dict(said))
+    method = METHODS.get(said["quant_method"], "fp8")
+    if said["quant_method"] == "modelopt":
+        method = "modelopt_fp4" if "FP4" in said["quant_algo"] else "modelopt"
+    found: Any = CONFIGS[method].from_config(dict(said))
     found.packed_modules_mapping = JOINED
     return found
 

@@ -21,9 +21,11 @@ SERVED: Mapping[str, str] = MappingProxyType(
         "gptq": "GPTQConfigFL",
         "compressed-tensors": "CompressedTensorsConfigFL",
         "fp8": "Fp8ConfigFL",
+        "modelopt_fp8": "ModelOptFp8ConfigFL",
+        "modelopt_fp4": "ModelOptFp4ConfigFL",
     }
 )
-"""The methods that are served, by the names that checkpoints have → the class in :mod:`.configs`."""
+"""The methods that are served, by SGLang's names → the class in :mod:`.configs`; checkpoints say ``modelopt`` alone."""
 
 
 CONVERTED: Mapping[str, str] = MappingProxyType({"awq_marlin": "awq", "gptq_marlin": "gptq"})

@@ -14,6 +14,7 @@ from sglang.srt.layers.quantization.awq import AWQConfig
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.gptq import GPTQConfig
+from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptFp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -250,3 +251,35 @@ class AWQConfigFL(Served, AWQConfig):
     def _named(self, name: str) -> bool | None:
         """Whether a part of a layer's name is among those that are left as they are; ``None`` if not."""
         return any(part in name for part in self.modules_to_not_convert or ()) or None
+
+
+class ModelOpt(Served):
+    """``modelopt``: fp8 with a scale a weight and one for inputs, NVFP4 with inputs of the same or as they are."""
+
+    fl_format = "modelopt"
+    fl_algorithm: str
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        made = super().from_config(config)
+        made.fl_algorithm = schemes.modelopt_algorithm(config)
+        return made
+
+    def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
+        host: Any = self
+        if host.is_layer_excluded(prefix) or is_layer_skipped(
+            prefix, host.exclude_modules, fused_mapping=host.packed_modules_mapping or {}
+        ):
+            return LEFT
+        return schemes.modelopt(self.fl_algorithm, getattr(self, "group_size", 0))
+
+    def fl_quantizes_head(self, prefix: str) -> bool:
+        return not isinstance(self.fl_scheme(None, prefix), str)
+
+
+class ModelOptFp8ConfigFL(ModelOpt, ModelOptFp8Config):
+    pass
+
+
+class ModelOptFp4ConfigFL(ModelOpt, ModelOptFp4Config):
+    pass

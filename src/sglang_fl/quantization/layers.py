@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from sglang.srt.layers import parameter
 from sglang.srt.layers.parameter import (
     BasevLLMParameter,
     BlockQuantScaleParameter,
@@ -25,7 +26,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import Tensor, nn
 
 from fl_dispatch.hosting.quantized import blocks, layers, orders
-from fl_dispatch.hosting.quantized.schemes import TENSOR, TENSOR_GROUP, Kind, Scheme
+from fl_dispatch.hosting.quantized.schemes import TENSOR, Kind, Scheme
 
 from . import refused
 
@@ -229,27 +230,17 @@ class AwqLayer(_Packed):
 
 
 class Float4Layer(Layer, layers.Float4Layer):
-    """Weights of e2m1, as ``compressed-tensors`` packs them."""
+    """Weights of e2m1."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__(scheme)
-        self.fl_divisor = "weight_global_scale" if scheme.weights.per == TENSOR_GROUP else ""
-        self._group = scheme.weights.group
+        self.fl_read(scheme)
+        self.fl_given, self.fl_joins = self.fl_rounds and bool(self.fl_factors), not self.fl_factors
 
-    def create_weights(
+    def create_weights(  # type: ignore[override]
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
     ) -> None:
-        if inner % self._group:
-            raise ValueError(f"rows of {inner} elements are no whole groups of {self._group}")
-        layer.logical_widths, self.fl_dtype, columns = parts, dtype, sum(parts)
-        how = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
-        stored = torch.zeros(columns, inner // 2, dtype=torch.uint8)
-        layer.register_parameter("weight_packed", ModelWeightParameter(data=stored, **how))
-        kind = torch.float8_e4m3fn if self.fl_divisor else torch.uint8
-        scales = orders.unset(columns, inner // self._group, dtype=kind)
-        layer.register_parameter("weight_scale", GroupQuantScaleParameter(data=scales, **how))
-        if self.fl_divisor:
-            layer.register_parameter(self.fl_divisor, _scales_of_layers(parts, loader))
+        layers.Float4Layer.create_weights(self, layer, parameter, inner, parts, dtype, loader)
 
 
 KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(

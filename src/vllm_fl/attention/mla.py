@@ -93,7 +93,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """vLLM multiplies ones by a quantized ``kv_b_proj`` for its weight, which a scale for inputs would round."""
-        if getattr(self.kv_b_proj, "input_scale", None) is not None:
+        if any(getattr(self.kv_b_proj, name, None) is not None for name in ("input_scale", "input_global_scale")):
             raise ValueError("vllm_fl does not support latent attention with scales for inputs in the checkpoint yet")
         super().process_weights_after_loading(act_dtype)
 

@@ -21,6 +21,8 @@ SERVED: Mapping[str, str] = MappingProxyType(
         "compressed-tensors": "compressed-tensors",
         "fp8": "fp8",
         "gpt_oss_mxfp4": "mxfp4",
+        "modelopt": "modelopt",
+        "modelopt_fp4": "modelopt",
     }
 )
 """vLLM's names of the methods that are served → the names that checkpoints have."""
@@ -55,7 +57,7 @@ def verify(method: str) -> None:
     if method not in SERVED and method in SERVED.values():
         raise ValueError(f"vllm_fl serves '{name}' only where the checkpoint's config.json has a quantization_config")
     if method not in SERVED:
-        known = ", ".join(SERVED.values())
+        known = ", ".join(dict.fromkeys(SERVED.values()))
         raise ValueError(
             f"vllm_fl does not support quantization '{name}' yet (only {known}); {remedies.of_method(name)}"
         )

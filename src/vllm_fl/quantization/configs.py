@@ -9,14 +9,23 @@ from types import NoneType
 from typing import Any
 
 import torch
+from vllm.model_executor import parameter
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
     LinearBase,
+    LinearMethodBase,
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
-from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, mxfp4, register_quantization_config
+from vllm.model_executor.layers.quantization import (
+    auto_awq,
+    auto_gptq,
+    fp8,
+    modelopt,
+    mxfp4,
+    register_quantization_config,
+)
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.compressed_tensors import schemes as vllms
@@ -207,29 +216,77 @@ class Mxfp4ConfigFL(Served, mxfp4.GptOssMxfp4Config):
         return schemes.mxfp4()
 
 
-class Float4Weights:
-    """Parameters as vLLM has them, with our layer; vLLM's ``__init__`` asks for a kernel of CUDA's."""
+@register_weight_loader_v2_supported_method
+class Float4MethodFL(LinearMethodBase):
+    """Weights of e2m1: a method of vLLM's, and a scheme of its ``compressed-tensors``; its own ask for CUDA's kernels.
 
-    fl_divisor = ""
+    Args:
+        scheme: of one layer.
+    """
 
-    def __init__(self) -> None:
-        self.kernel = Float4Layer(None)
-        self.kernel.fl_divisor = self.fl_divisor
+    def __init__(self, scheme: Scheme) -> None:
+        self.kernel = Float4Layer(scheme)
+        self.kernel.fl_read(scheme)
 
-    def create_weights(self, layer: Any, *args: Any, params_dtype: torch.dtype, **named: Any) -> None:
-        super().create_weights(layer, *args, params_dtype=params_dtype, **named)  # type: ignore[misc]
-        self.kernel.fl_dtype = params_dtype
-        for name in filter(None, ("weight_scale", self.fl_divisor)):
-            held = getattr(layer, name).data
-            held.copy_(orders.unset(*held.shape, dtype=held.dtype))
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *_: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable[..., None],
+        **named: Any,
+    ) -> None:
+        parts = list(output_partition_sizes)
+        self.kernel.create_weights(layer, parameter, input_size_per_partition, parts, params_dtype, weight_loader)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.kernel.process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.kernel.apply_weights(layer, x, bias)
+
+    apply_weights = apply
 
 
-class Mxfp4WeightsFL(Float4Weights, vllms.CompressedTensorsW4A4Mxfp4):
-    group_size = 32
+class ModelOpt(Served):
+    """``modelopt``: fp8 with a scale a weight and one for inputs, NVFP4 with inputs of the same or as they are."""
+
+    fl_format = "modelopt"
+    fl_algorithm: str
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        made = super().from_config(config)
+        made.fl_algorithm = schemes.modelopt_algorithm(config)
+        return made
+
+    def fl_method(self, layer: Any, prefix: str) -> Any:
+        method = super().fl_method(layer, prefix)
+        if isinstance(method, UnquantizedLinearMethod) and isinstance(layer, ParallelLMHead):
+            return None
+        if not isinstance(method, modelopt.ModelOptLinearMethod):
+            return method
+        scheme = self._scheme()
+        if schemes.served(scheme, prefix, refused) is Kind.NVFP4:
+            return Float4MethodFL(scheme)
+        return Fp8MethodFL(fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="static"))
+
+    def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
+        host: Any = self
+        return LEFT if host.is_layer_excluded(prefix) else self._scheme()
+
+    def _scheme(self) -> Scheme:
+        return schemes.modelopt(self.fl_algorithm, getattr(self, "group_size", 0))
 
 
-class Nvfp4WeightsFL(Float4Weights, vllms.CompressedTensorsW4A4Fp4):
-    group_size, use_a16, fl_divisor = 16, True, "weight_global_scale"
+class ModelOptFp8ConfigFL(ModelOpt, modelopt.ModelOptFp8Config):
+    pass
+
+
+class ModelOptNvfp4ConfigFL(ModelOpt, modelopt.ModelOptNvFp4Config):
+    pass
 
 
 MAKERS: dict[Kind, tuple[type[Any], str]] = {
@@ -238,8 +295,6 @@ MAKERS: dict[Kind, tuple[type[Any], str]] = {
     Kind.FP8_WEIGHT: (vllms.CompressedTensorsW8A16Fp8, "linear_kernel"),
     Kind.FP8_BLOCKS: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
     Kind.COMPRESSED: (vllms.CompressedTensorsWNA16, "kernel"),
-    Kind.MXFP4: (Mxfp4WeightsFL, "kernel"),
-    Kind.NVFP4: (Nvfp4WeightsFL, "kernel"),
 }
 """Kinds of layers in ``compressed-tensors`` → vLLM's class that makes their parameters, and its name of the kernel."""
 
@@ -269,9 +324,10 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         if isinstance(found, str):
             return None
         kind = schemes.served(found, prefix, refused)
+        if kind in (Kind.MXFP4, Kind.NVFP4):
+            return Float4MethodFL(found)
+        scheme: Any = super().get_scheme(layer, layer_name)
         maker, kernel = MAKERS[kind]
-        ours = issubclass(maker, Float4Weights)
-        scheme: Any = maker() if ours else super().get_scheme(layer, layer_name)
         if not isinstance(scheme, maker):
             name = type(scheme).__name__.removeprefix("CompressedTensors")
             raise refused(f"the scheme {name} of compressed-tensors ({prefix})")
@@ -357,6 +413,8 @@ CONFIGS: dict[str, type[QuantizationConfig]] = {
     "compressed-tensors": CompressedTensorsConfigFL,
     "fp8": Fp8ConfigFL,
     "gpt_oss_mxfp4": Mxfp4ConfigFL,
+    "modelopt": ModelOptFp8ConfigFL,
+    "modelopt_fp4": ModelOptNvfp4ConfigFL,
 }
 
 

@@ -10,10 +10,14 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -122,14 +126,48 @@ def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Stored]:
     return found, (exponents.float() - 127).exp2(), {"weight_scale": exponents}
 
 
-def nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Stored]:
+def nvfp4(weight: Tensor, **given: Tensor) -> tuple[Tensor, Tensor, Stored]:
+    """``given``: what is stored besides."""
     groups = weight.unflatten(-1, (-1, 16))
     scale = groups.abs().amax(-1) / float4.MAGNITUDES[-1]
     divisor = (448.0 / scale.amax()).reshape(1)
     stored = (scale * divisor).to(FP8)
     scale = stored.float() / divisor
     found = float4.in_bytes(float4.codes(groups / scale.clamp(min=1e-10)[..., None]))
-    return found, scale, {"weight_scale": stored, "weight_global_scale": divisor}
+    return (
+        found,
+        scale,
+        {"weight_scale": stored, "weight_global_scale": divisor, **{name: one.clone() for name, one in given.items()}},
+    )
+
+
+def modelopt_nvfp4(rows: float | None = None) -> Any:
+    """NVFP4 as ``modelopt`` stores it; ``rows``: what multiplies all scales of inputs."""
+
+    def write(weight: Tensor) -> Written:
+        stored, stands_for = e2m1(nvfp4)(weight)
+        names = {"weight_packed": "weight", "weight_scale": "weight_scale"}
+        found = {names[name]: stored[name] for name in names}
+        found["weight_scale_2"] = 1 / stored["weight_global_scale"].squeeze()
+        return {**found, **({} if rows is None else {"input_scale": torch.tensor(rows)})}, stands_for
+
+    return write
+
+
+def modelopt(algorithm: str, **said: Any) -> dict[str, Any]:
+    """The configuration of a ``modelopt`` checkpoint."""
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **said}
+
+
+def rows_of_e2m1(inputs: Mapping[str, Any], of_all: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """Inputs of a product as the format's own library quantizes them; ``of_all``: the divisor of all their scales."""
+    said = QuantizationArgs(**inputs)
+
+    def change(x: Tensor) -> Tensor:
+        scale, zero = compute_dynamic_scales_and_zp(x, said, torch.nn.Module(), of_all)
+        return fake_quantize(x, scale, zero, said, global_scale=of_all)
+
+    return change
 
 
 def rows_of(kind: torch.dtype, group: int = 0, scale: float | None = None) -> Callable[[Tensor], Tensor]:
@@ -201,6 +239,9 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 E2M1 = {"num_bits": 4, "type": "float"}
 MXFP4 = {**E2M1, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 NVFP4 = {**E2M1, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+MXFP4_ROWS, NVFP4_ROWS = {**MXFP4, "dynamic": True}, {**NVFP4, "dynamic": "local"}
+OF_ALL = torch.tensor([300.0])
+"""The divisor of all scales of inputs, found before."""
 FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 I8 = torch.int8
 
@@ -262,6 +303,20 @@ SCHEMES: Mapping[str, Scheme] = {
     "compressed-tensors NVFP4A16": Scheme(
         compressed("nvfp4-pack-quantized", NVFP4, None), e2m1(nvfp4), "Float4Layer", operators=ONLY
     ),
+    "compressed-tensors MXFP4": Scheme(
+        compressed("mxfp4-pack-quantized", MXFP4, MXFP4_ROWS),
+        e2m1(mxfp4),
+        "Float4Layer",
+        rows_of_e2m1(MXFP4_ROWS),
+        ONLY,
+    ),
+    "compressed-tensors NVFP4": Scheme(
+        compressed("nvfp4-pack-quantized", NVFP4, NVFP4_ROWS),
+        e2m1(partial(nvfp4, input_global_scale=OF_ALL)),
+        "Float4Layer",
+        rows_of_e2m1(NVFP4_ROWS, OF_ALL),
+        ONLY,
+    ),
     "fp8": Scheme(FP8_CONFIG, eight_bits(FP8, "tensor"), "Fp8Layer", rows_of(FP8)),
     "fp8, static": Scheme(
         {**FP8_CONFIG, "activation_scheme": "static"},
@@ -274,6 +329,17 @@ SCHEMES: Mapping[str, Scheme] = {
         eight_bits(FP8, "block", scale_name="weight_scale_inv"),
         "Fp8BlockLayer",
         rows_of(FP8, group=128),
+    ),
+    "modelopt FP8": Scheme(modelopt("FP8"), eight_bits(FP8, "tensor", STATIC), "Fp8Layer", rows_of(FP8, scale=STATIC)),
+    "modelopt W4A16_NVFP4": Scheme(
+        modelopt("W4A16_NVFP4", group_size=16), modelopt_nvfp4(), "Float4Layer", operators=ONLY
+    ),
+    "modelopt NVFP4": Scheme(
+        modelopt("NVFP4", group_size=16),
+        modelopt_nvfp4(1 / float(OF_ALL)),
+        "Float4Layer",
+        rows_of_e2m1(NVFP4_ROWS, OF_ALL),
+        ONLY,
     ),
     "gptq": Scheme(
         {**GPTQ, "bits": 4, "group_size": 32}, few_bits("gptq", 4, 32, False), "PackedLayer", operators=ONLY
@@ -336,7 +402,7 @@ def _leaving_others(quantization: Mapping[str, Any], stored: Mapping[str, Tensor
     left = [name for name in found if not name.endswith(("embed_tokens", "embeddings", "lm_head"))]
     if not left:
         return quantization
-    if quantization["quant_method"] == "compressed-tensors":
+    if quantization["quant_method"] in ("compressed-tensors", "modelopt"):
         return {**quantization, "ignore": [*quantization["ignore"], *left]}
     if quantization["quant_method"] == "gptq":
         return {**quantization, "dynamic": {f"-:{re.escape(name)}$": {} for name in left}}

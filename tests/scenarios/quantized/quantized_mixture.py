@@ -37,11 +37,15 @@ EXPERTS = (
     "fp8",
     "fp8, static",
     "fp8, blocks of 128",
+    "modelopt FP8",
+    "modelopt W4A16_NVFP4",
     "gptq",
     "gptq, 8 bits",
     "awq",
 )
 """Schemes whose experts both hosts serve."""
+GIVEN = ("compressed-tensors W8A8 int8, static", "fp8, static", "modelopt FP8")
+"""Those of them that have scales of inputs."""
 BOTH_KINDS = ("compressed-tensors W8A8 int8", "awq")
 """Schemes of either operator, which run in every kind of engine."""
 

@@ -26,6 +26,7 @@ from quantized_checkpoints import (
     TOKEN_FP8,
     W4,
     compressed,
+    modelopt,
     whole,
 )
 
@@ -88,13 +89,7 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "compressed-tensors int4 for inputs of int8": compressed("int-quantized", W4, TOKEN8),
     "compressed-tensors packed int4 for inputs of int8": compressed("pack-quantized", W4, TOKEN8),
     "compressed-tensors W2A16": compressed("pack-quantized", {**W4, "num_bits": 2}, None),
-    "compressed-tensors MXFP4 for inputs of MXFP4": compressed(
-        "mxfp4-pack-quantized", MXFP4, {**MXFP4, "dynamic": True}
-    ),
     "compressed-tensors MXFP4 for inputs of fp8": compressed("mxfp4-pack-quantized", MXFP4, TOKEN_FP8),
-    "compressed-tensors NVFP4 for inputs of NVFP4": compressed(
-        "nvfp4-pack-quantized", NVFP4, {**NVFP4, "dynamic": "local"}
-    ),
     "compressed-tensors NVFP4, other groups": compressed("nvfp4-pack-quantized", {**NVFP4, "group_size": 32}, None),
     "compressed-tensors fp8 with zero points": compressed(
         "float-quantized", {**FP8_CHANNEL, "symmetric": False}, TOKEN_FP8
@@ -129,6 +124,10 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "fp8, experts of another type": {**FP8_CONFIG, "store_dtype": "mxfp4"},
     "fp8 in groups of 32 (mxfp8)": {**FP8_CONFIG, "quant_method": "mxfp8"},
     "fp8, a layer left": {**FP8_CONFIG, "modules_to_not_convert": [LAYERS["linear"]]},
+    "modelopt, other groups": modelopt("NVFP4", group_size=32),
+    "modelopt, other numbers": modelopt("FP8_PB_WO"),
+    "modelopt, a layer left": modelopt("FP8", ignore=["lm_head", "*.down_proj"]),
+    "modelopt, a head": modelopt("FP8", ignore=[]),
     "gptq, 3 bits": {**GPTQ4, "bits": 3},
     "gptq, 2 bits": {**GPTQ4, "bits": 2},
     "gptq, zero points": {**GPTQ4, "sym": False},
@@ -163,6 +162,7 @@ def described(kernel: Any, layer: Any) -> str:
     said += [f"{read[name]} bits" for name in ("fl_bits", "_bits") if name in read]
     said += [f"blocks of {block}" for block in [read.get("fl_block")] if block]
     said += ["zero points" for name in ("fl_zero_points", "_zero_points") if read.get(name)]
+    said += ["rows rounded to e2m1"] if read.get("fl_rounds") else []
     parameters = {name.removeprefix("w2_"): one for name, one in layer.named_parameters(recurse=False)}
     scales = next(parameters[name] for name in ("weight_scale_inv", "weight_scale", "scales") if name in parameters)
     said.append(f"scales {'x'.join(str(size) for size in scales.shape if size > 1) or 1}")

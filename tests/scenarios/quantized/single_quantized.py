@@ -17,7 +17,7 @@ import quantized_served
 from fl_dispatch.devices import CPU
 from host_engines import Scenario
 from quantized_checkpoints import AWQ, CACHE_SCHEME, FP8_CONFIG, GPTQ, SCHEMES, W4, compressed
-from quantized_mixture import EXPERTS
+from quantized_mixture import EXPERTS, GIVEN
 from quantized_served import LAYERS, OWN, SIZE, described
 
 COUNT = 2
@@ -120,7 +120,7 @@ def load(layer: Any, scheme: str, size: int = SIZE, without: str = "") -> list[M
 METHODS: Mapping[str, str] = {
     "auto-round": "export with AutoRound's format 'auto_gptq' or 'auto_awq'",
     "fbgemm_fp8": "quantize with llm-compressor's scheme 'FP8_DYNAMIC'",
-    "modelopt": "quantize with llm-compressor's scheme 'FP8_DYNAMIC' or 'W8A8'",
+    "quark": "quantize with llm-compressor's scheme 'FP8_DYNAMIC' or 'W8A8'",
     "bitsandbytes": "quantize with llm-compressor's scheme 'W4A16'",
 }
 """A method that is not served → what is."""
@@ -241,7 +241,7 @@ class QuantizedExperts(Scenario):
             return layers.mixture(SCHEMES[scheme].config, SIZE, SIZE)
 
         scales = [name for name, _ in made().named_parameters() if "scale" in name]
-        assert len(scales) == (4 if "static" in scheme or "NVFP4" in scheme else 2)
+        assert len(scales) == (4 if scheme in GIVEN or "NVFP4" in scheme else 2)
         for without in scales:
             layer = made()
             load(layer, scheme, SIZE, without)

@@ -9,11 +9,10 @@ import torch
 from single_layers import PREFIX, layer_of, linear, made
 
 from quantized_checkpoints import CACHE_SCHEME, SCHEMES
-from single_quantized import GPTQ4, METHODS, Layers, QuantizedLayers, filled
+from single_quantized import GPTQ4, Layers, QuantizedLayers, filled
 
 
 class TestLayers(QuantizedLayers):
-    METHODS = {**METHODS, "quark": METHODS["modelopt"]}
     REFUSAL = "quantization '{method}' ({works})"
 
     def refusal(self, method: str) -> str:

@@ -14,14 +14,14 @@ import quantized_checkpoints as checkpoints
 from host_engines import Engine, Host, Pass, Served
 from quantized_checkpoints import SCHEMES
 from quantized_engines import Run
-from quantized_mixture import EXPERTS, LATENT_LAYERS, QuantizedLatent, latent
+from quantized_mixture import EXPERTS, GIVEN, LATENT_LAYERS, QuantizedLatent, latent
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
 BLOCKS = "fp8, blocks of 128"
 FINE = [name for name in EXPERTS if "weight_only_linear" in SCHEMES[name].operators]
 """Schemes that leave inputs as they are, so that engine and network are so near that a small mistake shows."""
-OTHERS = [name for name in EXPERTS if name not in (*FINE, BLOCKS) and "static" not in name]
+OTHERS = [name for name in EXPERTS if name not in (*FINE, *GIVEN, BLOCKS)]
 COMPILED = Run(BLOCKS, {"enforce_eager": False}, "compiled")
 RANKS = Run(BLOCKS, {"tensor_parallel_size": 2}, "two ranks")
 NAMES = (BLOCKS, *drawn(FINE, 1, "latent, fine"), *drawn(OTHERS, 0, "latent, others"))

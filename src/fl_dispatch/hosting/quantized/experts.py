@@ -17,6 +17,7 @@ from ... import explain
 from ...ops.quantization import FP4
 from . import blocks, orders
 from .layers import QuantizedKernel
+from .schemes import Float4Names
 
 NAMES = ("w13", "w2")
 ASKED = (1, 8192)
@@ -252,33 +253,33 @@ class Float4Experts(QuantizedExperts):
     """Weights of e2m1 for rows as they are: ``weight_only_moe``; see :class:`.layers.Float4Layer`.
 
     Args:
-        weight: a weight's name behind ``w13_``.
-        divisor: that of what divides its scales, if anything does.
+        names: those of the format, behind ``w13_``.
+        of_weight: whether a weight has a scale besides those of groups.
     """
 
     fl_operator = "weight_only_moe"
     fl_dtype: torch.dtype
 
-    def __init__(self, weight: str, divisor: str = "") -> None:
+    def __init__(self, names: Float4Names, of_weight: bool) -> None:
         super().__init__()
-        self._weight, self._divisor = weight, divisor
-        self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in (weight, "weight_scale"))
+        self._names, self._of_weight = names, of_weight
+        self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in (names.weight, "weight_scale"))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Bytes stay as they are, and scales become those of groups alone."""
         for name in NAMES:
             (weight, scale), factor = self.weight_of(layer, name), None
-            if self._divisor:
-                owner = f"{name}_{self._divisor}"
-                divisor = orders.scale_of_experts(getattr(layer, owner).data, weight.shape[1])
-                self._check(owner, divisor)
-                factor = divisor.reciprocal()
+            if self._of_weight:
+                owner = f"{name}_{self._names.of_weight}"
+                factor = orders.scale_of_experts(getattr(layer, owner).data, weight.shape[1])
+                self._check(owner, factor)
+                factor = factor.reciprocal() if self._names.divides else factor
                 setattr(layer, owner, None)
-            scales = orders.scales_of_bytes(scale.data, self.fl_dtype, factor)
-            self._keep(layer, **{f"{name}_{self._weight}": weight.data.view(FP4), f"{name}_weight_scale": scales})
+            scales, stored = orders.scales_of_bytes(scale.data, self.fl_dtype, factor), weight.data.view(FP4)
+            self._keep(layer, **{f"{name}_{self._names.weight}": stored, f"{name}_weight_scale": scales})
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
-        return getattr(layer, f"{name}_{self._weight}"), getattr(layer, f"{name}_weight_scale")
+        return getattr(layer, f"{name}_{self._names.weight}"), getattr(layer, f"{name}_weight_scale")
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
         return None, None

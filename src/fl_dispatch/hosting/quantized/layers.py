@@ -16,7 +16,8 @@ from ... import bind_op
 from ...devices import detect_device
 from ...ops.quantization import FP4, TENSOR
 from ..layers.layer_kernels import KERNEL, LayerKernel
-from . import blocks, orders
+from . import blocks, orders, rows
+from .schemes import FLOAT4_NAMES, TENSOR_GROUP, Scheme
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -229,24 +230,88 @@ class PackedLayer(QuantizedLayer):
 
 
 class Float4Layer(QuantizedLayer):
-    """Weights of e2m1 for rows as they are, in ``fl_dtype``; ``fl_divisor`` names what divides a weight's scales."""
+    """Weights of e2m1 for rows as they are, or as quantization to e2m1 leaves them.
+
+    ``fl_read`` is called first, then ``create_weights``.
+    """
 
     fl_operator = "weight_only_linear"
-    fl_weights = ("weight_packed", "weight_scale")
     fl_dtype: torch.dtype
-    fl_divisor = ""
+    fl_group: int
+    fl_rounds = False
+    """Whether rows are quantized."""
+    fl_factors: tuple[str, ...] = ()
+    """The parameters with the scales of all of a weight, and of its rows."""
+    fl_divides: bool
+    """Whether those divide."""
+
+    def fl_read(self, scheme: Scheme) -> None:
+        """Prepare for a scheme."""
+        names = FLOAT4_NAMES[scheme.method]
+        self.fl_weights, self.fl_divides = (names.weight, "weight_scale"), names.divides
+        self.fl_group, self.fl_rounds = scheme.weights.group, scheme.inputs is not None
+        if scheme.weights.per == TENSOR_GROUP:
+            self.fl_factors = (names.of_weight, names.of_rows)[: 1 + self.fl_rounds]
+
+    def create_weights(
+        self, layer: Any, kinds: Any, inner: int, parts: list[int], dtype: torch.dtype, loader: Callable[..., None]
+    ) -> None:
+        """Register the parameters that a checkpoint has.
+
+        Args:
+            layer: a linear layer.
+            kinds: the host's module with the classes of parameters.
+            inner: elements of a row on this rank.
+            parts: columns on this rank, of each of the layers that the host merged into this one.
+            dtype: of the model.
+            loader: the layer's.
+        """
+        if inner % self.fl_group:
+            raise ValueError(f"rows of {inner} elements are no whole groups of {self.fl_group} ({self.fl_scope})")
+        layer.logical_widths, self.fl_dtype, columns = parts, dtype, sum(parts)
+        how = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
+        stored = torch.zeros(columns, inner // 2, dtype=torch.uint8)
+        layer.register_parameter(self.fl_weights[0], kinds.ModelWeightParameter(data=stored, **how))
+        kind = torch.float8_e4m3fn if self.fl_factors else torch.uint8
+        scales = orders.unset(columns, inner // self.fl_group, dtype=kind)
+        layer.register_parameter("weight_scale", kinds.GroupQuantScaleParameter(data=scales, **how))
+        for name in self.fl_factors:
+            scale = kinds.PerTensorScaleParameter(data=orders.unset(len(parts)), weight_loader=loader)
+            layer.register_parameter(name, scale)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bytes stay as they are, and scales become those of groups alone."""
-        factor = None
-        if name := self.fl_divisor:
-            divisor = orders.scale_of_columns(getattr(layer, name).data, layer.logical_widths)
-            self._check(name, divisor)
-            factor = divisor.reciprocal()
-            setattr(layer, name, None)
-        scale = orders.scales_of_bytes(layer.weight_scale.data, self.fl_dtype, factor)
-        self._keep(layer, weight_packed=layer.weight_packed.data.contiguous().view(FP4), weight_scale=scale)
+        """Bytes stay as they are, and scales become those of groups alone, those of rows among them."""
+        factor, of_rows, widths = None, None, layer.logical_widths
+        for name in self.fl_factors:
+            given = getattr(layer, name).data
+            columns = self._factor(name, orders.scale_of_columns(given, widths))
+            factor = columns if factor is None else factor * columns
+            if name != self.fl_factors[0]:
+                of_rows = 1 / self._factor(name, orders.scale_of_rows(given, len(widths)))
+        weight, scale = (getattr(layer, name).data for name in self.fl_weights)
+        scale = orders.scales_of_bytes(scale, self.fl_dtype, factor)
+        factors = dict(zip(self.fl_factors, (None, of_rows), strict=False))
+        self._keep(layer, **dict(zip(self.fl_weights, (weight.contiguous().view(FP4), scale), strict=True)), **factors)
+
+    def _factor(self, name: str, scales: Tensor) -> Tensor:
+        self._check(name, scales)
+        return scales.reciprocal() if self.fl_divides else scales
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product."""
-        return self.fl_call(x, layer.weight_packed, layer.weight_scale, None, bias)
+        weight, scale = (getattr(layer, name) for name in self.fl_weights)
+        if not self.fl_rounds:
+            return self.fl_call(x, weight, scale, None, bias)
+        if not self.fl_factors:
+            return self.fl_call(rows.mxfp4(x, self.fl_group), weight, scale, None, bias)
+        of_rows, widths = getattr(layer, self.fl_factors[1]), list(layer.logical_widths)
+        if of_rows.numel() == 1:
+            return self.fl_call(rows.nvfp4(x, self.fl_group, of_rows), weight, scale, None, bias)
+        biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
+        # Bytes, because not every operation of PyTorch knows e2m1.
+        weights = zip(torch.split(weight.view(torch.uint8), widths), torch.split(scale, widths), biases, strict=True)
+        found = []
+        for factor, (part, scales, added) in zip(torch.split(of_rows, 1), weights, strict=True):
+            rounded = rows.nvfp4(x, self.fl_group, factor)
+            found.append(self.fl_call(rounded, part.view(FP4), scales, None, added))
+        return torch.cat(found, -1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -113,13 +113,43 @@ class Kind(Enum):
     NVFP4 = "nvfp4"
 
 
+_NVFP4 = Kind.NVFP4, Numbers(4, "float", TENSOR_GROUP, 16)
 FLOAT4: Mapping[str, tuple[Kind, Numbers]] = MappingProxyType(
     {
         MXFP4_FORM: (Kind.MXFP4, Numbers(4, "float", GROUP, FLOAT4_GROUP)),
-        NVFP4_FORM: (Kind.NVFP4, Numbers(4, "float", TENSOR_GROUP, 16)),
+        NVFP4_FORM: _NVFP4,
+        "NVFP4": _NVFP4,
+        "W4A16_NVFP4": _NVFP4,
     }
 )
-"""Forms of ``compressed-tensors`` with weights of e2m1 → the kind of layers, and the weights."""
+"""Forms with weights of e2m1 → the kind of layers, and the weights; inputs of the same numbers have dynamic scales."""
+
+
+@dataclass(frozen=True)
+class Float4Names:
+    """A format's names of what it stores of a weight of e2m1.
+
+    Args:
+        weight: its bytes.
+        of_weight: the scale of all of it, in NVFP4.
+        of_rows: that of its inputs.
+        divides: whether both divide, not multiply.
+    """
+
+    weight: str
+    of_weight: str
+    of_rows: str
+    divides: bool
+
+
+FLOAT4_NAMES: Mapping[str, Float4Names] = MappingProxyType(
+    {
+        "compressed-tensors": Float4Names("weight_packed", "weight_global_scale", "input_global_scale", divides=True),
+        "modelopt": Float4Names("weight", "weight_scale_2", "input_scale", divides=False),
+        "mxfp4": Float4Names("weight", "", "", divides=False),
+    }
+)
+"""Method → the names."""
 
 
 def compressed(weights: Any, inputs: Any, form: str) -> Scheme:
@@ -185,9 +215,29 @@ def awq(bits: int, group: int, zero_point: bool) -> Scheme:
     return Scheme("awq", Numbers(bits, "int", GROUP if group > 0 else CHANNEL, group, symmetric=not zero_point))
 
 
+def modelopt_algorithm(config: Mapping[str, Any]) -> str:
+    """The name of the numbers in a configuration of ``modelopt``, of either of its two forms."""
+    section = config.get("quantization") or config
+    return str(section.get("quant_algo", "")).upper()
+
+
+def modelopt(algorithm: str, group: int) -> Scheme:
+    """A scheme of ``modelopt``; ``group``: elements with a scale in common, of NVFP4."""
+    if algorithm == "FP8":
+        one = Numbers(8, "float", TENSOR)
+        return Scheme("modelopt", one, one)
+    weights = Numbers(4, "float", TENSOR_GROUP, group)
+    inputs = None if algorithm.startswith("W4A16") else replace(weights, dynamic=True)
+    return Scheme("modelopt", weights, inputs, algorithm)
+
+
 def mxfp4() -> Scheme:
     """The scheme of gpt-oss's experts, the only layers that ``mxfp4`` quantizes."""
     return Scheme("mxfp4", Numbers(4, "float", GROUP, FLOAT4_GROUP))
+
+
+MODELOPT = ("FP8", "NVFP4", "W4A16_NVFP4")
+"""The names of numbers in ``modelopt`` that are served."""
 
 
 def _is_number(value: Any) -> bool:
@@ -263,6 +313,8 @@ def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
         raise refused(f"quantization '{named}'")
     if method == "fp8" and (stored := config.get("store_dtype")):
         raise refused(f"experts stored as '{stored}' in 'fp8'")
+    if method == "modelopt" and (algorithm := modelopt_algorithm(config)) not in MODELOPT:
+        raise refused(f"'modelopt' with '{algorithm}'", remedies.METHODS["modelopt"])
     if method == "gptq":
         served(gptq({"sym": True, "desc_act": False, **config}), "", refused)
     if method == "awq":
@@ -326,7 +378,8 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
         return Kind.GPT_OSS if experts else None
     if form in FLOAT4:
         kind, numbers = FLOAT4[form]
-        return kind if weights == numbers and inputs is None else None
+        fits = inputs is None or (inputs == replace(numbers, dynamic=True) and not experts)
+        return kind if weights == numbers and fits else None
     if form == PACKED_FORM:
         packed = weights.kind == "int" and weights.bits in BITS and weights.per in (CHANNEL, GROUP)
         return Kind.COMPRESSED if packed and inputs is None and not weights.dynamic else None

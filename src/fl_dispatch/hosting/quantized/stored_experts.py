@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import experts, orders
-from .schemes import BLOCK, CHANNEL, FLOAT4, GROUP, TENSOR, TENSOR_GROUP, Kind, Scheme
+from .schemes import BLOCK, CHANNEL, FLOAT4_NAMES, GROUP, TENSOR, TENSOR_GROUP, Kind, Scheme
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,7 @@ class Float4Experts(Experts, experts.Float4Experts):
     """Weights of e2m1 with scales of 8 bits."""
 
     def __init__(self, scheme: Scheme) -> None:
-        packed, both = scheme.form in FLOAT4, scheme.weights.per == TENSOR_GROUP
-        super().__init__("weight_packed" if packed else "weight", "weight_global_scale" if both else "")
+        super().__init__(FLOAT4_NAMES[scheme.method], scheme.weights.per == TENSOR_GROUP)
         self._group = scheme.weights.group
 
     def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
@@ -202,13 +201,13 @@ class Float4Experts(Experts, experts.Float4Experts):
         self.fl_dtype = sizes.dtype
         for name, columns, inner in sizes.weights():
             stored = torch.zeros(sizes.count, columns, inner // 2, dtype=torch.uint8)
-            parameters.add(f"{name}_{self._weight}", stored, GROUP)
-            kind = torch.float8_e4m3fn if self._divisor else torch.uint8
+            parameters.add(f"{name}_{self._names.weight}", stored, GROUP)
+            kind = torch.float8_e4m3fn if self._of_weight else torch.uint8
             scales = orders.unset(sizes.count, columns, inner // self._group, dtype=kind)
             parameters.add(f"{name}_weight_scale", scales, GROUP)
-            if self._divisor:
+            if self._of_weight:
                 of_weights = orders.unset(sizes.count, sizes.gates if name == "w13" else 1)
-                parameters.add(f"{name}_{self._divisor}", of_weights, TENSOR)
+                parameters.add(f"{name}_{self._names.of_weight}", of_weights, TENSOR)
         return ""
 
 

@@ -16,6 +16,8 @@ INT = Scheme(
     "compressed-tensors", replace(COLUMN, kind="int"), replace(TOKEN, kind="int", per="tensor", dynamic=False), "int"
 )
 BLOCKS = schemes.fp8("dynamic", [128, 128])
+MXFP4 = Scheme("compressed-tensors", Numbers(4, "float", "group", 32), form=schemes.MXFP4_FORM)
+NVFP4 = replace(MXFP4, weights=Numbers(4, "float", "tensor_group", 16), form=schemes.NVFP4_FORM)
 PACKED = Scheme("compressed-tensors", Numbers(4, "int", "group", 32), form=schemes.PACKED_FORM)
 GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 
@@ -32,6 +34,13 @@ GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
         (replace(FLOAT, weights=replace(COLUMN, symmetric=False)), None, None),
         (replace(FLOAT, weights=replace(COLUMN, dynamic=True)), None, None),
         (replace(FLOAT, weights=replace(COLUMN, per="group", group=32)), None, None),
+        (MXFP4, Kind.MXFP4, Kind.MXFP4),
+        (NVFP4, Kind.NVFP4, Kind.NVFP4),
+        (replace(MXFP4, inputs=replace(MXFP4.weights, dynamic=True)), Kind.MXFP4, None),
+        (replace(NVFP4, inputs=replace(NVFP4.weights, dynamic=True)), Kind.NVFP4, None),
+        (replace(NVFP4, inputs=NVFP4.weights), None, None),
+        (replace(MXFP4, inputs=TOKEN), None, None),
+        (replace(MXFP4, form=schemes.NVFP4_FORM), None, None),
         (INT, Kind.INT8, Kind.INT8),
         (replace(INT, inputs=None), None, None),
         (schemes.fp8("dynamic", None), Kind.FP8, Kind.FP8),

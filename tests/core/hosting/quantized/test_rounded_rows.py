@@ -1,0 +1,50 @@
+"""Inputs of products in e2m1 are those that the format's own library rounds to, in every type of a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_dispatch.hosting.quantized import rows
+from quantized_checkpoints import MXFP4_ROWS, NVFP4_ROWS, rows_of_e2m1
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+SIZES = pytest.mark.parametrize("size", [2.0**-9, 1.0, 30.0])
+
+
+def given(dtype: torch.dtype, size: float) -> Tensor:
+    """Random rows, one of zeros, one with a group of zeros, and one in the middles between two numbers."""
+    x = torch.randn((40, 256), generator=torch.Generator().manual_seed(0))
+    x[0], x[1, :32] = 0, 0
+    x[2] = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).repeat(32)
+    return (x * size).to(dtype)
+
+
+@DTYPES
+@SIZES
+def test_mxfp4(dtype: torch.dtype, size: float) -> None:
+    x = given(dtype, size)
+    assert torch.equal(rows.mxfp4(x, 32).float(), rows_of_e2m1(MXFP4_ROWS)(x.float()))
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("factor", [300.0, 12.8], ids=["a small range", "a large range"])
+def test_nvfp4_with_its_factor(dtype: torch.dtype, size: float, factor: float) -> None:
+    x, of_all = given(dtype, size), torch.tensor([factor])
+    expected = rows_of_e2m1(NVFP4_ROWS, of_all)(x.float())
+    torch.testing.assert_close(rows.nvfp4(x, 16, of_all).float() / of_all, expected, rtol=1e-6, atol=0)
+
+
+def test_no_rows() -> None:
+    assert (
+        rows.mxfp4(torch.zeros(0, 64), 32).shape == rows.nvfp4(torch.zeros(0, 64), 16, torch.ones(1)).shape == (0, 64)
+    )
+
+
+def test_a_nan_does_not_vanish() -> None:
+    x = torch.ones(1, 64)
+    x[0, 3] = torch.nan
+    assert rows.mxfp4(x, 32)[0, 3].isnan()
+    assert rows.nvfp4(x, 16, torch.ones(1))[0, 3].isnan()
