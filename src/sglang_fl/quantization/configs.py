@@ -213,7 +213,7 @@ def _below_roots(name: str) -> str:
 
 
 class GPTQConfigFL(Served, GPTQConfig):
-    """``gptq``: symmetric, 4 and 8 bits."""
+    """``gptq``: symmetric."""
 
     fl_format = "gptq"
     is_symmetric = True

@@ -6,6 +6,7 @@ SGLang asks a layer's ``scheme`` which of its two loaders it wants; the paramete
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -156,7 +157,7 @@ class _Packed(Layer, layers.PackedLayer):
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
     ) -> None:
         group = inner if self._group == -1 else self._group
-        if inner % group or any(size % (orders.WORD // self.fl_bits) for size in (inner, *parts)):
+        if inner % group or any(size % orders.whole_words(self.fl_bits) for size in (inner, *parts)):
             raise ValueError(
                 f"{parts} columns of {inner} elements are no whole words of {self.fl_bits} bits, or no whole groups of "
                 f"{group}"
@@ -173,7 +174,7 @@ class _Packed(Layer, layers.PackedLayer):
         """
         sizes = [-(-size * self.fl_bits // orders.WORD) if dim == packed else size for dim, size in enumerate(shape)]
         words = torch.zeros(*sizes, dtype=torch.int32)
-        how = {"packed_dim": packed, "packed_factor": orders.WORD // self.fl_bits, "weight_loader": loader}
+        how = {"packed_dim": packed, "packed_factor": Fraction(orders.WORD, self.fl_bits), "weight_loader": loader}
         if of_groups and self._group == -1:
             return PackedColumnParameter(data=words, output_dim=column, **how)
         return PackedvLLMParameter(data=words, input_dim=1 - column, output_dim=column, **how)

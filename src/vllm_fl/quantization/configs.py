@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from fractions import Fraction
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.model_executor import parameter
@@ -35,6 +36,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.parameter import PerTensorScaleParameter
+from vllm.scalar_type import scalar_types
 
 from fl_dispatch.hosting.quantized import layer_parts, orders, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
@@ -142,6 +144,11 @@ class GPTQMethodFL(WithoutMarlin, auto_gptq.AutoGPTQLinearMethod):
 
 class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
     fl_format = "gptq"
+    TYPE_MAP: ClassVar[dict[tuple[int, bool], Any]] = {
+        **auto_gptq.AutoGPTQConfig.TYPE_MAP,
+        (2, True): scalar_types.uint2b2,
+        (3, True): scalar_types.uint3b4,
+    }
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, ParallelLMHead) and self.lm_head_quantized:
@@ -166,7 +173,7 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
         """This configuration with a layer's own bits and groups."""
         schemes.served(found, prefix, refused)
         bits, made = found.weights.bits, copy(self)
-        made.weight_bits, made.group_size, made.pack_factor = bits, found.weights.group, orders.WORD // bits
+        made.weight_bits, made.group_size, made.pack_factor = bits, found.weights.group, Fraction(orders.WORD, bits)
         made.desc_act, made.quant_type = False, self.TYPE_MAP[bits, True]
         return made
 
@@ -233,7 +240,8 @@ class Float4MethodFL(LinearMethodBase):
         layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
-        *_: int,
+        input_size: int,
+        output_size: int,
         params_dtype: torch.dtype,
         weight_loader: Callable[..., None],
         **named: Any,

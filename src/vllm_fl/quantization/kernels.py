@@ -128,7 +128,7 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
         bits, inner = c.weight_type.size_bits, c.partition_weight_shape[0]
         if c.group_size > 0 and inner % c.group_size:
             return False, f"{inner} rows of the weight are no whole number of groups of {c.group_size}"
-        if any(size % (orders.WORD // bits) for size in c.partition_weight_shape):
+        if any(size % orders.whole_words(bits) for size in c.partition_weight_shape):
             return False, f"a weight of {c.partition_weight_shape} elements fills no whole words"
         return True, None
 

@@ -36,8 +36,9 @@ SIZES = {"intermediate_size": 128}
 
 
 def codes(values: Tensor) -> Tensor:
-    """The nearest numbers of e2m1, as codes from 0 to 15."""
-    nearest = (values.abs()[..., None] - MAGNITUDES).abs().argmin(-1)
+    """The nearest numbers of e2m1, ties to even ones, as codes from 0 to 15."""
+    ties = 1e-12 * (torch.arange(8) % 2)
+    nearest = ((values.double().abs()[..., None] - MAGNITUDES).abs() + ties).argmin(-1)
     return (nearest + 8 * (values < 0)).to(torch.uint8)
 
 

@@ -18,7 +18,10 @@ from host_engines import Answer, Engine, Host, Pass, Scenario, Served, clean
 from quantized_checkpoints import SCHEMES
 from quantized_network import network, right_perplexity, tolerance
 
-CASES = [(name, dtype) for name in SCHEMES for dtype in TOLERANCE]
+COARSE = [name for name, scheme in SCHEMES.items() if scheme.layer == "Float4Layer" and scheme.rows is not None]
+"""Schemes with inputs of e2m1. A half type's rounding moves those by a quarter of an element and more, and with it
+Hugging Face's own perplexity by nearly 1 %."""
+CASES = [(name, dtype) for name in SCHEMES for dtype in TOLERANCE if dtype == "float32" or name not in COARSE]
 SHRUNK = "reference.shrunk"
 """The products of ``shrunk_products``."""
 

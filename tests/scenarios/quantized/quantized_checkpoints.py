@@ -48,11 +48,11 @@ def nearest(values: Tensor, kind: torch.dtype) -> Tensor:
 
 def pack(numbers: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
     """Numbers from 0 in words of 32 bits along a dimension; ``order``: which of a word's numbers comes first."""
-    count = 32 // bits
-    groups = numbers.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, count))
+    numbers = numbers.to(torch.int64).movedim(dim, -1)
     if order is not None:
-        groups = groups[..., list(order)]
-    words = (groups << torch.arange(0, 32, bits)).sum(-1)
+        numbers = numbers.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)
+    each = (numbers[..., None] >> torch.arange(bits)) & 1
+    words = (each.flatten(-2).unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int().movedim(-1, dim).contiguous()
 
 
@@ -344,6 +344,12 @@ SCHEMES: Mapping[str, Scheme] = {
     "gptq": Scheme(
         {**GPTQ, "bits": 4, "group_size": 32}, few_bits("gptq", 4, 32, False), "PackedLayer", operators=ONLY
     ),
+    "gptq, 2 bits": Scheme(
+        {**GPTQ, "bits": 2, "group_size": 32}, few_bits("gptq", 2, 32, False), "PackedLayer", operators=ONLY
+    ),
+    "gptq, 3 bits": Scheme(
+        {**GPTQ, "bits": 3, "group_size": 32}, few_bits("gptq", 3, 32, False), "PackedLayer", operators=ONLY
+    ),
     "gptq, 8 bits": Scheme(
         {**GPTQ, "bits": 8, "group_size": 128}, few_bits("gptq", 8, 128, False), "PackedLayer", operators=ONLY
     ),
@@ -456,3 +462,28 @@ class Partly(Scheme):
 
     def of(self, name: str) -> Scheme:
         return PLAIN if name.removesuffix(".weight").rpartition(".")[2] in self.left else self
+
+
+@dataclass(frozen=True)
+class OfExperts(Scheme):
+    """A kind of checkpoint that quantizes experts alone, shared ones not among them."""
+
+    def of(self, name: str) -> Scheme:
+        return self if ".experts." in name else PLAIN
+
+
+KIMI_K2 = OfExperts(
+    {
+        **compressed("pack-quantized", W4, None),
+        "ignore": [
+            "lm_head",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        ],
+    },
+    few_bits("packed", 4, 32, False),
+    "",
+    operators=(),
+)
+"""A DeepSeek-V3 with experts of 4 bits, as Kimi K2 is published."""

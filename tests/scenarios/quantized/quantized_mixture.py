@@ -6,12 +6,13 @@ Their weights are random. All layers of the former have experts, all but one of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from host_engines import Host
-from quantized_checkpoints import SCHEMES, Scheme
+from quantized_checkpoints import KIMI_K2, SCHEMES, Scheme
 from quantized_engines import QuantizedEngines, Run
 
 LAYERS = 2
@@ -40,6 +41,8 @@ EXPERTS = (
     "modelopt FP8",
     "modelopt W4A16_NVFP4",
     "gptq",
+    "gptq, 2 bits",
+    "gptq, 3 bits",
     "gptq, 8 bits",
     "awq",
 )
@@ -145,3 +148,31 @@ class QuantizedLatent(QuantizedEngines):
     def counted(self, run: Run, host: Host) -> Mapping[str, int]:
         products = host.layers.get(run.scheme, run.made.layer)
         return {products: LATENT_PRODUCTS, experts_kernel(run.scheme): LATENT_LAYERS - 1}
+
+
+@dataclass(frozen=True, eq=False)
+class KimiRun(Run):
+    """An engine with the checkpoint of :data:`KIMI_K2`."""
+
+    scheme: str = "compressed-tensors W4A16"
+    kind: str = "experts alone"
+
+    @property
+    def made(self) -> Scheme:
+        return KIMI_K2
+
+
+class KimiK2(QuantizedLatent):
+    """The DeepSeek-V3 with nothing quantized but experts."""
+
+    ALONE = [KimiRun()]
+    RUNS = ALONE
+
+    def wrong(self, run: Run) -> Sequence[str]:
+        return ("weight_only_moe",)
+
+    def operators(self, run: Run) -> Sequence[str]:
+        return ("weight_only_moe", *self.ATTENTION)
+
+    def counted(self, run: Run, host: Host) -> Mapping[str, int]:
+        return {"PackedExperts": LATENT_LAYERS - 1}

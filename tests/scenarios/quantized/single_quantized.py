@@ -190,6 +190,7 @@ class QuantizedExperts(Scenario):
         ),
         (GPTQ4, 128, 48, 1, "48 elements on a rank, not a multiple of a group's 32"),
         ({**GPTQ4, "group_size": -1}, 64, 40, 2, "20 elements on a rank, not a multiple of a word's 8"),
+        ({**GPTQ4, "bits": 3, "group_size": 16}, 128, 48, 1, "48 elements on a rank, not a multiple of a word's 32"),
         (AWQ, 48, 128, 1, "48 elements on a rank, not a multiple of a group's 32"),
         (
             SCHEMES["compressed-tensors W8A16 int8"].config,

@@ -19,7 +19,7 @@ from fl_dispatch.hosting.quantized import schemes
 from host_engines import Call, Engine, Host, Pass, Served
 from quantized_checkpoints import SCHEMES
 from quantized_engines import Run
-from quantized_mixture import QuantizedLatent, latent
+from quantized_mixture import KimiK2, QuantizedLatent, latent
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
@@ -74,6 +74,11 @@ class TestLatent(QuantizedLatent):
             assert not answer.returned[0], way
             assert answer.returned[1].startswith(said), way
             assert answer.tokens == again.tokens, way
+
+
+class TestKimiK2(KimiK2):
+    ABSORBED = True
+    ATTENTION = TestLatent.ATTENTION
 
 
 JOINED = "latent attention with compressed queries and weights that SGLang's loader cannot join"

@@ -14,7 +14,7 @@ import quantized_checkpoints as checkpoints
 from host_engines import Engine, Host, Pass, Served
 from quantized_checkpoints import SCHEMES
 from quantized_engines import Run
-from quantized_mixture import EXPERTS, GIVEN, LATENT_LAYERS, QuantizedLatent, latent
+from quantized_mixture import EXPERTS, GIVEN, LATENT_LAYERS, KimiK2, QuantizedLatent, latent
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
@@ -34,6 +34,10 @@ class TestLatent(QuantizedLatent):
 
     def test_its_attention_is_ours(self, run: Run, served: Callable[[Run], Served]) -> None:
         assert all(report["attention"] == {"MLAFLImpl": LATENT_LAYERS} for report in served(run).reports)
+
+
+class TestKimiK2(KimiK2):
+    ATTENTION = TestLatent.ATTENTION
 
 
 def test_scales_for_inputs_are_refused(host: Host, tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ PRODUCTS: dict[str, tuple[Any, Any, str]] = {
     "4 bits, symmetric": (kernels.PackedLayer, _packed(group=32), ""),
     "4 bits, zero points": (kernels.PackedLayer, _packed(scalar_types.uint4, zeros=True), ""),
     "8 bits": (kernels.PackedLayer, _packed(scalar_types.uint8b128), ""),
-    "2 bits": (kernels.PackedLayer, _packed(scalar_types.uint2b2), "weights of 2 bits (int, channel)"),
+    "2 bits": (kernels.PackedLayer, _packed(scalar_types.uint2b2), ""),
+    "3 bits": (kernels.PackedLayer, _packed(scalar_types.uint3b4, shape=(64, 64)), ""),
     "4 bits of another type": (
         kernels.PackedLayer,
         _packed(scalar_types.float4_e2m1f),

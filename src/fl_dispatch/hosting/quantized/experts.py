@@ -37,8 +37,8 @@ def indivisible(sizes: Iterable[int], bits: int, group: int) -> str:
     for size in sizes:
         if group > 0 and size % group:
             return f"experts with {size} elements on a rank, not a multiple of a group's {group}"
-        if size % (orders.WORD // bits):
-            return f"experts with {size} elements on a rank, not a multiple of a word's {orders.WORD // bits}"
+        if size % (whole := orders.whole_words(bits)):
+            return f"experts with {size} elements on a rank, not a multiple of a word's {whole}"
     return ""
 
 

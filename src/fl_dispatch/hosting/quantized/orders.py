@@ -6,6 +6,7 @@ Hosts load every parameter as the checkpoint has it, a rank's part of it. See do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def is_unset(values: Tensor) -> bool:
     return values.dtype.is_floating_point and values.dtype.itemsize > 1 and not bool((values > UNSET).all())
 
 
+def whole_words(bits: int) -> int:
+    """The least count of packed numbers that fill whole words."""
+    return WORD // gcd(WORD, bits)
+
+
 def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = None) -> Tensor:
     """Numbers of ``bits`` bits, int32, that lie packed along a dimension.
 
@@ -40,18 +46,32 @@ def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = No
         places: the place in its word of each of a word's numbers, where they are not in order.
     """
     words = words.movedim(dim, -1)
+    if WORD % bits:
+        return _unpack_across_words(words, bits).movedim(-1, dim)
     shifts = torch.tensor(places or range(WORD // bits), dtype=torch.int32, device=words.device) * bits
     numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2).movedim(-1, dim)
 
 
+def _unpack_across_words(words: Tensor, bits: int) -> Tensor:
+    """Numbers that lie one after the other in the bits of ``bits`` words, some of them in two words."""
+    parts = words.reshape(*words.shape[:-1], words.shape[-1] // bits, bits).long() & 0xFFFFFFFF
+    first = torch.arange(WORD, device=words.device) * bits
+    word, shift = first // WORD, first % WORD
+    next_word = (word + 1).clamp(max=bits - 1)
+    numbers = (parts[..., word] >> shift | parts[..., next_word] << (WORD - shift)) & ((1 << bits) - 1)
+    return numbers.int().reshape(*words.shape[:-1], words.shape[-1] * WORD // bits)
+
+
 def packed_weight(numbers: Tensor, bits: int) -> Tensor:
     """Pack numbers ``[..., columns, inner]`` from 0 as ``weight_only_linear`` takes them.
 
-    Numbers of 8 bits move by 128 into int8, and so must their zero points.
+    Numbers of 8 bits move by 128 into int8, and so must their zero points. Those of 2 and 3 bits, which have none,
+    become numbers of 4 with the same distance from the middle.
     """
     if bits == 8:
         return (numbers - 128).to(torch.int8).contiguous()
+    numbers = numbers + (8 - (1 << bits - 1))
     small = numbers.to(torch.uint8)
     return (small[..., ::2] | (small[..., 1::2] << 4)).contiguous()
 

@@ -23,7 +23,7 @@ METHODS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Unserved method, by its name in checkpoints → a method that works."""
-BITS = "export with 4 or 8 bits"
+BITS = "export with 2, 3, 4 or 8 bits"
 AWQ_BITS = "export with 4 bits, or as 'gptq', which has 8"
 PACK = "export with format 'pack-quantized'"
 DENSE = "export without sparsity"

@@ -30,7 +30,9 @@ BLOCK = "block"
 TOKEN = "token"
 """A scale for each row of an input."""
 BITS = (4, 8)
-"""Bits of packed weights."""
+"""Bits of packed weights in ``compressed-tensors``."""
+GPTQ_BITS = (2, 3, 4, 8)
+"""Bits of packed weights in ``gptq``."""
 FLOAT4_GROUP = 32
 """Elements with a scale in common, a power of two, in MXFP4 (OCP Microscaling Formats 1.0)."""
 PACKED_FORM = "pack-quantized"
@@ -349,7 +351,7 @@ def served(scheme: Scheme, prefix: str, refused: Refused, experts: bool = False)
     """
     place, method, weights = f" ({prefix})" if prefix else "", scheme.method, scheme.weights
     bits = weights.bits
-    if method == "gptq" and bits not in BITS:
+    if method == "gptq" and bits not in GPTQ_BITS:
         raise refused(f"'gptq' with {bits} bits{place}", remedies.BITS)
     if method == "gptq" and not weights.symmetric:
         raise refused(f"'gptq' with zero points{place}", remedies.ZERO_POINTS)
@@ -381,7 +383,8 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
         fits = inputs is None or (inputs == replace(numbers, dynamic=True) and not experts)
         return kind if weights == numbers and fits else None
     if form == PACKED_FORM:
-        packed = weights.kind == "int" and weights.bits in BITS and weights.per in (CHANNEL, GROUP)
+        bits = BITS if scheme.method == "compressed-tensors" else GPTQ_BITS  # hosts may not say the format
+        packed = weights.kind == "int" and weights.bits in bits and weights.per in (CHANNEL, GROUP)
         return Kind.COMPRESSED if packed and inputs is None and not weights.dynamic else None
     same = inputs is None or (inputs.bits == 8 and inputs.kind == weights.kind and inputs.symmetric)
     if not same or weights.bits != 8 or not weights.symmetric or weights.dynamic:
