@@ -77,8 +77,8 @@ def install(layer: nn.Module) -> LayerChoice | None:
     from sglang.srt.utils.common import use_intel_amx_backend
 
     method: Any = getattr(layer, "quant_method", None)
-    if not isinstance(layer, LinearBase) or type(method) is not UnquantizedLinearMethod:
-        return None
+    if not isinstance(layer, LinearBase) or type(method) is not UnquantizedLinearMethod or layer.weight.dim() != 2:
+        return None  # models keep weights of convolutions in such layers, and never call them
     kept, backend = "", _backend()
     names = [base.__name__ for base in type(layer).__mro__ if base.__name__ in NAMES]
     if not get_settings().registers(*names, Product.fl_operator):

@@ -12,11 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.devices import detect_device
+
 from .native_kernels import start_triton
+
+STATES = "layers with a state for each request"
 
 
 def remembers_within(original: Callable[..., bool], view: Any, hf_config: Any) -> bool:
-    """Whether the prefix cache remembers states within a prompt (SGLang's strategy ``extra_buffer``): never."""
+    """Whether the prefix cache remembers states within a prompt (SGLang's strategy ``extra_buffer``): never.
+
+    Raises:
+        ValueError: such a model is asked for on an accelerator. SGLang would end for its cache's pages before we are
+            asked about the model.
+    """
+    device = detect_device()
+    if device.accelerator:
+        raise ValueError(f"sglang_fl does not support {STATES} on {device.name} yet")
     return False
 
 

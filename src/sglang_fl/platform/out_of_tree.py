@@ -14,7 +14,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 from fl_dispatch.devices import detect_device
 
 from .. import environment, speculation
-from ..compat import native_kernels
+from ..compat import native_kernels, state_forms
 from ..compat.runtime import ATTENTION
 from ..compat.v0_5_21 import OlderPlatform
 from ..quantization import SERVED, config_class
@@ -161,5 +161,9 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         config.hand_over()
 
     def init_backend(self) -> None:
-        """SGLang's model runner is imported: raise what an entry point found wrong in this process."""
+        """SGLang's model runner is imported: raise what an entry point found wrong in this process.
+
+        SGLang imports its models next.
+        """
         startup.START.raise_kept()
+        state_forms.name_kernels()

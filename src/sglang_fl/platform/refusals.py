@@ -12,6 +12,7 @@ from fl_dispatch.hosting.quantized import remedies
 from fl_dispatch.logger_manager import get_logger
 
 from .. import quantization, speculation
+from ..compat import state_forms
 from ..compat.runtime import ATTENTION, hosts_own_attention
 from ..host import HOST
 from ..version import TESTED_HOSTS, host_version
@@ -149,7 +150,7 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     if found is None:
         return []
     served = {base.__name__ for base in type(found).__mro__} & set(STATES)
-    what = "layers with a state for each request"
+    what = state_forms.STATES
     return [
         (not served, f"{what} of {type(found).__name__}"),
         (device.accelerator, what),  # references of prompts wait for the device in each layer

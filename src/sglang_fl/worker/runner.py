@@ -37,7 +37,6 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     hooks.refuse_unhooked()
     refusals.check_model(runner, detect_device())
     settings, manager = get_settings(), get_default_manager()
-    state_forms.name_kernels()
     state_forms.keep_model_type(runner.model_config.dtype)
     pools.choose(runner.page_size, hosts_own_attention())
     manager.ensure_initialized()

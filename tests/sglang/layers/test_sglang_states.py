@@ -5,9 +5,14 @@ Slots hold NaN where SGLang would clear them. Wrong implementations run, and for
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from serving import start
+
 from host_engines import WRONG
+from running import expected_tokens
 from sampling import drawn
-from states import OPERATORS, States
+from states import OPERATORS, States, build
 
 FORGETFUL = "vendor.forgetful"
 
@@ -27,3 +32,12 @@ class TestStates(States):
         "deny": "wrong,forgetful",
         "SGLANG_FL_PREFER": "reference",
     }
+
+
+def test_with_our_order_of_implementations_the_tokens_are_right_too(tmp_path: Path) -> None:
+    """A library's products run then, and a linear layer that only holds a convolution's weight has none."""
+    model = build("qwen3_5", tmp_path / "model")
+    result = start(model, engine=TestStates.OPTIONS).result()
+    assert result["steps"][0]["tokens"] == expected_tokens(model)
+    assert result["report"]["counts"]["linear vendor.cpu.onednn"] > 0
+    assert result["report"]["native_layers"] == {}

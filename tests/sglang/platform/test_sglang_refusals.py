@@ -108,6 +108,17 @@ def test_layers_with_a_state_are_refused_before_weights_load(
         refusals.check_model(runner, device)
 
 
+def test_they_are_refused_on_an_accelerator_before_sglang_ends_for_pages_of_its_cache(
+    scheduler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_fl.compat import state_forms
+
+    assert not state_forms.remembers_within(lambda *_: True, None, None)
+    monkeypatch.setattr(state_forms, "detect_device", lambda: ASCEND)
+    with pytest.raises(ValueError, match=f"^sglang_fl does not support {STATES} on ascend yet$"):
+        state_forms.remembers_within(lambda *_: True, None, None)
+
+
 def test_cross_attention_is_refused_in_the_first_batch_that_has_it(scheduler: None) -> None:
     from sglang_fl.attention.attention_backend import AttentionFLBackend
 
