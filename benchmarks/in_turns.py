@@ -111,7 +111,7 @@ def compare(
                 if (of, clock) == (mode, CLOCKS[0])
             },
             "results": {
-                workload: _row({name: [value[place] for value in found[mode, name]] for name in pair})
+                workload: row({name: [value[place] for value in found[mode, name]] for name in pair})
                 for workload, found in speeds.items()
             },
         }
@@ -139,7 +139,8 @@ def _in_turns(engines: dict[Key, Child], requests: int, turns: int, steps: int) 
     return found
 
 
-def _row(found: dict[str, list[float]]) -> dict[str, Any]:
+def row(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Each engine's median, and the median ratio of the second to the first with its interval."""
     ratios = [second / first for first, second in zip(*found.values(), strict=True)]
     low, high = interval(ratios, CONFIDENCE)
     medians = {name: round(statistics.median(values), 1) for name, values in found.items()}

@@ -14,8 +14,13 @@ quiet.
 
     python benchmarks/serve_cpu.py --vanilla [--mode compiled] [--dtype float32] [--turns 40] [--json FILE]
 
-With ``--tiny`` the model is so small that a step costs what the host does in it, and with ``--experts`` it is a small
-mixture of experts.
+With ``--as-started`` fresh processes take turns, no variable set, by the wall's clock (``as_started.py``): prefill, one
+and eight requests, seconds until ready in a first and a further start, and resident memory.
+
+    python benchmarks/serve_cpu.py --as-started [--dtype float32] [--rounds 5] [--large] [--json FILE]
+
+With ``--large`` the model has a billion parameters, with ``--tiny`` it is so small that a step costs what the host does
+in it, and with ``--experts`` it is a small mixture of experts.
 With ``--scheme NAME`` its weights are quantized, as the tests write checkpoints (``quantized_checkpoints.py``).
 With ``--runners`` they are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml`` they are
 our platform under two files of ``VLLM_FL_CONFIG``.
@@ -61,6 +66,17 @@ TINY = {
     "layer_types": ["full_attention"] * 2,
 }
 """So small that a step costs what the host does in it."""
+LARGE = {
+    **SHAPE,
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "layer_types": ["full_attention"] * 16,
+}
+"""As Llama-3.2-1B but for the vocabulary: 1.1 billion parameters."""
 EXPERTS = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -74,6 +90,7 @@ EXPERTS = {
     "layer_types": ["full_attention"] * 4,
 }
 """A Qwen3 with mixtures of experts, of 37 million parameters; a token takes 18 million of them."""
+MODELS = {"tiny": TINY, "large": LARGE, "experts": EXPERTS}
 SHIPPED = "cpu.yaml"
 SCHEMES_OF_TESTS = str(Path(__file__).resolve().parents[1] / "tests/scenarios/quantized")
 """They write quantized checkpoints."""
@@ -223,6 +240,7 @@ def report(data: dict[str, Any]) -> None:
 
 def in_turns(arguments: argparse.Namespace) -> None:
     """Both engines, in each dtype; a result that the file has of the same kind is replaced."""
+    import as_started
     import in_turns
     import torch
 
@@ -233,7 +251,7 @@ def in_turns(arguments: argparse.Namespace) -> None:
 
     if arguments.scheme and arguments.scheme not in SCHEMES:
         sys.exit(f"no scheme {arguments.scheme!r}; there are {', '.join(SCHEMES)}")
-    shape = TINY if arguments.tiny else EXPERTS if arguments.experts else SHAPE
+    shape = next((shape for name, shape in MODELS.items() if getattr(arguments, name)), SHAPE)
     before = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else None
     if before is not None and before["shape"] != shape:
         sys.exit(f"{arguments.json} has runs of a model of another shape; name another file")
@@ -242,17 +260,20 @@ def in_turns(arguments: argparse.Namespace) -> None:
         if arguments.scheme:
             model = write_checkpoint(Path(folder, "quantized"), SCHEMES[arguments.scheme], model=model)
         how = (arguments.mode, arguments.turns, arguments.steps, arguments.threads, arguments.profile)
-        pair = in_turns.VANILLA if arguments.vanilla else in_turns.RUNNERS
+        pair = in_turns.VANILLA if arguments.vanilla or arguments.as_started else in_turns.RUNNERS
         if arguments.configs:
             pair = {file.stem: {**in_turns.PLUGIN, "VLLM_FL_CONFIG": str(file.resolve())} for file in arguments.configs}
-        elif arguments.vanilla and arguments.runner:
+        elif arguments.runner:
             pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
-        if arguments.vanilla and arguments.plugin_python:
+        if arguments.plugin_python:
             pair = {**pair, "plugin": {**pair["plugin"], in_turns.PYTHON: str(arguments.plugin_python)}}
-        found = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
+        if arguments.as_started:
+            found = [as_started.compare(pair, model, dtype, arguments.rounds) for dtype in arguments.dtype]
+        else:
+            found = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
         runs = [{"scheme": arguments.scheme, **run} for run in found]
     for run in runs:
-        in_turns.report(run)
+        (as_started if arguments.as_started else in_turns).report(run)
     if arguments.json:
         new = {_kind(run) for run in runs}
         kept = [old for old in (before["runs"] if before else []) if _kind(old) not in new]
@@ -261,8 +282,8 @@ def in_turns(arguments: argparse.Namespace) -> None:
 
 
 def _kind(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    runners = ((name, facts["model_runner"]) for name, facts in run["engines"].items())
-    return run.get("scheme", ""), *(run[key] for key in ("dtype", "mode", "clock", "threads")), *runners
+    runners = ((name, facts["model_runner"]) for name, facts in run.get("engines", {}).items())
+    return run.get("scheme", ""), *(run.get(key) for key in ("dtype", "mode", "clock", "threads")), *runners
 
 
 def main() -> None:
@@ -271,6 +292,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--vanilla", action="store_true", help="vLLM's own CPU platform and ours, in turns")
+    parser.add_argument("--as-started", action="store_true", help="the same, each time from fresh processes")
     parser.add_argument("--runners", action="store_true", help="vLLM's model runners V1 and V2 under ours, in turns")
     parser.add_argument("--configs", type=Path, nargs=2, help="our platform under two files of settings, in turns")
     parser.add_argument("--mode", choices=("compiled", "eager"), nargs="+", default=["compiled", "eager"])
@@ -282,6 +304,7 @@ def main() -> None:
     models.add_argument(
         "--tiny", action="store_true", help="of engines in turns: a model of no size, for the host's part"
     )
+    models.add_argument("--large", action="store_true", help="of engines in turns: a billion parameters")
     models.add_argument("--experts", action="store_true", help="of engines in turns: a small mixture of experts")
     parser.add_argument("--scheme", default="", help="of engines in turns: quantize the weights so, as 'awq'")
     parser.add_argument(
@@ -289,7 +312,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="of engines in turns: a table of operators of each")
     arguments = parser.parse_args()
-    if arguments.vanilla or arguments.runners or arguments.configs:
+    if arguments.vanilla or arguments.as_started or arguments.runners or arguments.configs:
         in_turns(arguments)
         return
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.awq import AWQConfig
-from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+    QuantizationArgs,
+)
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.gptq import GPTQConfig
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptFp8Config

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-import float4
+import e2m1
 from fl_dispatch.cli import small_model
 
 FP8 = torch.float8_e4m3fn
@@ -111,29 +111,29 @@ def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
     return write
 
 
-def e2m1(pack_groups: Callable[[Tensor], tuple[Tensor, Tensor, Stored]]) -> Any:
+def e2m1_weights(pack_groups: Callable[[Tensor], tuple[Tensor, Tensor, Stored]]) -> Any:
     """Weights of e2m1 as ``compressed-tensors`` has them, from bytes, scales and what is stored of those."""
 
     def write(weight: Tensor) -> Written:
         found, scale, stored = pack_groups(weight)
-        return {"weight_packed": found.flatten(-2), **stored}, (float4.numbers(found) * scale[..., None]).flatten(-2)
+        return {"weight_packed": found.flatten(-2), **stored}, (e2m1.numbers(found) * scale[..., None]).flatten(-2)
 
     return write
 
 
 def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Stored]:
-    found, exponents = float4.mxfp4(weight)
+    found, exponents = e2m1.mxfp4(weight)
     return found, (exponents.float() - 127).exp2(), {"weight_scale": exponents}
 
 
 def nvfp4(weight: Tensor, **given: Tensor) -> tuple[Tensor, Tensor, Stored]:
     """``given``: what is stored besides."""
     groups = weight.unflatten(-1, (-1, 16))
-    scale = groups.abs().amax(-1) / float4.MAGNITUDES[-1]
+    scale = groups.abs().amax(-1) / e2m1.MAGNITUDES[-1]
     divisor = (448.0 / scale.amax()).reshape(1)
     stored = (scale * divisor).to(FP8)
     scale = stored.float() / divisor
-    found = float4.in_bytes(float4.codes(groups / scale.clamp(min=1e-10)[..., None]))
+    found = e2m1.in_bytes(e2m1.codes(groups / scale.clamp(min=1e-10)[..., None]))
     return (
         found,
         scale,
@@ -145,7 +145,7 @@ def modelopt_nvfp4(rows: float | None = None) -> Any:
     """NVFP4 as ``modelopt`` stores it; ``rows``: what multiplies all scales of inputs."""
 
     def write(weight: Tensor) -> Written:
-        stored, stands_for = e2m1(nvfp4)(weight)
+        stored, stands_for = e2m1_weights(nvfp4)(weight)
         names = {"weight_packed": "weight", "weight_scale": "weight_scale"}
         found = {names[name]: stored[name] for name in names}
         found["weight_scale_2"] = 1 / stored["weight_global_scale"].squeeze()
@@ -298,21 +298,21 @@ SCHEMES: Mapping[str, Scheme] = {
         operators=ONLY,
     ),
     "compressed-tensors MXFP4A16": Scheme(
-        compressed("mxfp4-pack-quantized", MXFP4, None), e2m1(mxfp4), "Float4Layer", operators=ONLY
+        compressed("mxfp4-pack-quantized", MXFP4, None), e2m1_weights(mxfp4), "Float4Layer", operators=ONLY
     ),
     "compressed-tensors NVFP4A16": Scheme(
-        compressed("nvfp4-pack-quantized", NVFP4, None), e2m1(nvfp4), "Float4Layer", operators=ONLY
+        compressed("nvfp4-pack-quantized", NVFP4, None), e2m1_weights(nvfp4), "Float4Layer", operators=ONLY
     ),
     "compressed-tensors MXFP4": Scheme(
         compressed("mxfp4-pack-quantized", MXFP4, MXFP4_ROWS),
-        e2m1(mxfp4),
+        e2m1_weights(mxfp4),
         "Float4Layer",
         rows_of_e2m1(MXFP4_ROWS),
         ONLY,
     ),
     "compressed-tensors NVFP4": Scheme(
         compressed("nvfp4-pack-quantized", NVFP4, NVFP4_ROWS),
-        e2m1(partial(nvfp4, input_global_scale=OF_ALL)),
+        e2m1_weights(partial(nvfp4, input_global_scale=OF_ALL)),
         "Float4Layer",
         rows_of_e2m1(NVFP4_ROWS, OF_ALL),
         ONLY,

@@ -14,7 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-import float4
+import e2m1
+import gpt_oss
 from fl_dispatch import (
     BackendImplKind,
     OpImpl,
@@ -65,18 +66,18 @@ def test_quantized_experts_of_gpt_oss_are_refused() -> None:
     assert isinstance(left.quant_method, UnquantizedFusedMoEMethod)
 
 
-def gpt_oss(**parallel: int) -> nn.Module:
+def experts_of_gpt_oss(**parallel: int) -> nn.Module:
     """The experts of a layer of gpt-oss in MXFP4, zeros with scales of 2 ** -127."""
-    return mixture(Mxfp4ConfigFL.from_config(dict(float4.MXFP4)), kind=GptOssRoutedExperts, **parallel)
+    return mixture(Mxfp4ConfigFL.from_config(dict(gpt_oss.MXFP4)), kind=GptOssRoutedExperts, **parallel)
 
 
 def test_mxfp4_experts_compute_with_the_numbers_that_their_bytes_stand_for() -> None:
-    layer, generator = gpt_oss(), torch.Generator().manual_seed(0)
+    layer, generator = experts_of_gpt_oss(), torch.Generator().manual_seed(0)
     weights = {}
     for name in ("w13", "w2"):
         stored = getattr(layer, f"{name}_weight")
         count, columns, half = stored.shape
-        blocks, scales = float4.mxfp4(torch.randn((count, columns, 2 * half), generator=generator))
+        blocks, scales = e2m1.mxfp4(torch.randn((count, columns, 2 * half), generator=generator))
         layer.weight_loader(stored, blocks.flatten(2), f"{name}_weight", None, None)
         layer.weight_loader(getattr(layer, f"{name}_weight_scale"), scales, f"{name}_weight_scale", None, None)
         weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, inner, columns]

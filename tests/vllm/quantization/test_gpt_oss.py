@@ -11,7 +11,7 @@ from engines import STEP, Runs, expected_tokens, ran, start
 from safetensors.torch import load_file
 from torch import Tensor
 
-import float4
+import gpt_oss
 
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
 WRONG = {"prefer": "reference", "per_op_order": {"weight_only_moe": ["impl:vendor.wrong"]}}
@@ -37,9 +37,9 @@ def halved(name: str, stored: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     root = tmp_path_factory.mktemp("gpt-oss")
-    published = float4.gpt_oss(root / "published")
-    spoiled = float4.gpt_oss(root / "spoiled", halved)
-    return {"published": published, "spoiled": spoiled, "plain": float4.dequantized(published, root / "dequantized")}
+    published = gpt_oss.write_checkpoint(root / "published")
+    spoiled = gpt_oss.write_checkpoint(root / "spoiled", halved)
+    return {"published": published, "spoiled": spoiled, "plain": gpt_oss.dequantized(published, root / "dequantized")}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from engines import STEP, Runs, expected_tokens, ran, start
 
-import float4
+import gpt_oss
 
 pytestmark = pytest.mark.gpu
 EAGER: Mapping[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 256 << 20}
@@ -39,8 +39,8 @@ AGREE = 0.5
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     root = tmp_path_factory.mktemp("gpt-oss")
-    published = float4.gpt_oss(root / "published")
-    return {"published": published, "plain": float4.dequantized(published, root / "dequantized")}
+    published = gpt_oss.write_checkpoint(root / "published")
+    return {"published": published, "plain": gpt_oss.dequantized(published, root / "dequantized")}
 
 
 @pytest.fixture(scope="module")

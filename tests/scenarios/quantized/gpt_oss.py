@@ -1,4 +1,4 @@
-"""Weights of 4 bits in floating point, and gpt-oss as its checkpoint is published: experts in MXFP4, all else plain.
+"""gpt-oss as its checkpoint is published: experts in MXFP4, all else plain.
 
 :func:`dequantized` has Transformers turn the experts back, so that its plain network says what is right.
 """
@@ -16,11 +16,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from architectures import build_architecture
+from e2m1 import mxfp4
 
-MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""Those of e2m1, by their codes."""
-GROUP = 32
-"""Elements with a scale in common in MXFP4."""
 MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -35,31 +32,6 @@ SIZES = {"intermediate_size": 128}
 """Four groups between the two products of an expert, two on each of two ranks."""
 
 
-def codes(values: Tensor) -> Tensor:
-    """The nearest numbers of e2m1, ties to even ones, as codes from 0 to 15."""
-    ties = 1e-12 * (torch.arange(8) % 2)
-    nearest = ((values.double().abs()[..., None] - MAGNITUDES).abs() + ties).argmin(-1)
-    return (nearest + 8 * (values < 0)).to(torch.uint8)
-
-
-def in_bytes(found: Tensor) -> Tensor:
-    """Two codes in a byte, the first one in its low half."""
-    return found[..., ::2] | found[..., 1::2] << 4
-
-
-def numbers(stored: Tensor) -> Tensor:
-    """Those that bytes stand for."""
-    found = torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
-    return MAGNITUDES[(found & 7).long()] * (1 - 2 * (found >> 3).float())
-
-
-def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight ``[.., inner]`` as bytes ``[.., inner / 32, 16]``, and exponents ``[.., inner / 32]`` plus 127."""
-    groups = weight.unflatten(-1, (-1, GROUP))
-    exponents = (groups.abs().amax(-1, keepdim=True) / MAGNITUDES[-1]).log2().ceil().clamp(min=-127)
-    return in_bytes(codes(groups / exponents.exp2())), (exponents[..., 0] + 127).to(torch.uint8)
-
-
 def _rewritten(model: Path, folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> Path:
     shutil.copytree(model, folder)
     stored: dict[str, Tensor] = {}
@@ -71,7 +43,7 @@ def _rewritten(model: Path, folder: Path, change: Callable[[str, Tensor], dict[s
     return folder
 
 
-def gpt_oss(folder: Path, spoil: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> Path:
+def write_checkpoint(folder: Path, spoil: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> Path:
     """Write a small checkpoint of gpt-oss in the published format; ``spoil``: name → other bytes of its MXFP4."""
     plain = build_architecture("gpt_oss", folder.with_name(f"{folder.name}-plain"), **SIZES)
 

@@ -1,0 +1,152 @@
+"""Two engines on a CPU as a user starts them: fresh processes in turns, no variable set, the front end included.
+
+``serve_cpu.py --as-started`` runs this. Each round starts both engines, one after the other, by ``vllm.LLM`` without
+advice on threads or compilation. The figures of a round are
+
+- the seconds until the engine is ready, from the process's first instruction;
+- tokens a second by the wall's clock, for prompts that were never seen and for decoding;
+- the resident memory of all its processes after that (PSS, so that a shared page counts once).
+
+Each engine has a cache of compiled code of its own, empty at first, so the first round's start is a first start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from in_turns import PYTHON, row
+
+from fl_dispatch.evidence.child import Child
+
+PROMPTS, PROMPT = 4, 512
+"""Prompts of the prefill and their tokens."""
+NEW, BATCHES = 64, (1, 8)
+"""Generated tokens of a request, and requests of the decodes."""
+WORKLOADS = {f"prefill {PROMPTS} x {PROMPT}": 0, **{f"decode, batch {batch}": batch for batch in BATCHES}}
+"""Workload → requests of a decode; 0 for the prefill."""
+REPEATS = 3
+"""Timed turns of a workload in one process; their median counts."""
+PLACE = 1 << 30
+"""Bytes of the KV cache, the same for both: vLLM would take a share of the machine, which hides the weights."""
+READY, FIRST, MEMORY = "seconds until ready", "seconds until ready, first start", "resident memory, MiB"
+COSTS = (FIRST, READY, MEMORY)
+"""Figures of which less is better."""
+
+
+def engine(options: dict[str, Any]) -> None:
+    """The process of one engine: ready when it says a line, then a workload's seconds for each line that it gets."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # the engine's log does not stand between the answers
+    import psutil
+
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(max_model_len=1024, max_num_seqs=max(BATCHES), kv_cache_memory_bytes=PLACE, **options)
+    drawn, vocabulary = random.Random(0), llm.model_config.get_vocab_size()
+    print(json.dumps(time.time() - psutil.Process().create_time()), file=answers)
+
+    def served(requests: int) -> float:
+        """Seconds of new prompts, or of decoding alone: a request's time less that of its first token."""
+        count, length = (requests, 16) if requests else (PROMPTS, PROMPT)
+        ids = [[drawn.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
+        spent = []
+        for tokens in (NEW + 1, 1) if requests else (1,):
+            asked = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            began = time.perf_counter()
+            llm.generate([{"prompt_token_ids": one} for one in ids], asked, use_tqdm=False)
+            spent.append(time.perf_counter() - began)
+        return spent[0] - sum(spent[1:])
+
+    for line in sys.stdin:
+        requests = json.loads(line)
+        if requests is None:
+            here = psutil.Process()
+            whole = [here, *here.children(recursive=True)]
+            answer = sum(process.memory_full_info().pss for process in whole) / 2**20
+        else:
+            served(requests)
+            answer = statistics.median(served(requests) for _ in range(REPEATS))
+        print(json.dumps(answer), file=answers)
+
+
+def _round(name: str, own: Mapping[str, str], options: dict[str, Any], cache: Path) -> dict[str, float]:
+    """One process's figures."""
+    variables = {key: value for key, value in own.items() if key != PYTHON}
+    quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    child = Child(
+        name,
+        [own.get(PYTHON, sys.executable), __file__, json.dumps(options)],
+        {**inherited, **quiet, "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(cache / name), **variables},
+    )
+    try:
+        found = {READY: float(child.answer())}
+        for workload, requests in WORKLOADS.items():
+            tokens = requests * NEW or PROMPTS * PROMPT
+            found[workload] = tokens / float(child.ask(requests))
+        found[MEMORY] = float(child.ask(None))
+    finally:
+        child.stop()
+    return found
+
+
+def compare(pair: Mapping[str, Mapping[str, str]], model: Path, dtype: str, rounds: int) -> dict[str, Any]:
+    """Both engines in each round, who begins changing from round to round.
+
+    Args:
+        pair: engine → its own variables; the ratio is the second one's over the first one's.
+        model: a checkpoint.
+        dtype: what they compute in.
+        rounds: after a first one, whose start compiles, and of which nothing else counts.
+    """
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in pair}
+    with tempfile.TemporaryDirectory() as cache:
+        for turn in range(rounds + 1):
+            for name in list(pair)[:: -1 if turn % 2 else 1]:
+                found[name].append(_round(name, pair[name], {"model": str(model), "dtype": dtype}, Path(cache)))
+                said = ", ".join(f"{key} {value:.1f}" for key, value in found[name][-1].items())
+                print(f"round {turn} of {rounds}, {name}: {said}", file=sys.stderr, flush=True)
+    figures = {
+        key: {name: [one[key] for one in values[1:]] for name, values in found.items()} for key in found[name][0]
+    }
+    figures[FIRST] = {name: [values[0][READY]] for name, values in found.items()}
+    rows = {key: row(values) for key, values in figures.items()}
+    return {
+        "dtype": dtype,
+        "mode": "as started",
+        "clock": "wall",
+        "rounds": rounds,
+        "results": {workload: rows[workload] for workload in WORKLOADS},
+        "costs": {cost: rows[cost] for cost in COSTS},
+    }
+
+
+def report(data: dict[str, Any]) -> None:
+    """The table for people."""
+    from fl_dispatch.cli.output import print_table
+
+    speeds = {f"{workload}, tokens/s": cells for workload, cells in data["results"].items()}
+    rows = [
+        (figure, *values, ratio, f"{low} to {high}")
+        for figure, cells in {**speeds, **data["costs"]}.items()
+        for *values, ratio, (low, high) in [cells.values()]
+    ]
+    names = [name for name in data["costs"][READY] if name not in ("ratio", "interval")]
+    print_table(
+        f"As started, {data['dtype']}, wall clock, medians of {data['rounds']} rounds",
+        ("figure", *names, "ratio", "95 % interval"),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    engine(json.loads(sys.argv[1]))
