@@ -25,6 +25,7 @@ ROTATIONS = {
         1,
         (
             "tests/core/evidence/test_invariant.py",
+            "tests/core/evidence/prove/test_prove.py",
             "tests/core/evidence/test_planted_faults.py",
             "tests/hosts/test_vendor_hour.py",
             "tests/vllm/compilation/test_compiled_models.py",

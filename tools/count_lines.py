@@ -51,7 +51,7 @@ PARTS = {
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_110, tokens=42_500),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_440, tokens=56_900),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_600, tokens=32_200),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=8_700, tokens=81_600),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=8_720, tokens=81_900),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_550, tokens=23_000),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_050, tokens=38_000),
 }

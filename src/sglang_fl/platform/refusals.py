@@ -146,9 +146,10 @@ STATES = (
 def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    found, args = mambaish_config(runner.model_config), runner.server_args
+    found = mambaish_config(runner.model_config)
     if found is None:
         return []
+    args = runner.server_args
     served = {base.__name__ for base in type(found).__mro__} & set(STATES)
     what = state_forms.STATES
     return [

@@ -22,6 +22,7 @@ imports the module that it needs:
 ``ending``           running streams at the end of an engine's client
 ``models``           models that vLLM gets wrong, runs by Transformers, or gives an indexer
 ``arrivals``         requests on their way while an engine's thread makes steps
+``whole_graphs``     models compiled as one graph, from vLLM's cache
 ``state_drafts``     batches with drafts, for layers with a state
 ===================  ===================================================================================================
 """

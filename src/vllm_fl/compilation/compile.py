@@ -27,7 +27,7 @@ from fl_dispatch.settings import get_settings
 from fl_dispatch.settings.origins import Origin
 
 from ..attention import kv_layout
-from ..compat import versions
+from ..compat import versions, whole_graphs
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig
@@ -300,6 +300,7 @@ def start(model: nn.Module, vllm_config: VllmConfig) -> None:
 
     if is_compiled(vllm_config):
         kernel_numbers.share_equal()
+        whole_graphs.load()
     if vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
         from vllm.compilation.wrapper import compile_model_with_stock_torch
 

@@ -234,6 +234,7 @@ class Float4MethodFL(LinearMethodBase):
     def __init__(self, scheme: Scheme) -> None:
         self.kernel = Float4Layer(scheme)
         self.kernel.fl_read(scheme)
+        self.apply_weights = self.apply  # the name that a scheme has
 
     def create_weights(
         self,
@@ -254,8 +255,6 @@ class Float4MethodFL(LinearMethodBase):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.kernel.apply_weights(layer, x, bias)
-
-    apply_weights = apply
 
 
 class ModelOpt(Served):

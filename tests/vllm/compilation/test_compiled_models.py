@@ -54,8 +54,11 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     def inductor(family: str, policy: dict[str, Any] = RIGHT) -> dict[str, Any]:
         return engine(checkpoint(family), policy, backend="inductor")
 
+    def whole(policy: dict[str, Any] = RIGHT) -> dict[str, Any]:
+        return engine(dense, policy, mode=DYNAMO_ONCE, backend="inductor")
+
     first = start_compiled(
-        {"inductor qwen3": inductor(DENSE), "moody": inductor(DENSE, MOODY)},
+        {"inductor qwen3": inductor(DENSE), "whole": whole(), "moody": inductor(DENSE, MOODY)},
         VLLM_CACHE_ROOT=shared,
         VLLM_FL_PLUGIN_MODULES="moody_plugin",
     )
@@ -82,7 +85,12 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         variables={"VLLM_CACHE_ROOT": fresh},
     )
     second = start_compiled(
-        {"again": {**inductor(DENSE), "afterwards": MOODY}, "moody fails": inductor(DENSE, MOODY)},
+        {
+            "whole again": whole(),
+            "whole, another policy": whole(MOODY),
+            "again": {**inductor(DENSE), "afterwards": MOODY},
+            "moody fails": inductor(DENSE, MOODY),
+        },
         after=first["moody"],
         VLLM_CACHE_ROOT=shared,
         VLLM_FL_PLUGIN_MODULES="moody_plugin",
@@ -159,6 +167,18 @@ def test_the_first_policy_again_loads_its_graph_from_the_cache(
     assert (first["compiled"]["loaded"], first["compiled"]["saved"]) == (0, 1)
     assert (again["compiled"]["loaded"], again["compiled"]["compilations"]) == (1, 0)
     assert results["again"]["tokens"] == expected(DENSE)
+
+
+def test_a_model_of_one_graph_is_loaded_too(
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    """vLLM without our replacement writes such a graph, and compiles again in each start."""
+    first, again, other = (results[name]["report"] for name in ("whole", "whole again", "whole, another policy"))
+    assert first["pid"] != again["pid"]
+    assert (first["compiled"]["loaded"], first["compiled"]["saved"]) == (0, 1)
+    assert (again["compiled"]["loaded"], again["compiled"]["graphs"]) == (1, 0)
+    assert other["compiled"]["loaded"] == 0
+    assert results["whole again"]["tokens"] == results["whole"]["tokens"] == expected(DENSE)
 
 
 def test_a_ban_under_the_same_policy_does_not_load_the_graph_of_what_is_banned(

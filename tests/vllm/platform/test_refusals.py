@@ -354,10 +354,10 @@ def test_what_a_draft_is_made_of_is_asked_too(
     with pytest.raises(ValueError, match="does not support a draft with layers that keep a state on cpu"):
         configure("llama", speculative_config=mamba)
     quantized = json.loads((described("llama") / "config.json").read_text())
-    quantized["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    quantized["quantization_config"] = {"quant_method": "quark"}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     draft = {"method": "draft_model", "model": str(tmp_path), **SPECULATION}
-    with pytest.raises(ValueError, match="does not support quantization 'modelopt' yet"):
+    with pytest.raises(ValueError, match="does not support quantization 'quark' yet"):
         configure("llama", speculative_config=draft, dtype="bfloat16")
 
 
@@ -634,11 +634,15 @@ def test_a_reference_is_no_kernel() -> None:
         assert refusals._has_kernel(operator)
 
 
-@pytest.mark.parametrize("method", ["modelopt", "quark", "torchao"])
+@pytest.mark.parametrize("method", ["quark", "torchao"])
 def test_a_quantization_is_named_as_the_checkpoint_does(method: str, configure: Callable[..., Any]) -> None:
     quantized = {"quantization_config": {"quant_method": method}}
-    with pytest.raises(ValueError, match=rf"'{method}' yet \(only awq, gptq, compressed-tensors, fp8, mxfp4\)"):
+    with pytest.raises(
+        ValueError, match=rf"'{method}' yet \(only awq, gptq, compressed-tensors, fp8, mxfp4, modelopt\)"
+    ):
         configure(dtype="bfloat16", hf_overrides=quantized)
+    with pytest.raises(ValueError, match=r"does not support 'modelopt' without 'quant_algo' yet"):
+        configure(dtype="bfloat16", hf_overrides={"quantization_config": {"quant_method": "modelopt"}})
 
 
 def test_a_quantization_on_a_chip_that_does_not_serve_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

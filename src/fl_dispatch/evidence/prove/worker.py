@@ -77,8 +77,8 @@ class Calls:
         torch._C._set_deterministic_algorithms(asked["poisoned"], warn_only=True)  # PyTorch's own imports Inductor
         result = self.function(*args)
         torch._C._set_deterministic_algorithms(False)
-        if self.device.type != "cpu":
-            for one, place in zip(shared, places, strict=True):
+        for one, place in zip(shared, places, strict=True):
+            if place.data_ptr() != one.data_ptr():  # an accelerator's copy of the memory that processes share
                 one.copy_(torch.empty(0, dtype=torch.uint8, device=self.device).set_(place))
         self.alive.append(result)
         if not all(one is None or type(one) is Tensor for one in flat(result)):

@@ -316,7 +316,8 @@ def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
     if method == "fp8" and (stored := config.get("store_dtype")):
         raise refused(f"experts stored as '{stored}' in 'fp8'")
     if method == "modelopt" and (algorithm := modelopt_algorithm(config)) not in MODELOPT:
-        raise refused(f"'modelopt' with '{algorithm}'", remedies.METHODS["modelopt"])
+        said = f"with '{algorithm}'" if algorithm else "without 'quant_algo'"
+        raise refused(f"'modelopt' {said}", remedies.METHODS["modelopt"])
     if method == "gptq":
         served(gptq({"sym": True, "desc_act": False, **config}), "", refused)
     if method == "awq":
