@@ -227,7 +227,10 @@ class NamesOfSGLang:
     name = "sglang"
     plugin = "sglang_fl"
     unwanted: Sequence[str] = ("native_layers", "fallen_through", "undispatched", "failed")
-    layers: Mapping[str, str] = {"gptq": "GptqLayer", "gptq, 8 bits": "GptqLayer", "awq": "AwqLayer"}
+    layers: Mapping[str, str] = {
+        **dict.fromkeys(("gptq", "gptq, 2 bits", "gptq, 3 bits", "gptq, 8 bits"), "GptqLayer"),
+        "awq": "AwqLayer",
+    }
 
 
 def clean(report: Mapping[str, Any], host: Host) -> bool:
