@@ -136,9 +136,12 @@ class Runner:
 
 
 def our_runner(router: Any) -> Any:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
     from vllm_fl.layers import mixture
 
-    return type("RunnerFL", (mixture.RunnerLayer, Runner), {})(layer_name="model.layers.7.experts", router=router)
+    with set_current_vllm_config(VllmConfig()):
+        return type("RunnerFL", (mixture.RunnerLayer, Runner), {})(layer_name="model.layers.7.experts", router=router)
 
 
 @pytest.mark.parametrize(
