@@ -115,9 +115,8 @@ def compare(pair: Mapping[str, Mapping[str, str]], model: Path, dtype: str, roun
                 found[name].append(_round(name, pair[name], {"model": str(model), "dtype": dtype}, Path(cache)))
                 said = ", ".join(f"{key} {value:.1f}" for key, value in found[name][-1].items())
                 print(f"round {turn} of {rounds}, {name}: {said}", file=sys.stderr, flush=True)
-    figures = {
-        key: {name: [one[key] for one in values[1:]] for name, values in found.items()} for key in found[name][0]
-    }
+    measured = (*WORKLOADS, READY, MEMORY)
+    figures = {key: {name: [one[key] for one in values[1:]] for name, values in found.items()} for key in measured}
     figures[FIRST] = {name: [values[0][READY]] for name, values in found.items()}
     rows = {key: row(values) for key, values in figures.items()}
     return {

@@ -263,9 +263,9 @@ def in_turns(arguments: argparse.Namespace) -> None:
         pair = in_turns.VANILLA if arguments.vanilla or arguments.as_started else in_turns.RUNNERS
         if arguments.configs:
             pair = {file.stem: {**in_turns.PLUGIN, "VLLM_FL_CONFIG": str(file.resolve())} for file in arguments.configs}
-        elif arguments.runner:
+        elif pair is in_turns.VANILLA and arguments.runner:
             pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
-        if arguments.plugin_python:
+        if arguments.plugin_python and "plugin" in pair:
             pair = {**pair, "plugin": {**pair["plugin"], in_turns.PYTHON: str(arguments.plugin_python)}}
         if arguments.as_started:
             found = [as_started.compare(pair, model, dtype, arguments.rounds) for dtype in arguments.dtype]

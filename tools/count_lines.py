@@ -48,7 +48,7 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_230, tokens=11_700),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=4_970, tokens=64_100),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_010, tokens=121_700),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_110, tokens=42_500),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_115, tokens=42_500),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_440, tokens=56_900),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_600, tokens=32_200),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=8_720, tokens=81_900),

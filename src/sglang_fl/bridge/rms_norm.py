@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.hosting.layers.activations import operators_name
+
 from .base import Bridge, Unbridged
 
 OTHER_TYPE = "a residual of another type than its input"
@@ -128,7 +130,7 @@ class GatedRMSNormBridge(Bridge):
         layer: Any = self.layer
         if z is None:
             return self.fall_through("without a gate", x)
-        how = gate_activation(layer), layer.group_size or 0, layer.norm_before_gate
+        how = operators_name(layer.activation), layer.group_size or 0, layer.norm_before_gate
         return self.fl_call(x, z, layer.weight, layer.eps, *how)
 
 
@@ -148,12 +150,7 @@ class FusedGatedRMSNormBridge(Bridge):
         layer: Any = self.layer
         if residual is not None or prenorm:
             return self.fall_through("a residual", x, g, residual, prenorm, residual_in_fp32)
-        return self.fl_call(x, g, layer.weight, layer.eps, gate_activation(layer))
-
-
-def gate_activation(layer: Any) -> str:
-    """The operator's name of the activation of a layer's gate."""
-    return "silu" if layer.activation == "swish" else str(layer.activation)
+        return self.fl_call(x, g, layer.weight, layer.eps, operators_name(layer.activation))
 
 
 class StateSpaceNormBridge(Bridge):

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.hosting.layers.activations import operators_name
 from fl_dispatch.hosting.layers.states import delta_states
 
 from .drafted import Drafted
-from .forwards import DispatchedLayer, activation_of
+from .forwards import DispatchedLayer
 from .states import StateLayer
 
 OPERATORS = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule", "gated_delta_rule_update")
@@ -112,7 +113,7 @@ class DeltaNetLayer(StateLayer):
         return self.conv1d.weight.squeeze(1), self.conv1d.bias
 
     def _fl_activation(self) -> str:
-        return activation_of(self.activation)
+        return operators_name(self.activation)
 
     def _fl_states(self) -> tuple[Tensor, Tensor]:
         """Both states as the operators have them."""

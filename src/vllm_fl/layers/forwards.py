@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch.hosting.layers.activations import ACTIVATIONS, Activation
+from fl_dispatch.hosting.layers.activations import ACTIVATIONS, Activation, operators_name
 from fl_dispatch.hosting.layers.bound_layer import BoundLayer
 from fl_dispatch.hosting.positions import multimodal_rotary
 
@@ -73,11 +73,6 @@ class GemmaRMSNormLayer(NormLayer):
     fl_operator = "gemma_rms_norm"
 
 
-def activation_of(layers: str) -> str:
-    """An operator's name of an activation that layers call by one of two names."""
-    return "silu" if layers == "swish" else layers
-
-
 class RMSNormGatedLayer(DispatchedLayer):
     """``RMSNormGated``: ``forward(x, z=None)``, where ``z`` is the gate."""
 
@@ -91,7 +86,7 @@ class RMSNormGatedLayer(DispatchedLayer):
     def forward_oot(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         if z is None:
             return self.forward_native(x)
-        activation = activation_of(self.activation)
+        activation = operators_name(self.activation)
         return self.fl_call(x, z, self.weight, self.eps, activation, self.group_size or 0, self.norm_before_gate)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .forwards import activation_of
+from fl_dispatch.hosting.layers.activations import operators_name
+
 from .mamba2 import ScanLayer
 
 TAKEN = 5
@@ -49,7 +50,7 @@ class Mamba1Layer(ScanLayer):
             return
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         x, gate = self.in_proj(hidden_states[:tokens])[0].chunk(2, dim=1)
-        weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, activation_of(self.activation)
+        weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, operators_name(self.activation)
         inputs, states, parts = self.fl_inputs(weight), self.kv_cache[1][:, :, None], []
         if step.num_decodes:
             own = step.state_indices_tensor_d[:, 0].contiguous()

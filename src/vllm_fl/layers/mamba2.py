@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.hosting.layers.activations import operators_name
 from fl_dispatch.hosting.start.first_choices import states_kept
 
 from .drafted import Drafted
-from .forwards import DispatchedLayer, activation_of
+from .forwards import DispatchedLayer
 from .states import StateLayer
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class StateSpaceLayer(ScanLayer):
         _, mixed, dt = projected_states.split(sizes, dim=1)
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         output[tokens:].zero_()
-        weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, activation_of(self.activation)
+        weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, operators_name(self.activation)
         inputs, states = self.fl_inputs(weight), self.kv_cache[1]
         if step.num_decodes and (drafted := Drafted.of(step)) is not None:
             x, each = drafted.apart(mixed[:single]), drafted.apart(dt[:single])

@@ -46,3 +46,8 @@ ACTIVATIONS = {
     "ReLU2": Activation("relu2"),
     "ReLUSquaredActivation": Activation("relu2"),
 }
+
+
+def operators_name(layers: str) -> str:
+    """An operator's name of an activation that layers call by one of two names."""
+    return "silu" if layers == "swish" else layers

@@ -196,7 +196,7 @@ class Fp8WeightLayer(QuantizedLayer):
 
 
 class PackedLayer(QuantizedLayer):
-    """Weights of ``fl_bits``, 4 or 8, packed in words, for rows as they are.
+    """Weights of ``fl_bits``, 2, 3, 4 or 8, packed in words, for rows as they are.
 
     ``fl_weights`` names the weight, its scales and its zero points, which count if ``fl_zero_points``; ``fl_places``
     are those of numbers in words.
