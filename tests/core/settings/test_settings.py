@@ -903,7 +903,7 @@ def test_the_page_agrees_with_the_table(item: Any) -> None:
 def shown(field: str) -> str:
     value = Settings().value(field)
     if field == "oplist_path":
-        return "flaggems_enable_oplist.txt in the user's cache directory"
+        return "(a cache file)"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
