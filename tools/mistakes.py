@@ -179,6 +179,13 @@ MISTAKES = (
         "tests/vllm/worker/test_ranks.py::test_pipeline_stages_of_which_one_has_another_implementation_refuse_to_serve",
     ),
     Mistake(
+        "ranks keep the tactics that each has timed",
+        "fl_dispatch/hosting/ranks/agreement.py",
+        "    tactics.install(agreed)",
+        "    pass",
+        "tests/core/hosting/ranks/test_tactics.py::test_once_they_agree_both_run_the_lowest_ranks",
+    ),
+    Mistake(
         "norms in half precision",
         "fl_dispatch/ops/normalization.py",
         "    wide = torch.promote_types(x.dtype, torch.float32)\n    total",

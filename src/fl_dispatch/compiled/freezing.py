@@ -8,7 +8,8 @@ failure, because nothing may take over. A change that alters no choice passes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ..locking import writers
 from ..logger_manager import get_logger
@@ -64,6 +65,12 @@ class Freezer:
             state.changed(None)
         logger.info("Dispatch is frozen: manifest %s, %d operators", self.manifest.hash, len(self.manifest.choices))
         return self.manifest
+
+    def add_tactics(self, tactics: Mapping[str, Mapping[str, str]]) -> None:
+        """Let the manifest list what kernels' autotuners chose; nothing while nothing is frozen."""
+        with writers:
+            if self.manifest is not None:
+                self.manifest = replace(self.manifest, tactics=tactics)
 
     def _try_traces(self) -> None:
         state, found = self._state, 0

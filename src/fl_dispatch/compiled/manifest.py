@@ -33,7 +33,9 @@ class Manifest:
         aten: operator of PyTorch → the function that replaces it, see :mod:`fl_dispatch.aten_replacement`.
         untraceable: ``operator: implementation`` → why Dynamo cannot trace it, so that compiled code calls its view.
         whole: operators that compiled code calls by their views, because a host joins their calls.
-        hash: of all of these but the reasons; equal in processes that run the same.
+        tactics: kernel that was timed → key, sizes and dtypes → the configuration that runs there. A host adds them
+            when kernels are warm, which is after compiled code was given its key.
+        hash: of all of these but the reasons and the tactics; equal in processes that make the same choices.
     """
 
     choices: Mapping[str, list[dict[str, Any]]]
@@ -42,6 +44,7 @@ class Manifest:
     aten: Mapping[str, str] = field(default_factory=dict)
     untraceable: Mapping[str, str] = field(default_factory=dict)
     whole: Sequence[str] = ()
+    tactics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hash: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +73,7 @@ class Manifest:
             "aten": dict(self.aten),
             "untraceable": dict(self.untraceable),
             "whole": list(self.whole),
+            "tactics": {kernel: dict(choices) for kernel, choices in self.tactics.items()},
         }
 
     @classmethod
@@ -79,7 +83,8 @@ class Manifest:
         Raises:
             ValueError: the hash is not that of the choices and versions.
         """
-        manifest = cls(*(plain[name] for name in ("choices", "reasons", "versions", "aten", "untraceable", "whole")))
+        parts = ("choices", "reasons", "versions", "aten", "untraceable", "whole", "tactics")
+        manifest = cls(*(plain[name] for name in parts))
         if plain["hash"] != manifest.hash:
             raise ValueError(
                 f"a manifest with the hash {plain['hash']} was changed: its contents hash to {manifest.hash}"

@@ -21,7 +21,7 @@ from fl_dispatch import freeze_dispatch, get_default_manager, weight_forms
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.records import runs
 from fl_dispatch.hosting.records.report import dispatch_report
-from fl_dispatch.hosting.start import aten, oplist
+from fl_dispatch.hosting.start import aten, oplist, tactics
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
@@ -107,6 +107,7 @@ class WorkerFL(Worker):
         logger.info("%s", self.fl_survey.describe())
         self.fl_survey.refuse_native_run(get_settings())
         aten.replace(get_settings(), detect_device())
+        tactics.begin()
         self._leave_record()
 
     def fl_has_states(self) -> bool:
@@ -169,11 +170,12 @@ class WorkerFL(Worker):
         compile.start(self.get_model(), self.vllm_config)
 
     def _finish_start(self) -> None:
-        """From now on the ranks run in step, FlagGems tunes nothing more, and random numbers begin anew."""
+        """From now on the ranks run in step, no kernel is timed, and random numbers begin anew."""
         if compile.is_compiled(self.vllm_config):
             logger.info("compiled: %s", ", ".join(f"{name} {value}" for name, value in self._compiled().items()))
         get_default_manager().lockstep = get_world_group().world_size > 1
         ranks.agree_on_replaced_operators()  # what came after the manifest: batches that compile, sizes of graphs
+        ranks.agree_on_tactics()
         aten.seal()
         if aten.is_active():
             self._leave_record()  # with what was called

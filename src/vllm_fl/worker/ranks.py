@@ -31,6 +31,11 @@ def agree_on_replaced_operators() -> None:
     agreement.agree_on_replaced_operators(get_world_group().cpu_group)
 
 
+def agree_on_tactics() -> None:
+    """Have kernels that were timed run the same on all ranks from now on. Every rank must call it."""
+    agreement.agree_on_tactics(get_world_group().cpu_group)
+
+
 def refuse_other_manifest(manifest: Manifest, group: GroupCoordinator) -> None:
     """Compare this rank's manifest with those of a group that computes the same layers. Every rank must call it."""
     agreement.refuse_other_manifest(manifest, group.cpu_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch.distributed import ProcessGroup
 
 from ...compiled.manifest import Manifest
 from ...errors import RankDivergenceError
+from ...logger_manager import get_logger
 from ...manager import get_default_manager
 from ...settings import get_settings
-from ..start import aten
+from ..start import aten, tactics
+
+logger = get_logger(__name__)
 
 Choices = dict[str, Any]
 
@@ -55,6 +59,33 @@ def agree_on_replaced_operators(everybody: ProcessGroup) -> None:
     for rank, wrong in zip(ranks, _gather(everybody, aten.settle()), strict=True):
         told = {name: {key: f"on rank {rank}: {why}" for key, why in keys.items()} for name, keys in wrong.items()}
         aten.leave(told)
+
+
+def agree_on_tactics(everybody: ProcessGroup) -> None:
+    """Have a kernel that was timed run the same configuration on all ranks, and time nothing from then on.
+
+    At each key the choice of an earlier start counts, else that of the lowest rank; the manifest lists them. Every rank
+    must call it, when kernels are warm and no graph holds them yet. It does nothing where nothing is timed any more.
+    """
+    if not everywhere(everybody, not tactics.is_sealed()):
+        return
+    found = _gather(everybody, tactics.chosen())
+    agreed, known = tactics.united(found), 0
+    if agreed and dist.get_rank(everybody) == 0:
+        agreed, known = tactics.remembered(agreed)
+    agreed = _gather(everybody, agreed)[0]
+    tactics.install(agreed)
+    tactics.seal()
+    get_default_manager().freezer.add_tactics(tactics.stored(agreed))
+    if elsewhere := tactics.timed_elsewhere():
+        level = logging.WARNING if len(found) > 1 else logging.INFO
+        logger.log(level, "kernels are chosen by timing, for this process alone: %s", "; ".join(elsewhere))
+    if agreed and dist.get_rank(everybody) == 0:
+        keys, differ = sum(map(len, agreed.values())), tactics.differing(found, agreed)
+        logger.info(
+            "tactics: %d kernels at %d keys, %d known from earlier starts; ranks had others in %d",
+            *(len(agreed), keys, known, differ),
+        )
 
 
 def refuse_other_manifest(manifest: Manifest, same_layers: ProcessGroup) -> None:

@@ -1,0 +1,259 @@
+"""Tactics: the configurations that Triton's autotuner found fastest, each for one kernel at one key.
+
+A key is made of sizes and dtypes of a call, as the kernel's author lists them. Another configuration may add in another
+order, and two processes that time the same configurations need not find the same one fastest. So a start reads what was
+chosen here, the ranks take one choice for each key (:mod:`fl_dispatch.hosting.ranks.agreement`), a file keeps it for
+later starts, and nothing is timed from then on.
+"""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import gc
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from ...devices import detect_device
+from ...devices.triton import why_unavailable
+from ...errors import DispatchError
+from ...logger_manager import get_logger
+from ..records.private_file import write_private
+
+logger = get_logger(__name__)
+
+Key = tuple[Any, ...]
+Tactics = dict[str, dict[Key, str]]
+"""Kernel → key → its configuration in words."""
+PLAIN = {bool, int, float, str, type(None), torch.dtype}
+"""Types of a key's parts that mean the same in another process."""
+AT_ONCE = [0.0] * 3
+"""Times of the configuration that is taken where nothing is timed, as the autotuner compares them."""
+NEVER = [float("inf")] * 3
+"""Times of the others."""
+INDUCTORS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+"""Settings with which Inductor times kernels for which it has one configuration otherwise."""
+
+
+def chosen() -> Tactics:
+    """The tactics of this process."""
+    found: Tactics = {}
+    for name, tuners in _tuners().items():
+        for tuner in tuners:
+            plain = {key: str(config) for key, config in tuner.cache.items() if {*map(type, key)} <= PLAIN}
+            if plain:
+                found.setdefault(name, {}).update(plain)
+    return found
+
+
+def united(tactics: Iterable[Tactics]) -> Tactics:
+    """Unite those of several processes; where they differ, the first one's count."""
+    found: Tactics = {}
+    for one in tactics:
+        for name, choices in one.items():
+            found[name] = choices | found.get(name, {})
+    return found
+
+
+def differing(tactics: Iterable[Tactics], agreed: Tactics) -> int:
+    """How many kernels ran something else in one of several processes."""
+    pairs = [(name, key, words) for one in tactics for name, choices in one.items() for key, words in choices.items()]
+    return len({name for name, key, words in pairs if agreed[name][key] != words})
+
+
+def install(tactics: Tactics) -> None:
+    """Run these from now on, in every kernel that can; other keys keep what was chosen."""
+    changed = []
+    for name, tuners in _tuners().items():
+        for tuner in tuners:
+            known = {str(config): config for config in (*tuner.configs, *tuner.cache.values())}
+            for key, words in tactics.get(name, {}).items():
+                if words in known and str(tuner.cache.get(key)) != words:
+                    tuner.cache[key] = known[words]
+                    changed.append(tuner)
+    for launcher in _interfaces() if changed else ():
+        if any(inner is tuner for inner in _inside(launcher) for tuner in changed):
+            for kept in vars(launcher).get("kernel_cache", ()):  # FlagGems keeps what it has launched
+                kept.clear()
+
+
+def begin() -> None:
+    """Begin a start: kernels are timed, but for what earlier starts chose in those that are there."""
+    if (autotuner := _autotuner()) is None:
+        return
+    if is_sealed():  # for another engine in this process
+        for name, tuners in _tuners().items():
+            for tuner in tuners:
+                for key in tuner.cache.keys() - autotuner._bench.agreed.get(name, {}).keys():
+                    del tuner.cache[key]
+        autotuner._bench = autotuner._bench.timed
+    install(remembered({})[0])
+
+
+def is_sealed() -> bool:
+    """Whether nothing is timed."""
+    return hasattr(getattr(_autotuner(), "_bench", None), "timed")
+
+
+def seal() -> None:
+    """Time nothing from now on: at a key without a tactic a kernel runs the first configuration that the device takes.
+
+    It is compiled and loaded to find that out, and not launched, because kernels may write what they read.
+    """
+    if (autotuner := _autotuner()) is None or is_sealed():
+        return
+    from triton.compiler.errors import CompileTimeAssertionFailure
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    def first(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        if isinstance(self.nargs, _Served):
+            return NEVER
+        try:
+            kernel = self.fn.run(*args, **{**meta, **config.all_kwargs(), "warmup": True})
+            getattr(kernel, "_init_handles", bool)()  # the interpreter has no kernel
+        except (CompileTimeAssertionFailure, OutOfResources, PTXASError):
+            return NEVER
+        self.nargs = _Served(self.nargs)
+        return AT_ONCE
+
+    vars(first).update(timed=autotuner._bench, agreed=chosen())
+    autotuner._bench = first
+
+
+class _Served(dict[str, Any]):
+    """Arguments of a call for which a configuration was found."""
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def remembered(tactics: Tactics) -> tuple[Tactics, int]:
+    """Tactics of earlier starts on such a chip, with these where there were none; and the number of earlier ones.
+
+    They are kept for later starts. Processes that start at the same time wait for each other, so replicas agree too.
+    """
+    path, place = _file(), _place()
+    try:
+        with _alone(path):
+            kept = _read(path)
+            before = _loaded(kept.get(place, {}))
+            found = united((before, tactics))
+            if found != before:
+                kept[place] = stored(found)
+                write_private(path, json.dumps(kept, indent=1, sort_keys=True), "tactics of kernels")
+    except (OSError, DispatchError) as error:
+        logger.warning("tactics of kernels are chosen anew at every start: %s", error)
+        return tactics, 0
+    return found, sum(len(choices) for choices in before.values())
+
+
+def stored(tactics: Tactics) -> dict[str, dict[str, str]]:
+    """Tactics as plain data."""
+    return {name: {repr(key): words for key, words in choices.items()} for name, choices in sorted(tactics.items())}
+
+
+def _loaded(plain: dict[str, dict[str, str]]) -> Tactics:
+    """Read what :func:`stored` gave, without the keys that Python does not write as it reads them."""
+    found: Tactics = {}
+    for name, choices in plain.items():
+        for text, words in choices.items():
+            try:
+                found.setdefault(name, {})[ast.literal_eval(text)] = words
+            except (ValueError, SyntaxError):
+                continue
+    return found
+
+
+def _file() -> Path:
+    return platformdirs.user_cache_path("fl-dispatch") / "tactics.json"
+
+
+def _place() -> str:
+    """Where tactics hold: the chip, and the compiler."""
+    import triton
+
+    return f"{detect_device().device_name(0)}, Triton {triton.__version__}, PyTorch {torch.__version__}"
+
+
+def _read(path: Path) -> dict[str, dict[str, dict[str, str]]]:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        logger.warning("tactics of kernels are chosen anew, because %s is damaged: %s", path, error)
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """No other process is inside."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# -- what else is timed ------------------------------------------------------------------------------------------------
+
+
+def timed_elsewhere() -> list[str]:
+    """What chooses by timing in this process and is in no ranks' agreement, in words with the setting that ends it."""
+    found = []
+    if torch.cuda.is_available() and torch.cuda.tunable.is_enabled() and torch.cuda.tunable.tuning_is_enabled():
+        found.append("TunableOp (PYTORCH_TUNABLEOP_TUNING=0)")
+    if torch.backends.cudnn.benchmark:
+        found.append("cuDNN (torch.backends.cudnn.benchmark = False)")
+    inductor = getattr(sys.modules.get("torch._inductor"), "config", None)
+    if names := [name for name in INDUCTORS if getattr(inductor, name, False)]:
+        found.append(f"Inductor ({', '.join(names)} off)")
+    timed = [one for one in _interfaces() if getattr(one, "autotune_time_taken_ns", 0)]
+    if timed and not getattr(inductor, "deterministic", False):
+        found.append(f"Inductor, {len(timed)} kernels (TORCHINDUCTOR_DETERMINISTIC=1)")
+    return found
+
+
+# -- autotuners --------------------------------------------------------------------------------------------------------
+
+
+def _autotuner() -> Any:
+    """Triton's class, or ``None`` where it runs nothing, or nothing has imported it."""
+    return None if why_unavailable() else getattr(sys.modules.get("triton.runtime.autotuner"), "Autotuner", None)
+
+
+def _interfaces() -> list[Any]:
+    """What launches a kernel in this process: autotuners, and what is around them."""
+    kind: Any = None if _autotuner() is None else sys.modules["triton.runtime.jit"].KernelInterface
+    return [] if kind is None else [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _inside(launcher: Any) -> Iterator[Any]:
+    """A launcher, and those that it calls."""
+    while launcher is not None:
+        yield launcher
+        launcher = vars(launcher).get("fn") if hasattr(launcher, "__dict__") else None
+
+
+def _tuners() -> dict[str, list[Any]]:
+    """Kernel → its autotuners, which have the same configurations."""
+    found: dict[str, list[Any]] = {}
+    if (kind := _autotuner()) is None:
+        return found
+    for one in _interfaces():
+        if isinstance(one, kind) and len(one.configs) > 1 and isinstance(one.cache, dict):
+            configs = hashlib.sha256("; ".join(map(str, one.configs)).encode()).hexdigest()[:8]
+            found.setdefault(f"{one.base_fn.__module__}.{one.base_fn.__qualname__} {configs}", []).append(one)
+    return found

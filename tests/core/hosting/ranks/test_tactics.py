@@ -1,0 +1,118 @@
+"""Ranks that find other configurations of a kernel fastest run the same one; the manifest lists it, a file keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import two_ranks
+from fl_dispatch.hosting.start import tactics
+
+SCRIPT = Path(__file__).parent / "agree_on_tactics.py"
+Ranks = Sequence[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tactics")
+
+
+@pytest.fixture(scope="module")
+def starts(folder: Path) -> Mapping[str, Ranks]:
+    """Each start → what each rank found."""
+    return two_ranks.run(SCRIPT, folder, {"first": "", "later": ""})
+
+
+@pytest.fixture(scope="module")
+def first(starts: Mapping[str, Ranks]) -> Ranks:
+    return starts["first"]
+
+
+def test_ranks_that_measure_differently_run_different_configurations(first: Ranks) -> None:
+    assert [rank["alone"] for rank in first] == [[64, 64], [32, 32]]
+
+
+def test_once_they_agree_both_run_the_lowest_ranks(first: Ranks) -> None:
+    assert [rank["agreed"] for rank in first] == [[64, 64], [64, 64]]
+
+
+def test_a_key_that_one_rank_met_is_not_timed_on_another(first: Ranks) -> None:
+    assert [rank["met by rank 1"] for rank in first] == [32, 32]
+    assert [rank["timed in the start"] for rank in first] == [6, 9]
+    assert all(rank["timed in all"] == rank["timed in the start"] for rank in first)
+
+
+def test_a_key_that_none_met_runs_the_first_configuration_that_the_device_takes(first: Ranks) -> None:
+    assert [rank["new"] for rank in first] == [[16, 32], [16, 32]]
+
+
+def test_it_is_launched_once(first: Ranks) -> None:
+    assert [rank["launched"] for rank in first] == [[32], [32]]
+
+
+def test_an_agreement_may_be_repeated(first: Ranks) -> None:
+    assert [rank["again"] for rank in first] == [[64, 32, 16]] * 2
+
+
+def test_another_start_of_the_process_times_what_was_not_agreed(first: Ranks) -> None:
+    assert [rank["another start"] for rank in first] == [[64, 64], [64, 32]]
+    assert [rank["timed in it"] for rank in first] == [3, 3]
+
+
+def test_the_manifest_lists_kernel_key_and_configuration(first: Ranks) -> None:
+    one, other = (rank["manifest"] for rank in first)
+    assert one == other
+    kernel = next(choices for name, choices in one.items() if name.startswith("__main__.kernel "))
+    assert [words.partition(",")[0] for key, words in kernel.items() if key == "(100, 'torch.int32')"] == ["BLOCK: 64"]
+
+
+def test_its_hash_is_that_of_the_choices_that_compiled_code_was_made_for(starts: Mapping[str, Ranks]) -> None:
+    assert len({rank["hash"] for ranks in starts.values() for rank in ranks}) == 1
+
+
+def test_a_later_start_runs_what_the_first_one_agreed_on_and_times_nothing(starts: Mapping[str, Ranks]) -> None:
+    for rank in starts["later"]:
+        assert rank["alone"] == rank["agreed"] == [64, 64]
+        assert rank["again"] == [64, 32, 16]
+        assert rank["timed in all"] == 0
+
+
+def test_the_file_names_chip_and_versions(starts: Mapping[str, Ranks], folder: Path) -> None:
+    (place,) = json.loads((folder / "fl-dispatch" / "tactics.json").read_text())
+    assert f"PyTorch {torch.__version__}" in place
+
+
+def test_a_damaged_file_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tactics, "_file", lambda: tmp_path / "tactics.json")
+    (tmp_path / "tactics.json").write_text("{")
+    given: tactics.Tactics = {"kernel": {(1, "torch.int32"): "BLOCK: 16"}}
+    assert tactics.remembered(given) == (given, 0)
+    assert "is damaged" in caplog.text
+    assert tactics.remembered({"kernel": {(1, "torch.int32"): "BLOCK: 32"}}) == (given, 1)
+
+
+def test_a_folder_that_cannot_be_written_to_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tactics, "_file", lambda: tmp_path / "file" / "tactics.json")
+    assert tactics.remembered({"kernel": {(1,): "BLOCK: 16"}})[1] == 0
+    assert "chosen anew at every start" in caplog.text
+
+
+def test_what_chooses_by_timing_without_an_agreement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    assert tactics.timed_elsewhere() == []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with inductor.patch(max_autotune=True):
+        cudnn, compiler = tactics.timed_elsewhere()
+    assert cudnn.startswith("cuDNN")
+    assert compiler == "Inductor (max_autotune off)"
