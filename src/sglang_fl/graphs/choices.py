@@ -62,6 +62,7 @@ def fix(operators: Set[str], graphs: str, not_compared: str, warm_up: Callable[[
         if not _can_be_held(operators, graphs):  # one that failed in a batch was replaced by another implementation
             return False
         communicator.check_manifest(freeze_dispatch(compiling=False))
+    communicator.agree_on_tactics()
     if manager.shadow.sampling is not None:
         logger.warning(not_compared)
     return True

@@ -212,6 +212,11 @@ def check_manifest(manifest: Manifest) -> None:
         agreement.refuse_other_manifest(manifest, parallel.tp_group.cpu_group)
 
 
+def agree_on_tactics() -> None:
+    """Have kernels that were timed run the same on all ranks from now on. Every rank must call it."""
+    agreement.agree_on_tactics(get_parallel().tp_group.cpu_group)
+
+
 HOOKED: tuple[tuple[str, Callable[..., Any], Kind], ...] = (
     ("__init__", connect_group, "after"),
     ("destroy", close_group, "around"),

@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_parallel
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.records import runs
-from fl_dispatch.hosting.start import aten, oplist
+from fl_dispatch.hosting.start import aten, oplist, tactics
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
@@ -54,6 +54,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     here = get_parallel()
     several = here.tp_size * here.pp_size > 1
     aten.replace(settings, detect_device())
+    tactics.begin()
     communicator.check_ranks()
     oplist.record(manager, settings, here.tp_rank if several else None)
     _leave_record(runner, {})
@@ -73,6 +74,8 @@ def forward(
     result = first_pass.watched(runner, lambda: original(runner, forward_batch, *args, **kwargs))
     loaded.served = True
     aten.seal()
+    if get_parallel().attn_dp_size == 1:  # else a rank may have had no batch
+        communicator.agree_on_tactics()
     _leave_record(runner, first_pass.missed(runner))
     if unseen:
         first_pass.judge(first_pass.missed(runner), get_settings().policy.strict)

@@ -9,6 +9,7 @@ it ends the start.
 from __future__ import annotations
 
 import gc
+from contextlib import AbstractContextManager
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -28,7 +29,7 @@ from fl_dispatch.logger_manager import get_logger
 from ..compat import determinism, device_memory, library, streams
 from ..compilation import compile
 from ..platform import config
-from . import prompt_graphs, warm_up
+from . import prompt_graphs, ranks, warm_up
 from .base import WorkerFL
 from .communicator import any_communicator
 
@@ -130,11 +131,12 @@ class GPUWorkerFL(WorkerFL):
         self._finish_start()
         return times
 
-    def _warm_up_replaced(self) -> None:
-        """Meet sizes of batches for which FlagGems' ATen operators may run, in the projection to the vocabulary too.
+    def _get_cudagraph_capture_context(self) -> AbstractContextManager[None]:
+        ranks.agree_on_tactics()  # vLLM has warmed its kernels, and what a graph holds stays
+        return super()._get_cudagraph_capture_context()
 
-        vLLM runs the model for each size that it captures, but not that projection.
-        """
+    def _warm_up_replaced(self) -> None:
+        """Meet sizes of batches for which FlagGems' ATen operators may run, in the projection to the vocabulary too."""
         sizes = self.compilation_config.cudagraph_capture_sizes or []
         if not sizes or self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
             sizes = warm_up.token_counts(self.vllm_config)
@@ -146,6 +148,8 @@ class GPUWorkerFL(WorkerFL):
 
                     lora.forget_batch(self.model_runner, size)
                 model.compute_logits(torch.zeros(size, width, dtype=self.model_config.dtype, device=self.device))
+        for size in sizes:  # nothing is timed any more when vLLM captures them
+            self._run_batch_without_cache(size)
 
     def shutdown(self) -> None:
         super().shutdown()

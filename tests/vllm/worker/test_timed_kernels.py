@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from engines import start
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_fl.worker import gpu, ranks
 
 ENGINE = {
     "enforce_eager": False,
@@ -32,3 +36,11 @@ def test_ranks_that_measure_differently_serve_with_one_configuration(
     assert kernel.startswith("timed_plugin.kernel ")
     assert all(words.startswith("BLOCK: 64,") for words in first[kernel].values())
     assert "0 known from earlier starts; ranks had others in 1" in result["log"]
+
+
+def test_on_a_gpu_they_agree_before_a_graph_holds_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(ranks, "agree_on_tactics", lambda: order.append("agree"))
+    monkeypatch.setattr(Worker, "_get_cudagraph_capture_context", lambda _: order.append("capture"))
+    object.__new__(gpu.GPUWorkerFL)._get_cudagraph_capture_context()
+    assert order == ["agree", "capture"]
