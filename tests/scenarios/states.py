@@ -30,6 +30,8 @@ OPERATORS: Mapping[str, Sequence[str]] = {
     "falcon_h1": (*SCAN, "rms_norm_gated"),
     "nemotron_h": (*SCAN, "rms_norm_gated"),
     "mamba2": (*SCAN, "rms_norm_gated"),
+    "mamba": SCAN,
+    "falcon_mamba": SCAN,
 }
 """Architecture → the operators of its layers with a state, those of the last tokens before those of others' norms."""
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
@@ -39,7 +41,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"intermediate_size": 128, "rms_norm": True},
 }
 """What published configurations have beside those that Transformers writes, and a host reads."""
-LAYERS: Mapping[str, int] = {"falcon_h1": 3, "mamba2": 4}
+LAYERS: Mapping[str, int] = {"falcon_h1": 3, "mamba2": 4, "mamba": 4, "falcon_mamba": 4}
 """Layers with a state of each small model, where they are not two."""
 RIGHT = {"rms_norm": "reference.torch"}
 """Orders that name what runs anyway, after others."""
@@ -48,7 +50,7 @@ RIGHT = {"rms_norm": "reference.torch"}
 def build(name: str, folder: Path, **sizes: Any) -> Path:
     """Write a checkpoint of one of :data:`OPERATORS` with a configuration as published ones have it."""
     config = build_architecture(name, folder, **sizes) / "config.json"
-    given = {**json.loads(config.read_text()), **PUBLISHED.get(name, {})}
+    given = {**json.loads(config.read_text()), **PUBLISHED.get(name, {}), **sizes}
     config.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
     return folder
 

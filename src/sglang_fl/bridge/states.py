@@ -98,29 +98,13 @@ class DeltaNetBridge(StateBridge):
 
 
 class ScanBridge(StateBridge):
-    """A convolution and a state space."""
+    """A mixer around a state space: projects, convolves, scans, gates, and projects back."""
 
     fl_operator = "selective_scan"
     fl_choices = ("causal_conv1d", "causal_conv1d_update", "selective_scan", "selective_state_update")
     fl_parts = ("fl_convolve", "fl_convolve_token", "fl_scan", "fl_update")
     fl_scan: Any
     fl_update: Any
-
-    def scan(self, step: Step, operands: tuple[Tensor | None, ...]) -> Tensor:
-        """Scan the tokens of a step, which the operands are of."""
-        if step.starts is None:
-            return self.fl_update(*operands, step.states, step.slots)
-        return self.fl_scan(*operands, step.states, step.slots, step.starts, step.has_state)
-
-    @staticmethod
-    def step(cache: Any, metadata: Any) -> Step:
-        """The step of a batch, in which all requests read a prompt or all have one new token."""
-        prompts = metadata.mixed_metadata if metadata.num_prefills else None
-        return Step.described(cache, metadata, None if prompts is None else prompts.has_initial_states)
-
-
-class StateSpaceBridge(ScanBridge):
-    """``MambaMixer2``: projects, convolves, scans, norms with a gate, and projects back."""
 
     def forward(
         self,
@@ -132,50 +116,59 @@ class StateSpaceBridge(ScanBridge):
         mup_vector: Tensor | None = None,
         use_triton_causal_conv: bool = False,
     ) -> tuple[Tensor, None, None]:
-        layer, step = self.layer, self.step(layer_cache, metadata)
-        projected = layer.in_proj(hidden_states)[0]
+        # All requests of a batch read a prompt, or all have one new token.
+        prompts = metadata.mixed_metadata if metadata.num_prefills else None
+        step = Step.described(layer_cache, metadata, None if prompts is None else prompts.has_initial_states)
+        projected = self.layer.in_proj(hidden_states)[0]
         if mup_vector is not None:
             projected = projected * mup_vector
+        result: Tensor = self.layer.out_proj(self.mix(step, projected))[0]
+        if output is not None:
+            output[: len(result)] = result
+        return result, None, None
+
+    def mix(self, step: Step, projected: Tensor) -> Tensor:
+        """What is projected back."""
+        raise NotImplementedError
+
+    def convolve_inputs(self, step: Step, x: Tensor) -> Tensor:
+        """Convolve by the layer's own weight."""
+        layer = self.layer
+        return self.convolve(step, x, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation)
+
+    def scan(self, step: Step, operands: tuple[Tensor | None, ...]) -> Tensor:
+        """Scan the tokens of a step, which the operands are of."""
+        if step.starts is None:
+            return self.fl_update(*operands, step.states, step.slots)
+        return self.fl_scan(*operands, step.states, step.slots, step.starts, step.has_state)
+
+
+class StateSpaceBridge(ScanBridge):
+    """``MambaMixer2``: its norm has the gate."""
+
+    def mix(self, step: Step, projected: Tensor) -> Tensor:
+        layer = self.layer
         ranks, keys = layer.tp_size, layer.groups_ssm_state_size
         sizes = (layer.intermediate_size, layer.conv_dim, layer.num_heads)
         gate, x, dt = projected.split([size // ranks for size in sizes], dim=1)
-        x = self.convolve(step, x, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation)
+        x = self.convolve_inputs(step, x)
         x, b, c = x.split([size // ranks for size in (layer.intermediate_size, keys, keys)], dim=1)
         b, c = (part.unflatten(1, (-1, layer.ssm_state_size)) for part in (b, c))
         operands = x.unflatten(1, (-1, layer.head_dim)), dt, layer.A, b, c, layer.D, layer.dt_bias
-        return _given(layer.out_proj(layer.norm(self.scan(step, operands).flatten(1), gate))[0], output), None, None
+        normed: Tensor = layer.norm(self.scan(step, operands).flatten(1), gate)
+        return normed
 
 
 class ChannelsBridge(ScanBridge):
     """``MambaMixer1``: a state space with a head for each channel, which projects steps and groups from tokens."""
 
-    def forward(
-        self,
-        *,
-        hidden_states: Tensor,
-        output: Tensor | None,
-        layer_cache: Any,
-        metadata: Any,
-        mup_vector: Tensor | None = None,
-        use_triton_causal_conv: bool = False,
-    ) -> tuple[Tensor, None, None]:
-        layer, step = self.layer, self.step(layer_cache, metadata)
-        projected = layer.in_proj(hidden_states)[0]
-        if mup_vector is not None:
-            projected = projected * mup_vector
+    def mix(self, step: Step, projected: Tensor) -> Tensor:
+        layer = self.layer
         x, gate = projected.chunk(2, dim=1)
-        x = self.convolve(step, x, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation)
+        x = self.convolve_inputs(step, x)
         dt, b, c = layer._ssm_params(x)
         operands = x[:, :, None], dt, -layer.A_log.float().exp(), b[:, None], c[:, None], layer.D, None
-        scanned = self.scan(step, operands).squeeze(2)
-        return _given(layer.out_proj(functional.silu(gate) * scanned)[0], output), None, None
-
-
-def _given(result: Tensor, output: Tensor | None) -> Tensor:
-    """A layer's result, also in the memory that its caller gave for it."""
-    if output is not None:
-        output[: len(result)] = result
-    return result
+        return functional.silu(gate) * self.scan(step, operands).squeeze(2)
 
 
 class ShortConvBridge(StateBridge):
