@@ -55,6 +55,7 @@ ROTATIONS = {
             "tests/sglang/quantization/test_sglang_latent_cache.py",
             "tests/sglang/quantization/test_sglang_quantized_lora.py",
             "tests/sglang/quantization/test_sglang_quantized_perplexity.py",
+            "tests/sglang/quantization/test_sglang_quantized_states.py",
         ),
     ),
     "layers with a state, and drafts": Rotation(

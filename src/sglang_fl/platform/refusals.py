@@ -156,7 +156,7 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
         (not served, f"{what} of {type(found).__name__}"),
         (device.accelerator, what),  # references of prompts wait for the device in each layer
         (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
-        (runner.model_config.quantization is not None, f"quantized {what}"),
+        (runner.model_config.quantization is not None and args.tp_size > 1, f"quantized {what} on several ranks"),
         (args.speculative_algorithm is not None, f"drafts beside {what}"),
         (args.enable_dp_attention, f"data-parallel attention beside {what}"),
     ]

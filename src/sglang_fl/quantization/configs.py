@@ -83,6 +83,11 @@ class Served:
             raise refused(f"{why} ({prefix})")
         return QuantizedMethod(layer.scheme, self)
 
+    def get_cache_scale(self, name: str) -> str | None:
+        """The model's name for a scale of the cache: Granite asks for it, and few of SGLang's configurations answer."""
+        asked = getattr(super(), "get_cache_scale", None)
+        return asked(name) if asked else None
+
     def _cache_method(self, prefix: str) -> CacheScales | None:
         """The method that loads scales of keys and values, if the cache is in fp8."""
         given, scheme = get_server_args().kv_cache_dtype, getattr(self, "kv_cache_scheme", None) or {}

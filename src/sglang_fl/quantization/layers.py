@@ -98,8 +98,16 @@ def _unread(parameter: Any, loaded: Tensor, *_: Any) -> None:
     parameter.data.copy_(loaded)
 
 
+class _ScalesOfLayers(PerTensorScaleParameter):
+    """Scales that keep their loader, where SGLang's Qwen3-Next would give them one that copies a weight."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_weight_loader" or not hasattr(self, name):
+            super().__setattr__(name, value)
+
+
 def _scales_of_layers(parts: list[int], loader: Loader) -> Any:
-    return PerTensorScaleParameter(data=orders.unset(len(parts)), weight_loader=loader)
+    return _ScalesOfLayers(data=orders.unset(len(parts)), weight_loader=loader)
 
 
 class Int8Layer(_EightBits, layers.Int8Layer):
@@ -260,6 +268,10 @@ KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(
 """Kinds of layers → the class that makes their parameters."""
 
 
+OF_DELTA_NETS = (".in_proj_qkvz", ".in_proj_ba")
+"""Layers that SGLang's Qwen3-Next asks for the loader of ``weight`` before it loads them, however they are packed."""
+
+
 class QuantizedMethod(LinearMethodBase):
     """SGLang's way to a layer's scheme.
 
@@ -290,8 +302,11 @@ class QuantizedMethod(LinearMethodBase):
         parts, self.inner = list(output_partition_sizes), input_size_per_partition
         self.scheme.fl_divided = sum(parts) != output_size
         self.scheme.create_weights(layer, input_size_per_partition, parts, input_size, params_dtype, loader)
+        if str(self.scheme.fl_scope).endswith(OF_DELTA_NETS):
+            vars(layer).setdefault("weight", next(layer.parameters()))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        vars(layer).pop("weight", None)
         self.scheme.process_weights_after_loading(layer)
         if "weight" in layer._parameters and hasattr(layer, "weight_packed"):
             del layer.weight  # DeepSeek's second name of packed weights, as they were loaded

@@ -131,6 +131,10 @@ class QuantizedEngines(Rules, Scenario):
         """Kernel of ours → how many layers have it."""
         raise NotImplementedError
 
+    def served_runs(self) -> Sequence[Run]:
+        """Runs that are served; those of a kind start together."""
+        return self.RUNS
+
     def calls(self, run: Run) -> Sequence[Pass | Call]:
         """Further questions, between the right pass and the wrong ones."""
         return ()
@@ -148,14 +152,14 @@ class QuantizedEngines(Rules, Scenario):
         folder, found = tmp_path_factory.mktemp("quantized"), {}
 
         def written(run: Run) -> Path:
-            place = folder / models(run).name / run.scheme.replace(" ", "-")
+            place = folder / models(run).name / str(run).replace(" ", "-")
             return place if place.exists() else checkpoints.write_checkpoint(place, run.made, model=models(run))
 
         def engine(run: Run) -> Engine:
             wrong = [Pass(orders={operator: WRONG}) for operator in (self.wrong(run) if run in self.ALONE else ())]
             return Engine(written(run), [Pass(scores=True), *self.calls(run), *wrong], {**run.engine, **self.OPTIONS})
 
-        for _, runs in groupby(self.RUNS, lambda run: run.kind):
+        for _, runs in groupby(self.served_runs(), lambda run: run.kind):
             together = list(runs)
             started = host.serve(*map(engine, together), **self.PLACE)
             found |= dict(zip(together, started, strict=True))

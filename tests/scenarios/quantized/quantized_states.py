@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import Any, ClassVar
 
 import quantized_engines
-from architectures import build_architecture
-from variants import changed
+import states
+from host_engines import Host
+from quantized_checkpoints import Scheme, Written
+from quantized_engines import QuantizedEngines
+from quantized_mixture import experts_kernel, operator
+from quantized_network import Comparison
 
 _DELTA: Mapping[str, Any] = {
     "hidden_size": 128,
@@ -29,7 +31,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 128,
         "num_experts_per_tok": 4,  # all, because rounding turns near choices
     },
-    "mamba2": {"hidden_size": 128, "num_heads": 16},  # five parts, none of them a whole block of 128
+    # five parts, none of them a whole block of 128
+    "mamba2": {"hidden_size": 128, "num_heads": 16, "intermediate_size": 256},
     "granitemoehybrid": {
         "hidden_size": 128,
         "mamba_n_heads": 16,
@@ -59,29 +62,18 @@ PRODUCTS: Mapping[str, int] = {
 """The quantized products of all layers, merged as vLLM does; experts are none."""
 EXPERT_LAYERS: Mapping[str, int] = {"qwen3_next": 4}
 PLANTED: Mapping[str, tuple[str, slice]] = {
-    "qwen3_5": ("in_proj_z.weight_scale", slice(None)),  # the fourth part of ``in_proj_qkvz``
-    "mamba2": ("in_proj.weight_scale", slice(-16, None)),  # the steps, the last of five parts
+    "qwen3_5": ("in_proj_z", slice(None)),  # the fourth part of ``in_proj_qkvz``
+    "mamba2": ("in_proj", slice(-16, None)),  # the steps, the last of five parts
 }
-"""Architecture → the scale of one part of a joined product, and its rows."""
+"""Architecture → the product whose scale is wrong in one part of a joined one, and the rows of that scale."""
+PLANTED_PAIRS = [("qwen3_5", "fp8"), ("mamba2", "compressed-tensors W4A16")]
 FACTOR = 2.0
 """A factor by which that scale is wrong."""
 
 
 def build(name: str, folder: Path) -> Path:
     """Write a model, not quantized."""
-    return build_architecture(name, folder, **SIZES[name])
-
-
-def planted(name: str, checkpoint: Path, folder: Path) -> Path:
-    """A copy of a quantized checkpoint, in which the scale of one part is wrong."""
-    suffix, rows = PLANTED[name]
-
-    def change(tensor_name: str, tensor: Tensor) -> Tensor:
-        if tensor_name.endswith(suffix):
-            tensor[rows] *= FACTOR
-        return tensor
-
-    return changed(checkpoint, folder, change)
+    return states.build(name, folder, **SIZES[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,3 +84,69 @@ class Run(quantized_engines.Run):
 
     def __str__(self) -> str:
         return f"{self.model}, {self.scheme}, {self.kind}"
+
+
+@dataclass(frozen=True, eq=False)
+class Mistaken(Run):
+    """One whose checkpoint has a wrong scale in one part of a joined product."""
+
+    @property
+    def made(self) -> Scheme:
+        return _Planted(**vars(super().made), product=PLANTED[self.model])
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, a wrong scale"
+
+
+@dataclass(frozen=True)
+class _Planted(Scheme):
+    product: tuple[str, slice] = ("", slice(None))
+
+    def of(self, name: str) -> Scheme:
+        module, rows = self.product
+        if name.removesuffix(".weight").rpartition(".")[2] != module:
+            return self
+
+        def write(weight: Any) -> Written:
+            stored, stands_for = self.write(weight)
+            stored["weight_scale"][rows] *= FACTOR
+            return stored, stands_for
+
+        return replace(self, write=write)
+
+
+class QuantizedStates(QuantizedEngines):
+    """Engines with these models: what the dequantized network computes, by our operators.
+
+    The convolutions, the decays and the small products of gates are as published checkpoints leave them, not quantized.
+    """
+
+    MISTAKEN: ClassVar[Sequence[Mistaken]] = ()
+    PRODUCTS: ClassVar[Mapping[str, int]] = PRODUCTS
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {**super().cases(), "mistaken": self.MISTAKEN}
+
+    def served_runs(self) -> Sequence[quantized_engines.Run]:
+        return [*self.MISTAKEN, *self.RUNS]
+
+    def model(self, run: Run, folder: Path) -> Path:  # type: ignore[override]
+        place = folder / run.model
+        return place if place.exists() else build(run.model, place)
+
+    def wrong(self, run: quantized_engines.Run) -> Sequence[str]:
+        return run.made.operators[-1:]
+
+    def operators(self, run: Run) -> Sequence[str]:  # type: ignore[override]
+        experts = [operator(run.made)] if run.model in EXPERT_LAYERS else []
+        of_states = (name for name in states.OPERATORS[run.model] if name != "rms_norm_gated")  # a compiled model's own
+        return (*run.made.operators, *of_states, *experts)
+
+    def counted(self, run: Run, host: Host) -> Mapping[str, int]:  # type: ignore[override]
+        experts = {experts_kernel(run.scheme): EXPERT_LAYERS[run.model]} if run.model in EXPERT_LAYERS else {}
+        return {host.layers.get(run.scheme, run.made.layer): self.PRODUCTS[run.model], **experts}
+
+    def test_a_wrong_scale_of_one_part_of_a_joined_product_shows(
+        self, mistaken: Mistaken, compared: Callable[[Run], Comparison]
+    ) -> None:
+        assert compared(mistaken).error > compared(mistaken).right.rounding

@@ -70,6 +70,7 @@ def test_data_parallel_attention_is_refused_on_an_accelerator(scheduler: None) -
 
 
 STATES = "layers with a state for each request"
+PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size": 1}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ STATES = "layers with a state for each request"
         (ASCEND, {}, "Qwen3NextConfig", f"{STATES} on ascend"),
         (CPU, {"speculative_algorithm": "NGRAM"}, "Qwen3NextConfig", f"drafts beside {STATES} on cpu"),
         (CPU, {"enable_dp_attention": True}, "Qwen3NextConfig", f"data-parallel attention beside {STATES} on cpu"),
-        (CPU, {"quantization": "fp8"}, "Qwen3NextConfig", f"quantized {STATES} on cpu"),
+        (CPU, {"quantization": "fp8", "tp_size": 2}, "Qwen3NextConfig", f"quantized {STATES} on several ranks on cpu"),
         (CPU, {}, "JetNemotronConfig", f"{STATES} of JetNemotronConfig on cpu"),
     ],
 )
@@ -101,7 +102,7 @@ def test_layers_with_a_state_are_refused_before_weights_load(
         model_config=model,
         is_draft_worker=False,
         use_mla_backend=False,
-        server_args=SimpleNamespace(**{"speculative_algorithm": None, "enable_dp_attention": False, **arguments}),
+        server_args=SimpleNamespace(**{**PLAIN, **arguments}),
     )
     text.architectures = ["A"]
     with pytest.raises(ValueError, match=f"^sglang_fl does not support {said} yet"):
