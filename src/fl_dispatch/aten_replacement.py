@@ -6,7 +6,7 @@ A backend registers one :class:`AtenReplacement`. The plugins ask all of them th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol, TypedDict
 
 from .devices import DeviceSpec
@@ -59,6 +59,9 @@ class AtenReplacement(Protocol):
     def leave(self, operators: Mapping[str, str]) -> None:
         """Take operators out, key → why; what is not in place stays as it is."""
 
+    def resume(self, operators: Collection[str]) -> None:
+        """Put back what :meth:`leave` took out, as it was."""
+
     def seal(self) -> None:
         """Compile and tune nothing from now on."""
 
@@ -67,6 +70,8 @@ class AtenReplacement(Protocol):
 
 
 _registered: dict[str, AtenReplacement] = {}
+_kept: dict[str, set[str]] = {}
+"""Backend → keys that it replaces, and that a list leaves to PyTorch."""
 
 
 def refuse_taken_name(replacement: AtenReplacement, *others: AtenReplacement) -> None:
@@ -93,3 +98,22 @@ def replacements() -> tuple[AtenReplacement, ...]:
 def replaced_operators() -> Mapping[str, str]:
     """``aten::mm.out`` → the function that runs, ``flag_gems.ops.mm.mm_out``; sorted."""
     return dict(sorted((key, run) for found in replacements() for key, run in found.operators().items()))
+
+
+def obey(listed: Collection[str], why: str = "aten_blacklist") -> None:
+    """Leave to PyTorch what a list names, ``*`` for all; what an earlier list named, and this one does not, resumes."""
+    keys = {name.removeprefix("aten::").removesuffix(".default") for name in listed}
+    for found in replacements():
+        kept = _kept.setdefault(found.NAME, set())
+        running = {key.removeprefix("aten::") for key in found.operators()}
+        out = running if "*" in keys else running & keys
+        back = set() if "*" in keys else kept - keys
+        found.leave(dict.fromkeys(sorted(out), why))
+        found.resume(sorted(back))
+        kept.difference_update(back)
+        kept.update(out)
+
+
+def kept_operators() -> tuple[str, ...]:
+    """``aten::mm.out`` of each operator that a backend replaces, were it not for :func:`obey`'s list; sorted."""
+    return tuple(sorted(f"aten::{key}" for found in replacements() for key in _kept.get(found.NAME, ())))

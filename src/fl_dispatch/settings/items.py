@@ -137,6 +137,11 @@ ITEMS: tuple[Item, ...] = (
         "whether FlagGems replaces PyTorch's own operators in workers; unset, the device decides",
         yaml="aten_replacement",
     ),
+    _name_list(
+        "aten_blacklist", "VLLM_FL_ATEN_BLACKLIST", names.check_aten_overload,
+        "PyTorch's own operators that no backend replaces, each with its overload (cumsum.out), or * for all",
+        yaml="aten_blacklist",
+    ),
     _flag(
         "chip_features", "VLLM_FL_CHIP_FEATURES",
         "whether our kernels for one kind of chip alone are taken; off, the hardware-neutral ones are",

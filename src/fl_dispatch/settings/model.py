@@ -42,6 +42,7 @@ class Settings:
 
     policy: SelectionPolicy = field(default_factory=_default_policy)
     aten_replacement: bool | None = None
+    aten_blacklist: Names = frozenset()
     chip_features: bool = True
     oot_enabled: bool = True
     oot_whitelist: Names | None = None

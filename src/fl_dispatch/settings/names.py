@@ -158,6 +158,21 @@ def check_flagos_operator(name: str, place: Place) -> None:
         _refuse_near_miss("operator", name, known_operators(), FLAGGEMS_OPERATORS, place)
 
 
+def check_aten_overload(name: str, place: Place) -> None:
+    """One overload of an ATen operator, ``aten::cumsum.out`` or ``cumsum.out``; ``cumsum`` is the default one.
+
+    Raises:
+        ConfigError: this PyTorch has no such overload.
+    """
+    import torch
+
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    known = getattr(torch.ops.aten, base, None) if base.isidentifier() else None
+    if name != "*" and (known is None or (overload or "default") not in known.overloads()):
+        written = "" if known is None else f"; {base} has {', '.join(sorted(known.overloads()))}"
+        raise place.error(f"PyTorch has no operator {show(name)}{written}")
+
+
 def _check(kind: str, name: str, known: tuple[str, ...], others: tuple[str, ...], place: Place) -> None:
     if name in known:
         return

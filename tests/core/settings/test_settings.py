@@ -133,6 +133,14 @@ def test_aten_replacement(platform: Write) -> None:
     assert load(VLLM_FL_ATEN_REPLACEMENT="1").aten_replacement is True
 
 
+def test_aten_blacklist() -> None:
+    assert load().aten_blacklist == frozenset()
+    listed = "aten::cumsum.out,cumsum,mm.default,*"
+    assert load(VLLM_FL_ATEN_BLACKLIST=listed).aten_blacklist == set(listed.split(","))
+    refused(r"PyTorch has no operator 'cumsum.outt'; cumsum has .*\bout\b", VLLM_FL_ATEN_BLACKLIST="cumsum.outt")
+    refused("PyTorch has no operator 'cumsun'", VLLM_FL_ATEN_BLACKLIST="cumsun")
+
+
 @pytest.mark.parametrize("value", ["flagos", "vendor", "reference"])
 def test_prefer(value: str) -> None:
     found = load(VLLM_FL_PREFER=value)
@@ -562,6 +570,7 @@ flagos_blacklist: [to_copy, zeros, mm]
 oot_blacklist: [fused_moe]
 unused_tensors: ["*.extra.*"]
 aten_replacement: true
+aten_blacklist: ["aten::cumsum.out", log_]
 chip_features: false
 shadow_share: 0.02
 shadow_operators: [rms_norm, linear]
@@ -590,6 +599,7 @@ def test_a_yaml_file_may_set_every_key(write: Write, caplog: pytest.LogCaptureFi
         oot_blacklist=frozenset({"fused_moe"}),
         unused_tensors=frozenset({"*.extra.*"}),
         aten_replacement=True,
+        aten_blacklist=frozenset({"aten::cumsum.out", "log_"}),
         chip_features=False,
         shadow_share=0.02,
         shadow_operators=frozenset({"rms_norm", "linear"}),
@@ -876,7 +886,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variables_are_not_ours() -> None:
     assert not {"VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL"} & set(variable_names())
-    assert len(variable_names()) == len(set(variable_names())) == 33
+    assert len(variable_names()) == len(set(variable_names())) == 34
 
 
 def rows() -> dict[str, list[str]]:

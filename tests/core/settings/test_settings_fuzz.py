@@ -173,6 +173,7 @@ values: dict[str, Any] = {
     "deny_vendors": names(vendors, max_size=3),
     "flagos_blacklist": names(aten, max_size=4),
     "aten_replacement": st.booleans(),
+    "aten_blacklist": names(st.sampled_from(["mm", "mm.out", "aten::cumsum.out", "log_", "*"]), max_size=3),
     "chip_features": st.booleans(),
     "oot_blacklist": names(st.sampled_from(["RMSNorm", "rms_norm", "SiluAndMul", "fused_moe"]), max_size=3),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...aten_replacement import ReplacementReport, replacements
+from ...aten_replacement import ReplacementReport, obey, replacements
 from ...devices import DeviceSpec
 from ...errors import DispatchError
 from ...manager import get_default_manager
@@ -29,6 +29,7 @@ def replace(settings: Settings, device: DeviceSpec) -> None:
                     f"{operator} is replaced by two backends, {other} and {found.NAME}: only one kernel can take the "
                     "place of PyTorch's. Take the operator out of one of them by its settings"
                 )
+    obey(settings.aten_blacklist, f"aten_blacklist ({settings.origin('aten_blacklist')})")
 
 
 def settle() -> dict[str, Mapping[str, str]]:
@@ -67,5 +68,5 @@ def _line(name: str, found: ReplacementReport) -> str:
     if found["why_not"]:
         return f"none by {name}: {found['why_not']}"
     called = ", ".join(f"{key} {calls}" for key, calls in found["calls"].items()) or "none"
-    wrong = f"; wrong and left to PyTorch: {', '.join(found['wrong'])}" if found["wrong"] else ""
+    wrong = f"; left to PyTorch: {', '.join(found['wrong'])}" if found["wrong"] else ""
     return f"{len(found['replaced'])} replaced by {name}; called: {called}{wrong}"

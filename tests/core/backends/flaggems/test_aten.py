@@ -21,7 +21,7 @@ from torch import Tensor
 
 import flaggems_standin
 from fl_dispatch import DispatchError, freeze_dispatch, get_default_manager, thaw_dispatch
-from fl_dispatch.aten_replacement import register_replacement, replaced_operators
+from fl_dispatch.aten_replacement import obey, register_replacement, replaced_operators
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import names, replacement
 from fl_dispatch.backends.flaggems.aten.decision import why_not
@@ -694,6 +694,17 @@ def test_what_flaggems_leaves_out_itself_is_reported(gems: None, monkeypatch: py
     assert replacement.report()["skipped"]["cumsum"] == "FlagGems leaves it out on this device"
 
 
+def test_what_a_list_leaves_to_pytorch_comes_back_with_what_it_had_learned(gems: None) -> None:
+    start()
+    torch.mm(A, B)
+    replacement.seal()
+    for listed, calls in ((["mm"], 1), ([], 2)):
+        obey(listed)
+        torch.mm(A, B)
+        assert replacement.report()["calls"] == {"mm": calls}
+    assert replacement.report()["wrong"] == {}
+
+
 # -- the process ------------------------------------------------------------------------------------------------------
 
 
@@ -834,7 +845,7 @@ def test_the_manifest_the_list_the_report_and_the_record_name_what_is_replaced(
     assert path.read_text() == "aten::mm\naten::mm.out\n"
     assert json.loads(json.dumps(dispatch_report()["aten"]))["FlagGems"]["calls"] == {"mm": 1}
     runs.record("vLLM 0.32", "tiny", Survey("vLLM", {}, {}, {}), {})
-    line = "2 replaced by FlagGems; called: mm 1; wrong and left to PyTorch: addmm"
+    line = "2 replaced by FlagGems; called: mm 1; left to PyTorch: addmm"
     assert runs.recorded()[0].aten == line
     assert examine()["runs"][0][-1] == line
 

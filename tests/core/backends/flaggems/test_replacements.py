@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from builders import impl
 from fl_dispatch import aten_replacement
-from fl_dispatch.aten_replacement import AtenReplacement, ReplacementReport, register_replacement, replaced_operators
+from fl_dispatch.aten_replacement import (
+    AtenReplacement,
+    ReplacementReport,
+    kept_operators,
+    obey,
+    register_replacement,
+    replaced_operators,
+)
 from fl_dispatch.devices import CPU, DeviceSpec
 from fl_dispatch.errors import DispatchError, RegistrationError
 from fl_dispatch.hosting.records.report import dispatch_report
@@ -43,6 +50,11 @@ class Vendor:
             self.wrong[key] = why
             self.running.pop(key, None)
 
+    def resume(self, operators: Collection[str]) -> None:
+        for key in operators:
+            del self.wrong[key]
+            self.running[key] = f"chip.{key}"
+
     def seal(self) -> None:
         self.sealed = True
 
@@ -58,6 +70,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, AtenReplacement]:
     """Only what a test registers, and the built-in backends when it makes a manager."""
     found: dict[str, AtenReplacement] = {}
     monkeypatch.setattr(aten_replacement, "_registered", found)
+    monkeypatch.setattr(aten_replacement, "_kept", {})
     return found
 
 
@@ -82,6 +95,21 @@ def test_learning_ends_for_each_backend_and_what_is_wrong_elsewhere_is_left() ->
     assert aten.settle()["Chip"] == {"mm": "on rank 1: wrong"}
     assert one.sealed
     assert other.sealed
+
+
+def test_single_overloads_stay_pytorchs_and_come_back_when_the_list_is_another() -> None:
+    register_replacement(Vendor())
+    register_replacement(Vendor("Other", ("mul.Tensor", "mul.out")))
+    aten.replace(Settings.of(aten_blacklist=frozenset({"aten::mm.default", "mul.out"})), CPU)
+    assert list(replaced_operators()) == ["aten::add.Tensor", "aten::mul.Tensor"]
+    assert aten.report()["Chip"]["wrong"] == {"mm": "aten_blacklist (code)"}
+    assert kept_operators() == ("aten::mm", "aten::mul.out")
+    obey({"add.Tensor", "mm"})
+    assert list(replaced_operators()) == ["aten::mul.Tensor", "aten::mul.out"]
+    obey({"*"})
+    assert not replaced_operators()
+    obey(())
+    assert list(replaced_operators()) == ["aten::add.Tensor", "aten::mm", "aten::mul.Tensor", "aten::mul.out"]
 
 
 def test_two_backends_cannot_replace_one_operator() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -134,6 +134,15 @@ def leave(operators: Mapping[str, str]) -> None:
     if new:
         logger.warning("ATen operators are left to PyTorch: %s", "; ".join(f"{key}: {operators[key]}" for key in new))
     settle()
+
+
+def resume(operators: Collection[str]) -> None:
+    """Put back operators that :func:`leave` took out, with the kinds of arguments that they had learned."""
+    for key in operators:
+        if _current.state is not None and (guard := _current.guards.get(key)) is not None:
+            guard.why_disabled = ""
+            slot = _current.slots[key] = slot_of(key, _current.state.device.dispatch_key)
+            slot.guard = guard
 
 
 def seal() -> None:
