@@ -16,7 +16,7 @@ from fl_dispatch.cli.bisect.selftest import TESTS
 from fl_dispatch.cli.checkpoints import build_checkpoint, build_tokenizer
 from fl_dispatch.cli.engines import Start
 from fl_dispatch.cli.hosts import Host
-from fl_dispatch.evidence.bisect import planted
+from fl_dispatch.evidence.bisect import planted, planted_aten
 from fl_dispatch.evidence.bisect.choices import Site
 from fl_dispatch.evidence.bisect.findings import Blamed, Result
 from fl_dispatch.evidence.bisect.probes import Outcome
@@ -44,6 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--model", "MODEL", "--policy", "wrong.yaml"), "did you mean vendor?"),
         (("--model", "MODEL", "--prompts", "empty.txt"), "holds no prompt"),
         (("--model", "MODEL", "--prompts", "long.txt"), "prompt 2 has 90 tokens; from 2 to 56 fit"),
+        (("--model", "MODEL", "--against", "huggingface", "--slower-than", "1.2"), "compares two policies"),
         (("--model", "nowhere/at-all"), "its configuration cannot be read"),
         (("--model", "MODEL", "--out", "no/folder/policy.yaml"), "there is no directory no/folder"),
     ],
@@ -70,6 +71,13 @@ def test_a_sentence_names_operator_implementation_layers_and_rank() -> None:
     assert sentence(Blamed("rms_norm", many, 9, ("vendor.a",))).endswith("layers.3 and 2 more")
     beside = Blamed("paged_attention", (site,), 2, ("vendor.a",), partners=("kv_cache_write",))
     assert sentence(beside).endswith("only beside the other choice of kv_cache_write")
+    aten = Blamed("aten::cumsum.out", implementations=("chip.cumsum_out",), kinds=("int64", "2 of 9 calls"))
+    assert sentence(aten) == "aten::cumsum.out: chip.cumsum_out (int64, 2 of 9 calls)"
+
+
+def test_a_policy_that_is_not_slower_blames_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    Report(quiet=False).show(Result(False, 1.04, Yardstick(1e-6, 1e-7), slower_than=1.1), None)
+    assert "The policy is not slower: 1.04 times the trusted policy's time." in capsys.readouterr().out
 
 
 def test_the_report_for_programs_is_json_that_every_parser_reads() -> None:
@@ -82,9 +90,10 @@ def test_the_report_for_programs_is_json_that_every_parser_reads() -> None:
 
 
 def test_every_planted_fault_is_in_the_self_test() -> None:
-    assert {test.fault or name for name, test in TESTS.items()} == set(planted.FAULTS)
+    assert {test.fault or name for name, test in TESTS.items()} == {*planted.FAULTS, *planted_aten.FAULTS}
     for name, test in TESTS.items():
         assert not test.op or test.op in planted.FAULTS[test.fault or name]
+        assert {key.removeprefix("aten::") for key in test.aten} == {*planted_aten.FAULTS.get(test.fault or name, ())}
 
 
 def test_an_engine_that_is_not_hugging_faces_model_is_said_before_anything_is_searched(tmp_path: Path) -> None:

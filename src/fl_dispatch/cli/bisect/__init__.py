@@ -27,7 +27,7 @@ from . import prompts as prompts_of
 from .driver import Starter
 from .report import Report
 
-REFERENCE: Document = {"prefer": "reference"}
+REFERENCE: Document = {"prefer": "reference", "aten_replacement": False}
 """The trusted policy where none is named."""
 HUGGINGFACE = "huggingface"
 
@@ -56,6 +56,10 @@ def bisect(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the policy that avoids what was found.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Keep the answers here, and go on from those that are.")] = None,
+    slower_than: Annotated[
+        float | None,
+        typer.Option(min=1.01, help="Find what is slower: more than this many times the trusted policy's own time."),
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Start an engine for each run; switch none.")] = False,
     patience: Annotated[float, typer.Option(min=1, help="Seconds that an engine has for one step.")] = 900,
     self_test: Annotated[
@@ -80,10 +84,12 @@ def bisect(
         raise typer.Exit(run_self_test(self_test, chosen, report, resume, patience, verbose, _arguments(engine_arg)))
     if model is None:
         raise DispatchError("name the checkpoint with --model, or plant a fault with --self-test")
+    if slower_than and against == HUGGINGFACE:
+        raise DispatchError("--slower-than compares two policies; name a YAML policy with --against, or 'reference'")
     folder = resume or Path(tempfile.mkdtemp(prefix="fl-bisect-"))
     start = Start(chosen, model, not compiled, tensor_parallel_size, dtype, 0, _arguments(engine_arg))
     good = REFERENCE if against in ("reference", HUGGINGFACE) else _document(Path(against))
-    case = Case(start, good, _document(policy), prompts, against == HUGGINGFACE)
+    case = Case(start, good, _document(policy), prompts, against == HUGGINGFACE, slower_than=slower_than or 0)
     try:
         result = investigate(case, folder, report, restart=restart, patience=patience, verbose=verbose)
     except KeyboardInterrupt:
@@ -109,6 +115,7 @@ class Case:
         prompts: a file, or ``None`` for those that are made.
         huggingface: the good policy has to agree with Hugging Face.
         variables: of the engines' environment.
+        slower_than: see :class:`~fl_dispatch.evidence.bisect.probes.Probes`.
     """
 
     def __init__(
@@ -119,7 +126,9 @@ class Case:
         prompts: Path | None = None,
         huggingface: bool = False,
         variables: dict[str, str] | None = None,
+        slower_than: float = 0.0,
     ) -> None:
+        self.slower_than = slower_than
         self.start, self.good, self.bad, self.huggingface = start, good, bad, huggingface
         self.variables = variables or {}
         tokens = prompts_of.read(prompts, start.model) if prompts else prompts_of.made(start.model)
@@ -142,6 +151,7 @@ class Case:
             "policy": self.bad,
             "prompts": self.tokens,
             "huggingface": self.huggingface,
+            "slower_than": self.slower_than,
         }
 
 
@@ -166,7 +176,7 @@ def investigate(
         start = Start(**{**vars(start), "length": case.length})
     starter = Starter(start, case.rounds, folder, patience, case.variables, verbose)
     report.begin(case.start, folder, case.tokens)
-    probes = Probes(starter, journal, report.asked, not restart and start.eager, report.begins)
+    probes = Probes(starter, journal, report.asked, not restart and start.eager, report.begins, case.slower_than)
     work = Investigation(probes, case.good, case.bad, not start.eager, report.say)
     try:
         if case.huggingface:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from ...evidence.bisect import inside
+from ...evidence.bisect import inside, kinds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +28,13 @@ class BisectWorker:
     rank: int
     get_model: Callable[[], Any]
 
-    def fl_bisect_switch(self, policy: str, seed: int | None, ranks: list[int] | None) -> str:
-        """Let another policy hold in this rank, if it is meant; see :func:`inside.switch`."""
-        return inside.switch(policy, seed) if ranks is None or self.rank in ranks else ""
+    def fl_bisect_switch(self, settings: str, seed: int | None, ranks: list[int] | None) -> str:
+        """Let other settings hold in this rank, if it is meant; see :func:`inside.switch`."""
+        return inside.switch(settings, seed) if ranks is None or self.rank in ranks else ""
+
+    def fl_bisect_watch(self, operator: str) -> None:
+        """See :func:`kinds.watch`."""
+        kinds.watch(operator)
 
     def fl_bisect_answer(self) -> dict[str, Any]:
         """See :func:`inside.answer`."""

@@ -114,7 +114,11 @@ class DriverEngine:
 
     def score(self) -> Scores:
         """See :class:`~fl_dispatch.evidence.bisect.probes.Engine`."""
-        return Scores(self._call("score", self._rounds))
+        return Scores(*self._call("score", self._rounds))
+
+    def watch(self, operator: str) -> None:
+        """See :class:`~fl_dispatch.evidence.bisect.probes.Engine`."""
+        self._call("watch", operator)
 
     def answers(self) -> list[dict[str, Any]]:
         """See :class:`~fl_dispatch.evidence.bisect.probes.Engine`."""

@@ -25,26 +25,32 @@ class HostEngine(Protocol):
 
     def switch(self, config: str, seed: int | None, ranks: list[int] | None) -> str: ...
 
-    def score(self, rounds: Sequence[Sequence[Request]]) -> dict[str, list[Row]]: ...
+    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]: ...
+
+    def watch(self, operator: str) -> None: ...
 
     def answers(self) -> list[dict[str, Any]]: ...
 
     def stop(self) -> None: ...
 
 
-def policy_text(config: str) -> str:
-    """The policy of a config file under this process's environment, as text."""
-    return load_settings({**os.environ, "VLLM_FL_CONFIG": config}).policy.to_json()
+def settings_text(config: str) -> str:
+    """The settings of a config file under this process's environment, as text."""
+    return load_settings({**os.environ, "VLLM_FL_CONFIG": config}).to_json()
 
 
-def scores(engine: Engine, requests: Sequence[Request]) -> dict[str, list[Row]]:
-    """Run a round of requests: the rows of each, by its label."""
-    prompts = [
-        Prompt(request.prompt, max(1, len(request.forced)), TOP, request.prefill, request.forced)
-        for request in requests
-    ]
-    answers = engine.generate(prompts)
-    return {request.label: answer.rows for request, answer in zip(requests, answers, strict=True)}
+def scores(engine: Engine, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
+    """Run the rounds of requests: the rows of each by its label, and the seconds that the engine took."""
+    rows, seconds = dict[str, list[Row]](), 0.0
+    for requests in rounds:
+        prompts = [
+            Prompt(request.prompt, max(1, len(request.forced)), TOP, request.prefill, request.forced)
+            for request in requests
+        ]
+        answers = engine.generate(prompts)
+        seconds += engine.seconds
+        rows |= {request.label: answer.rows for request, answer in zip(requests, answers, strict=True)}
+    return rows, seconds
 
 
 class VllmEngine(vllm.HostEngine):
@@ -62,12 +68,15 @@ class VllmEngine(vllm.HostEngine):
             self.count()
 
     def switch(self, config: str, seed: int | None, ranks: list[int] | None) -> str:
-        said = self.llm.collective_rpc("fl_bisect_switch", args=(policy_text(config), seed, ranks))
+        said = self.llm.collective_rpc("fl_bisect_switch", args=(settings_text(config), seed, ranks))
         return next(filter(None, said), "")
 
-    def score(self, rounds: Sequence[Sequence[Request]]) -> dict[str, list[Row]]:
+    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
         self.llm.reset_prefix_cache()
-        return {label: rows for requests in rounds for label, rows in scores(self, requests).items()}
+        return scores(self, rounds)
+
+    def watch(self, operator: str) -> None:
+        self.llm.collective_rpc("fl_bisect_watch", args=(operator,))
 
     def answers(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.llm.collective_rpc("fl_bisect_answer")
@@ -94,15 +103,18 @@ class SglangEngine(sglang.HostEngine):
 
     def switch(self, config: str, seed: int | None, ranks: list[int] | None) -> str:
         self._flush()
-        answers = self._collected({"policy": policy_text(config), "seed": seed, "ranks": ranks})
+        answers = self._collected({"settings": settings_text(config), "seed": seed, "ranks": ranks})
         return next(filter(None, (str(answer["refused"]) for answer in answers)), "")
 
-    def score(self, rounds: Sequence[Sequence[Request]]) -> dict[str, list[Row]]:
+    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
         self._flush()
-        return {label: rows for requests in rounds for label, rows in scores(self, requests).items()}
+        return scores(self, rounds)
+
+    def watch(self, operator: str) -> None:
+        self._collected({"settings": None, "watch": operator})
 
     def answers(self) -> list[dict[str, Any]]:
-        return self._collected({"policy": None})
+        return self._collected({"settings": None})
 
     def _collected(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's answer.

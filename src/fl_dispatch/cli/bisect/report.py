@@ -95,6 +95,10 @@ class Report:
         """Print the findings."""
         for note in result.notes:
             self.say(f"note: {note}")
+        if not result.differs and result.slower_than:
+            times = f"{result.share:.2f} times the trusted policy's time"
+            console.print(f"The policy is not slower: {times}. Nothing is blamed.", style="bold green", highlight=False)
+            return
         if not result.differs:
             console.print(
                 f"The policies agree: {result.share:.2f} yardsticks, and rounding explains up to {FACTOR:g}. "
@@ -114,6 +118,11 @@ class Report:
         if out is not None:
             console.print(f"It is in {out}: VLLM_FL_CONFIG={out}", highlight=False)
 
+    @property
+    def seconds(self) -> float:
+        """Since the investigation began."""
+        return time.monotonic() - self._began
+
     def cost(self, result: Result) -> str:
         """The runs that it took, in words."""
         sites, units = result.candidates
@@ -121,7 +130,7 @@ class Report:
         return (
             f"{searched} runs searched among {sites} sites of {units} operators and settings (2 log2: "
             f"{log2_runs(sites):.1f}); with yardstick and checks {self.runs} runs, {self.starts} engine starts, "
-            f"{time.monotonic() - self._began:.0f} s"
+            f"{self.seconds:.0f} s"
         )
 
     def head(self, result: Result) -> str:
@@ -151,7 +160,8 @@ def sentence(one: Blamed) -> str:
     ranks = f", at rank {', '.join(map(str, one.ranks))} alone" if one.ranks else ""
     beside = f", only beside the other choice of {', '.join(one.partners)}" if one.partners else ""
     if not one.sites:
-        return f"{one.op}{beside}"
+        kinds = f" ({', '.join(one.kinds)})" if one.kinds else ""
+        return ": ".join(filter(None, (one.op, ", ".join(one.implementations)))) + kinds + beside
     names = [str(site) for site in one.sites]
     layers = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     if len(one.sites) == one.of:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...evidence.bisect import inside
+from ...evidence.bisect import inside, kinds
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -24,15 +24,18 @@ METHOD = "fl_bisect"
 
 
 def _bisect(scheduler: Scheduler, folder: str, job: dict[str, Any]) -> None:
-    """Switch the policy if the job has one for this rank, and write the answer into a file of this rank's own."""
+    """Switch the policy if the job has settings for this rank, and write the answer into a file of this rank's own."""
     from sglang_fl import report
 
     runner = scheduler.tp_worker.model_runner
     rank, refused = report.own_rank(), ""
-    if job.get("policy") is not None and (job["ranks"] is None or rank in job["ranks"]):
-        refused = inside.switch(job["policy"], job["seed"])
+    if job.get("settings") is not None and (job["ranks"] is None or rank in job["ranks"]):
+        refused = inside.switch(job["settings"], job["seed"])
+    answer = inside.answer(runner.model)  # which ends a watch
+    if job.get("watch"):
+        kinds.watch(job["watch"])
     part = Path(folder, f"{rank}.part")
-    part.write_text(json.dumps({**inside.answer(runner.model), "refused": refused}), encoding="utf-8")
+    part.write_text(json.dumps({**answer, "refused": refused}), encoding="utf-8")
     part.rename(part.with_suffix(".json"))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DispatchError
-from ...evidence.bisect import planted
+from ...evidence.bisect import planted, planted_aten
 from ...evidence.bisect.findings import Blamed, Result
 from ...evidence.bisect.journal import Journal
 from ..engines import Start
@@ -30,10 +30,12 @@ class Planted:
 
     Args:
         what: the fault in words.
-        op: the operator; empty where nothing may be blamed.
+        op: our operator; empty where none may be blamed.
         sites: whether the layers that were found are right.
         family, dtype, ranks, compiled: of the engine.
         at: the ranks.
+        aten: those of PyTorch's own operators that have to be found, one by itself or all together.
+        slower_than: judge times.
     """
 
     what: str
@@ -45,6 +47,8 @@ class Planted:
     compiled: bool = False
     at: tuple[int, ...] = ()
     fault: str = ""
+    aten: tuple[str, ...] = ()
+    slower_than: float = 0.0
 
 
 TESTS: dict[str, Planted] = {
@@ -65,6 +69,14 @@ TESTS: dict[str, Planted] = {
     "beyond_256-compiled": Planted(
         "wrong for batches of more than 256 tokens, compiled", "silu_and_mul", compiled=True, fault="beyond_256"
     ),
+    "aten_comparison": Planted("integers compared by eight bits", family="deepseek_v2", aten=("aten::ge.Tensor",)),
+    "aten_cumsum_out": Planted("cumulative sum with an output argument, anew after 128", aten=("aten::cumsum.out",)),
+    "aten_log_": Planted("in-place logarithm, last block unwritten", family="deepseek_v2", aten=("aten::log_",)),
+    "aten_uniform_": Planted("random fill without its bounds", aten=("aten::uniform_",)),
+    "aten_rsqrt": Planted("reciprocal root of small values", aten=("aten::rsqrt",)),
+    "aten_rsqrt-compiled": Planted("the same, compiled", compiled=True, fault="aten_rsqrt", aten=("aten::rsqrt",)),
+    "aten_together": Planted("three that are wrong only together", aten=("aten::rsqrt", "aten::log_", "aten::exp_")),
+    "aten_slow": Planted("right, five milliseconds late", aten=("aten::cumsum.out",), slower_than=1.5),
 }
 
 
@@ -102,7 +114,7 @@ def self_test(
         )
         right = _right(name, test, result)
         said = "; ".join(map(sentence, result.blamed)) or "nothing is blamed"
-        searched = f"{report.runs} runs, {report.starts} starts"
+        searched = f"{report.runs} runs, {report.starts} starts, {report.seconds:.0f} s"
         rows.append((name, test.what, said, f"{result.share:.2f}", searched, "right" if right else "wrong"))
         found.append({"name": name, "right": right, **report.as_data(result)})
     if report.quiet:
@@ -131,10 +143,14 @@ def _plant(
     variables = {"VLLM_FL_PLUGIN_MODULES": PLUGIN, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if test.ranks == 1:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # half of the time of a start
-    bad = planted.policy(test.fault or name, operators)
-    case = Case(start, {"prefer": "reference"}, bad, variables=variables)
+    fault = test.fault or name
+    good, bad = {"prefer": "reference"}, planted.policy(fault, operators) if not test.aten else {}
+    if test.aten:
+        variables |= {"VLLM_FL_PLUGIN_MODULES": planted_aten.__name__, planted_aten.FAULT: fault}
+        good, bad = planted_aten.policy(False), planted_aten.policy(True)
+    case = Case(start, good, bad, variables=variables, slower_than=test.slower_than)
     journal = Journal(folder, case.header())
-    engine = f"{host} {test.family} {test.dtype} {test.ranks} {test.compiled}"
+    engine = f"{host} {test.family} {test.dtype} {test.ranks} {test.compiled} {bool(test.aten)} {test.slower_than}"
     if journal.get("base") is None and (known := bases.get(engine)) is not None:
         journal.put("base", known)
     result = investigate(case, folder, report, patience=how[0], verbose=how[1], journal=journal)
@@ -144,10 +160,12 @@ def _plant(
 
 def _right(name: str, test: Planted, result: Result) -> bool:
     """Whether the search found the planted fault."""
-    if not test.op:
+    if not test.op and not test.aten:
         return not result.differs
     if len(result.blamed) != 1 or not result.agrees:
         return False
     one = result.blamed[0]
+    if test.aten:
+        return {one.op, *one.partners} == {*test.aten}
     implementation = f"vendor.{planted.VENDOR}.{test.fault or name}"
     return one.op == test.op and one.implementations == (implementation,) and test.sites(one) and one.ranks == test.at

@@ -10,7 +10,7 @@ from ...errors import DispatchError
 from .choices import Choices, renamed
 from .documents import Document, of_choices
 from .inside import moved_id
-from .probes import Engine, EngineDiedError, Probes
+from .probes import REPEATS, Engine, EngineDiedError, Probes, least_seconds
 from .prompts import other_composition
 from .scores import Difference, Scores, difference
 from .yardstick import MOVES, Yardstick, is_blind
@@ -38,6 +38,8 @@ class Base:
 def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], None]) -> Base:
     """Measure the base, or read it from the journal; the probes compare with it from then on.
 
+    Where times are judged, no result is moved.
+
     Args:
         graphs: engines compile or capture, so that results are moved in an eager one.
         say: gets the effect of each harmless change.
@@ -53,7 +55,7 @@ def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], N
         except EngineDiedError as error:
             raise DispatchError(f"the engine under the trusted policy fails: {error}") from error
         probes.journal.put("base", kept)
-    probes.runs += 2 + MOVES + graphs
+    probes.runs += 1 + 2 * REPEATS if probes.slower_than else 2 + MOVES + graphs
     probes.starts += 1 + graphs
     harmless = {name: Difference(one["largest"], one["mean"]) for name, one in kept["harmless"].items()}
     for name, one in harmless.items():
@@ -61,23 +63,34 @@ def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], N
     yardstick = Yardstick.of(harmless.values())
     if is_blind(yardstick):
         raise DispatchError("the trusted policy gives no numbers, or none that repeat")
-    say(f"yardstick: largest {yardstick.largest:.2g}, mean {yardstick.mean:.2g}")
-    probes.base, probes.yardstick = Scores(kept["scores"]), yardstick
+    if probes.slower_than:
+        times = kept["times"]
+        say(f"the engine's own time for all requests: {min(times):.2f} s, and {max(times):.2f} s the next time")
+        if max(times) / min(times) >= probes.slower_than:
+            raise DispatchError("the trusted policy's own time varies more than that: name more with --slower-than")
+    else:
+        say(f"yardstick: largest {yardstick.largest:.2g}, mean {yardstick.mean:.2g}")
+    probes.base, probes.yardstick = Scores(kept["scores"], min(kept["times"])), yardstick
     return Base(probes.base, yardstick, Choices.of(kept["chosen"]), frozenset(kept["called"]), kept["ranks"])
 
 
 def _measured(probes: Probes, good: Document, graphs: bool) -> dict[str, Any]:
     engine = probes.start(good)
     base, chosen = engine.score(), engine.answers()[0]
-    harmless = {"the same again": difference(base, engine.score())}
-    if composed := _composed(base):
-        harmless["another composition of the batch"] = composed
+    times, harmless = [base.seconds], dict[str, Difference]()
+    if probes.slower_than:
+        times = [least_seconds(engine), least_seconds(engine)]
+    else:
+        harmless["the same again"] = difference(base, engine.score())
+        if composed := _composed(base):
+            harmless["another composition of the batch"] = composed
     moving, start = engine, base
     if graphs:
         moving = probes.start(good, eager=True)
         start = moving.score()
     called = sorted(Choices.of(moving.answers()[0]).ran or ())
-    _move(moving, good, start, harmless)
+    if not probes.slower_than:
+        _move(moving, good, start, harmless)
     probes.stop()
     plain = {name: one.as_data() for name, one in harmless.items()}
     return {
@@ -86,6 +99,7 @@ def _measured(probes: Probes, good: Document, graphs: bool) -> dict[str, Any]:
         "scores": base.as_data(),
         "harmless": plain,
         "ranks": moving.ranks,
+        "times": times,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...ops import OPERATORS
@@ -52,11 +52,17 @@ class Choices:
         ran: operator → ids of implementations that ran, where calls were counted; ``None`` where compiled code hides
             calls.
         failed: operator → ids that raised, and were replaced by another one.
+        aten: ``aten::mm.out`` → the function that runs in its place.
+        aten_called: those that were called there; empty where no backend counts.
+        aten_kept: those that would be replaced, and that a list leaves to PyTorch.
     """
 
     at: Mapping[Site, Branches]
     ran: Mapping[str, frozenset[str]] | None = None
     failed: Mapping[str, Sequence[str]] | None = None
+    aten: Mapping[str, str] = field(default_factory=dict)
+    aten_called: frozenset[str] = frozenset()
+    aten_kept: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Choices:
@@ -71,7 +77,9 @@ class Choices:
         ran: dict[str, frozenset[str]] = {}
         for op, impl_id, _ in data["counts"]:
             ran[op] = ran.get(op, frozenset()) | {impl_id}
-        return cls(at, None if data["frozen"] else ran, data["failed"])
+        aten = data.get("aten", {})
+        called, kept = (frozenset(aten.get(key, ())) for key in ("called", "kept"))
+        return cls(at, None if data["frozen"] else ran, data["failed"], aten.get("replaced", {}), called, kept)
 
     def choice(self, site: Site) -> Branches | None:
         """The candidates at a site; one that this engine lacks has what holds for calls by name."""
@@ -103,6 +111,20 @@ def differing(good: Choices, bad: Choices, called: Collection[str]) -> list[Site
                 continue
         found.append(site)
     return sorted(found, key=in_order)
+
+
+def replaced_in_one(good: Choices, bad: Choices) -> list[str] | None:
+    """PyTorch's operators that the bad policy alone replaces, and called; ``None`` if the good one has others.
+
+    An engine that did not live to be asked has a list of those that it would replace.
+    """
+    if any(bad.aten.get(key) != run for key, run in good.aten.items()):
+        return None
+    return [
+        key
+        for key in dict.fromkeys((*bad.aten, *sorted(bad.aten_kept)))
+        if key not in good.aten and (not bad.aten_called or key in bad.aten_called)
+    ]
 
 
 def start_only(op: str) -> bool:

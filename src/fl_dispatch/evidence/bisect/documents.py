@@ -12,8 +12,11 @@ from ...settings.selection_policy import TunedRule
 from .choices import Branches, Choices, Site
 
 Document = dict[str, Any]
-OTHER_SETTINGS = ("aten_replacement", "chip_features", "oot_blacklist", "flagos_blacklist")
+OF_ATEN = ("aten_replacement", "flagos_blacklist")
+"""Keys that decide which of PyTorch's own operators a backend replaces; :data:`BLACKLIST` takes single ones out."""
+OTHER_SETTINGS = (*OF_ATEN, "chip_features", "oot_blacklist")
 """Keys that decide what runs, beside the choice among implementations; they hold from an engine's start on."""
+BLACKLIST = "aten_blacklist"
 
 
 def of_settings(settings: Settings) -> Document:
@@ -33,6 +36,8 @@ def of_settings(settings: Settings) -> Document:
             document[key] = sorted(names)
     if policy.flagos_blacklist:
         document["flagos_blacklist"] = sorted(policy.flagos_blacklist)
+    if settings.aten_blacklist:
+        document[BLACKLIST] = sorted(settings.aten_blacklist)
     if settings.aten_replacement is not None:
         document["aten_replacement"] = settings.aten_replacement
     if not settings.chip_features:
@@ -69,7 +74,8 @@ def of_choices(chosen: Mapping[Site, Branches], base: Document) -> Document:
                 else:
                     tuned[key] = [_pinned(dict(when), ids) for when, ids in branches]
     parts = {"op_backends": backends, "op_tuned": tuned}
-    return {**other_settings(base), **{key: part for key, part in parts.items() if part}}
+    kept = {BLACKLIST: base[BLACKLIST]} if base.get(BLACKLIST) else {}
+    return {**other_settings(base), **kept, **{key: part for key, part in parts.items() if part}}
 
 
 def _pinned(when: dict[str, Any], ids: Iterable[str]) -> dict[str, Any]:
@@ -110,6 +116,12 @@ def avoiding(bad: Document, choices: Choices, orders: Mapping[Site, Branches], s
     if "allow_vendors" in document:
         document["allow_vendors"] = sorted({*document["allow_vendors"], *needed})
     return document
+
+
+def blacklisting(document: Document, operators: Iterable[str]) -> Document:
+    """The document, with further operators of PyTorch's that no backend replaces."""
+    listed = sorted({*document.get(BLACKLIST, ()), *operators})
+    return {**document, BLACKLIST: listed} if listed else document
 
 
 def text(document: Document, head: str = "") -> str:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...aten_replacement import kept_operators, obey, replaced_operators, replacements
 from ...errors import DispatchFrozenError
 from ...manager import get_default_manager
 from ...ops import OPERATORS
 from ...policy import set_global_policy
 from ...selection.decision import condition_of
-from ...settings.selection_policy import SelectionPolicy
+from ...settings import Settings
 from ...types import BackendImplKind, OpImpl
+from .kinds import told
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,11 +68,13 @@ def _shared(model: nn.Module) -> dict[str, list[str]]:
     return {prefix: group for group in groups.values() if len(group) > 1 for prefix in group}
 
 
-def switch(policy: str, seed: int | None = None) -> str:
-    """Let another policy hold in this process, a ``SelectionPolicy`` as JSON; bound layers follow at their next call.
+def switch(settings: str, seed: int | None = None) -> str:
+    """Let other settings hold in this process, as far as they can now: the policy, and what no backend replaces.
+
+    Bound layers follow at their next call.
 
     Args:
-        policy: it.
+        settings: as JSON.
         seed: results of copies of implementations (:func:`moved_id`) are moved by numbers from this seed.
 
     Returns:
@@ -81,7 +85,9 @@ def switch(policy: str, seed: int | None = None) -> str:
     try:
         if seed is not None:
             _Moves.start(seed)
-        set_global_policy(SelectionPolicy.from_json(policy))
+        wanted = Settings.from_json(settings)
+        set_global_policy(wanted.policy)
+        obey(wanted.aten_blacklist)
         manager.set_counting(True)
         manager.reset_counts()
     except DispatchFrozenError as error:
@@ -97,7 +103,18 @@ def answer(model: nn.Module | None) -> dict[str, Any]:
         "frozen": manager.frozen,
         "counts": [[op, impl_id, calls] for (op, impl_id), calls in sorted(manager.call_counts().items()) if calls],
         "failed": {op: sorted(ids) for op, ids in manager.get_failed_impls().items()},
+        "aten": {
+            "replaced": dict(replaced_operators()),
+            "called": _called(),
+            "kept": kept_operators(),
+            "kinds": told(),
+        },
     }
+
+
+def _called() -> list[str]:
+    reports = (found.report() for found in replacements())
+    return sorted(f"aten::{key}" for report in reports for key, calls in report["calls"].items() if calls)
 
 
 class _Moves:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from .base import measure
-from .choices import Branches, Choices, Site, differing, in_order, without
-from .documents import OTHER_SETTINGS, Document, avoiding, of_choices
-from .findings import SETTING, Blamed, Result
-from .probes import Probes, Ranks
+from .choices import Branches, Choices, Site, differing, in_order, replaced_in_one, without
+from .documents import BLACKLIST, OF_ATEN, OTHER_SETTINGS, Document, avoiding, blacklisting, of_choices
+from .findings import ATEN, SETTING, Blamed, Result
+from .probes import EngineDiedError, Probes, Ranks
 from .search import Culprit, Found, culprits, estimate
 from .yardstick import Verdict
 
@@ -33,6 +33,7 @@ class Investigation:
         self.probes, self.good, self.bad, self.graphs, self.say = probes, good, bad, graphs, say
         self.of_good = self.of_bad = Choices({})
         self.candidates: list[Site] = []
+        self.replaced: list[str] | None = None  # candidates among PyTorch's own operators
         self.world = 1
 
     # -- the search
@@ -42,9 +43,9 @@ class Investigation:
         base = measure(self.probes, self.good, self.graphs, self.say)
         self.of_good, self.world, yardstick = base.chosen, base.ranks, base.yardstick
         outcome, chosen = self.probes.ask_started("the other policy, everywhere", self.bad)
-        if outcome.verdict is Verdict.ROUNDING:
-            return Result(False, outcome.share, yardstick)
-        result = Result(True, outcome.share, yardstick)
+        if outcome.verdict.agrees:
+            return Result(False, outcome.share, yardstick, slower_than=self.probes.slower_than)
+        result = Result(True, outcome.share, yardstick, slower_than=self.probes.slower_than)
         if chosen is None:  # it did not even start: its choices are read from an engine that starts with the good ones
             chosen = self._choices_of_bad()
         if outcome.verdict is Verdict.FAILS:
@@ -52,16 +53,17 @@ class Investigation:
             chosen = replace(chosen, ran=None)
         self.of_bad = chosen
         self.candidates = differing(self.of_good, self.of_bad, base.called)
+        self.replaced = replaced_in_one(self.of_good, self.of_bad)
         units = self._units()
-        result.candidates = (len(self.candidates), len(units))
+        result.candidates = (len(self.candidates) + len(self.replaced or ()), len(units))
         if not units:
             result.notes.append("both policies choose the same everywhere, so no choice explains the difference")
             return result
-        layers = max((len(self._sites(unit)) for unit in units), default=1)
+        layers = max(1, *(len(self._sites(unit)) for unit in units))
         runs = estimate((len(units), layers)) + 3
         apiece = "" if self.probes.can_switch else f", {runs * outcome.seconds / 60:.0f} minutes"
         self.say(
-            f"{len(self.candidates)} sites of {len(units)} operators and settings differ: about {runs} more runs for "
+            f"{result.candidates[0]} sites of {len(units)} operators and settings differ: about {runs} more runs for "
             f"one culprit{apiece}"
         )
         self._search(units, result)
@@ -89,13 +91,16 @@ class Investigation:
             result.blamed.append(self._within(culprit, orders))
         result.policy = self._policy(result.blamed, orders)
         outcome, _ = self.probes.ask_started("the policy that avoids it", result.policy)
-        result.agrees = outcome.verdict is Verdict.ROUNDING
+        result.agrees = outcome.verdict.agrees
 
     def _within(self, culprit: Culprit[str], orders: dict[Site, Branches]) -> Blamed:
         """The layers of an operator, the implementation, and the ranks; adds what should run there instead."""
         op, partners = culprit.unit, frozenset(culprit.partners)
-        if op.startswith(SETTING):
-            return Blamed(op, partners=culprit.partners)
+        if op.startswith((SETTING, ATEN)):
+            runs = tuple(filter(None, (self.of_bad.aten.get(op),)))
+            told = op.startswith(ATEN) and not self.probes.slower_than
+            kinds = self.probes.kinds(op, of_choices(*self._chosen(partners | {op}))) if told else ()
+            return Blamed(op, implementations=runs, partners=culprit.partners, kinds=tuple(kinds))
         sites = self._sites(op)
         layers = Found((Culprit(sites[0]),))
         if len(sites) > 1:
@@ -148,8 +153,15 @@ class Investigation:
     # -- questions
 
     def _units(self) -> list[str]:
-        apart = [key for key in OTHER_SETTINGS if self.good.get(key) != self.bad.get(key)]
-        return [*dict.fromkeys(site.op for site in self.candidates), *(SETTING + key for key in apart)]
+        keys = (*OTHER_SETTINGS, BLACKLIST)
+        apart = [key for key in keys if key not in self._known and self.good.get(key) != self.bad.get(key)]
+        operators = dict.fromkeys(site.op for site in self.candidates)
+        return [*operators, *(self.replaced or ()), *(SETTING + key for key in apart)]
+
+    @property
+    def _known(self) -> Sequence[str]:
+        """Keys with a known effect: they are as in the bad policy, and single operators are taken out."""
+        return () if self.replaced is None else (*OF_ATEN, BLACKLIST)
 
     def _sites(self, op: str) -> list[Site]:
         return [site for site in self.candidates if site.op == op]
@@ -168,6 +180,18 @@ class Investigation:
         ranks: frozenset[int] | None = None,
     ) -> bool:
         """Whether the result differs with some operators bad, and further sites with their bad, or another, choice."""
+        chosen, base = self._chosen(units, instead)
+        there = None
+        if ranks is not None:
+            there = Ranks(ranks, of_choices({site: self._good(site) for site in self.of_bad.at}, base))
+        watched = [site for site in self.candidates if chosen[site]]
+        replaced = units & {*(self.replaced or ())}
+        return not self.probes.ask(what, chosen, watched, base, there, replaced).verdict.agrees
+
+    def _chosen(
+        self, units: frozenset[str], instead: Mapping[Site, Branches | None] | None = None
+    ) -> tuple[dict[Site, Branches], Document]:
+        """The choices of a question, and the document with its other settings."""
         chosen = {site: self._good(site) for site in self.of_bad.at}
         chosen |= {site: self._bad(site) for site in self.candidates if site.op in units}
         chosen |= {site: branches or self._bad(site) for site, branches in (instead or {}).items()}
@@ -175,21 +199,16 @@ class Investigation:
             own = self._sites(op)
             if Site(op) not in own and all(chosen[site] == self._bad(site) for site in own):
                 chosen[Site(op)] = self._bad(Site(op))
-        base = self._settings(units)
-        there = None
-        if ranks is not None:
-            there = Ranks(ranks, of_choices({site: self._good(site) for site in self.of_bad.at}, base))
-        watched = [site for site in self.candidates if chosen[site]]
-        return self.probes.ask(what, chosen, watched, base, there).verdict is not Verdict.ROUNDING
+        return chosen, self._settings(units)
 
     def _settings(self, units: frozenset[str]) -> Document:
         """The good policy's settings, those that are bad in this question from the bad one."""
         base = dict(self.good)
-        for key in OTHER_SETTINGS:
-            if SETTING + key in units:
+        for key in (*OTHER_SETTINGS, BLACKLIST):
+            if SETTING + key in units or key in self._known:
                 base.pop(key, None)
                 base |= {key: self.bad[key]} if key in self.bad else {}
-        return base
+        return blacklisting(base, {*(self.replaced or ())} - units)
 
     def _choices_of_bad(self) -> Choices:
         """The choices of the bad policy, in an engine that started with the good one.
@@ -197,7 +216,11 @@ class Investigation:
         Raises:
             DispatchError: it cannot be asked.
         """
-        engine = self.probes.start(self.good, eager=True)
+        of_aten = {key: self.bad[key] for key in OF_ATEN if key in self.bad}
+        try:
+            engine = self.probes.start({**self.good, **of_aten, BLACKLIST: ["*"]}, eager=True)
+        except EngineDiedError:  # the backend that replaces them does not even load
+            engine = self.probes.start(self.good, eager=True)
         engine.switch(self.bad, None, None)
         chosen = Choices.of(engine.answers()[0])
         self.probes.stop()
@@ -215,7 +238,7 @@ class Investigation:
                 key = one.op.removeprefix(SETTING)
                 document.pop(key, None)
                 document |= {key: self.good[key]} if key in self.good else {}
-        return document
+        return blacklisting(document, {one.op for one in blamed if one.op.startswith(ATEN)})
 
 
 def _named(bad: frozenset[Any], every: Sequence[Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ...errors import DispatchError
 from .choices import Branches, Choices, Site, start_only
-from .documents import Document, of_choices, other_settings
+from .documents import BLACKLIST, Document, of_choices, other_settings
 from .journal import Journal
 from .scores import CLIPPED, Scores, difference
 from .yardstick import Verdict, Yardstick, is_close, verdict
@@ -44,6 +44,9 @@ class Engine(Protocol):
         Raises:
             EngineDiedError: it died.
         """
+
+    def watch(self, operator: str) -> None:
+        """Compare the calls of one of PyTorch's operators until the next :meth:`answers`, which have what was found."""
 
     def answers(self) -> list[dict[str, Any]]:
         """Each rank's :func:`~fl_dispatch.evidence.bisect.inside.answer`."""
@@ -112,7 +115,7 @@ class _Live:
 
     engine: Engine
     settings: Document
-    started_with: Mapping[Site, Branches]
+    started_with: Choices
 
 
 Tell = Callable[[str, Outcome, bool], None]
@@ -128,6 +131,7 @@ class Probes:
         tell: hears each answer.
         switching: whether a live engine may be switched.
         begin: gets the next question, if an engine has to answer it.
+        slower_than: judge times instead of logits: a run differs that takes more than this many times the base's.
 
     Attributes:
         runs, starts: engines' runs of all requests, and starts, those in the journal included.
@@ -140,7 +144,9 @@ class Probes:
         tell: Tell,
         switching: bool = True,
         begin: Callable[[str], None] = lambda what: None,
+        slower_than: float = 0.0,
     ) -> None:
+        self.slower_than = slower_than
         self.engines, self.journal, self.tell, self.switching, self.begin = engines, journal, tell, switching, begin
         self.runs = self.starts = 0
         self.base: Scores | None = None
@@ -156,7 +162,7 @@ class Probes:
         self.stop()
         engine = self.engines.start(document, eager)
         chosen = Choices.of(engine.answers()[0])
-        self._live = _Live(engine, other_settings(document), chosen.at)
+        self._live = _Live(engine, other_settings(document), chosen)
         return engine
 
     def stop(self) -> None:
@@ -199,7 +205,7 @@ class Probes:
         watched: Collection[Site],
         base: Document,
         ranks: Ranks | None = None,
-        afresh: str = "",
+        replaced: frozenset[str] = frozenset(),
     ) -> Outcome:
         """Compare an engine that makes these choices with the base.
 
@@ -209,25 +215,47 @@ class Probes:
             watched: the sites where the choice has to hold.
             base: the document with all other settings.
             ranks: the ranks where the choices hold, and the document for the others. All by default.
-            afresh: text that makes this another question than an equal one before.
+            replaced: the operators of PyTorch's that have to be replaced.
         """
         document = of_choices(chosen, base)
-        question = json.dumps([document, None if ranks is None else sorted(ranks.those), self.switching, afresh])
+        question = json.dumps([document, None if ranks is None else sorted(ranks.those), self.switching])
         kept = self.journal.get(question)
         if kept is not None:
             outcome = Outcome.of(kept)
         else:
             self.begin(what)
-            outcome = self._asked(document, {site: chosen[site] for site in watched}, ranks)
+            outcome = self._asked(document, {site: chosen[site] for site in watched}, ranks, replaced)
             self.journal.put(question, outcome.as_data())
         self._told(what, question, outcome, kept is not None)
         return outcome
 
-    def _asked(self, document: Document, expected: Mapping[Site, Branches], ranks: Ranks | None) -> Outcome:
+    def kinds(self, operator: str, document: Document) -> list[str]:
+        """The kinds of arguments for which one of PyTorch's operators is wrong in an eager engine; maybe none."""
+        question = f"kinds: {operator} {json.dumps(document, sort_keys=True)}"
+        if (kept := self.journal.get(question)) is None:
+            try:
+                live = self._live if self.can_switch else None
+                if live is None or operator not in live.started_with.aten or live.engine.switch(document, None, None):
+                    self.start(document, eager=True)
+                    self.starts += 1
+                assert self._live is not None
+                self._live.engine.watch(operator)
+                self._live.engine.score()
+                kept = [kind for answer in self._live.engine.answers()[:1] for kind in answer["aten"]["kinds"]]
+            except EngineDiedError:
+                self.stop()
+                kept = []
+            self.runs += 1
+            self.journal.put(question, kept)
+        return list(kept)
+
+    def _asked(
+        self, document: Document, expected: Mapping[Site, Branches], ranks: Ranks | None, replaced: frozenset[str]
+    ) -> Outcome:
         began, note = time.monotonic(), ""
         try:
             if self.can_switch:
-                note = self._switched(document, expected, ranks)
+                note = self._switched(document, expected, ranks, replaced)
                 assert self._live is not None
                 if not note:
                     return self._judged(self._live.engine, began, False, "")
@@ -236,15 +264,19 @@ class Probes:
         except EngineDiedError as error:
             return self._died(began, str(error))
 
-    def _switched(self, document: Document, expected: Mapping[Site, Branches], ranks: Ranks | None) -> str:
+    def _switched(
+        self, document: Document, expected: Mapping[Site, Branches], ranks: Ranks | None, replaced: frozenset[str]
+    ) -> str:
         """Switch the live engine; why it cannot be, or nothing."""
         live = self._live
         assert live is not None
         if live.settings != other_settings(document):
             return "other settings hold from the start on"
+        if new := replaced - live.started_with.aten.keys():
+            return f"{min(new)} is replaced when an engine starts"
         for site, branches in expected.items():
             fixed = site in self._fixed or start_only(site.op)
-            if fixed and not _holds(branches, live.started_with.get(site)):
+            if fixed and not _holds(branches, live.started_with.at.get(site)):
                 return f"{site.op} is chosen when an engine starts"
         if ranks is not None:
             live.engine.switch(ranks.elsewhere, None, None)
@@ -254,8 +286,10 @@ class Probes:
         for rank, answer in enumerate(live.engine.answers()):
             if ranks is not None and rank not in ranks.those:
                 continue
-            now = Choices.of(answer).at
-            missed = {site for site, branches in expected.items() if not _holds(branches, now.get(site))}
+            now = Choices.of(answer)
+            if stays := sorted(now.aten.keys() & set(document.get(BLACKLIST, ())) or replaced - now.aten.keys()):
+                return f"{stays[0]} does not follow in a running engine"
+            missed = {site for site, branches in expected.items() if not _holds(branches, now.at.get(site))}
             if missed:
                 self._fixed |= missed
                 return f"{min(site.op for site in missed)} is chosen when an engine starts"
@@ -264,6 +298,10 @@ class Probes:
     def _judged(self, engine: Engine, began: float, started: bool, note: str) -> Outcome:
         assert self.base is not None
         assert self.yardstick is not None
+        if self.slower_than:
+            share = least_seconds(engine) / self.base.seconds
+            said = Verdict.SLOWER if share > self.slower_than else Verdict.AS_FAST
+            return Outcome(said, share, "", started, time.monotonic() - began, note)
         found = [difference(self.base, engine.score())]
         shares = [self.yardstick.share(found[0])]
         while is_close(shares[0]) and len(shares) < REPEATS:
@@ -286,6 +324,11 @@ class Probes:
         self.runs += 1
         self.starts += outcome.started
         self.tell(what, outcome, kept)
+
+
+def least_seconds(engine: Engine) -> float:
+    """The engine's own time for all requests: the least of several runs, because all else that runs can only add."""
+    return min(engine.score().seconds for _ in range(REPEATS))
 
 
 def _holds(wanted: Branches, found: Branches | None) -> bool:

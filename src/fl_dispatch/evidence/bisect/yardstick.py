@@ -33,6 +33,14 @@ class Verdict(enum.StrEnum):
     DIFFERS = "differs"
     FAILS = "fails"
     """The engine did not start, died, or gave no answer."""
+    AS_FAST = "as fast"
+    SLOWER = "slower"
+    """The verdicts where times are judged, and no logits."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the choices are as good as the trusted ones."""
+        return self in (Verdict.ROUNDING, Verdict.AS_FAST)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fl_dispatch import (
 from fl_dispatch.evidence.bisect.choices import Choices, Site
 from fl_dispatch.evidence.bisect.inside import MOVED, PART, answer, moved_id, switch
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.settings import Settings
 
 REFERENCE = SelectionPolicy(prefer="reference")
 COMPUTING = sorted(name for name, operator in OPERATORS.items() if not operator.selection)
@@ -28,7 +29,7 @@ COMPUTING = sorted(name for name, operator in OPERATORS.items() if not operator.
 def moved(*ops: str) -> str:
     """The policy under which the references' results are moved, as text."""
     orders = {op: [f"impl:{moved_id('reference.torch')}"] for op in ops}
-    return SelectionPolicy.from_dict(prefer="reference", strict=True, per_op_order=orders).to_json()
+    return Settings(policy=SelectionPolicy.from_dict(prefer="reference", strict=True, per_op_order=orders)).to_json()
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,7 @@ def test_bound_layers_follow_a_switch_and_the_answer_says_what_ran() -> None:
     assert choices.at[site] == (((), (moved_id("reference.torch"),)),)
     assert choices.ran is not None
     assert choices.ran["rms_norm"] == {moved_id("reference.torch")}
-    assert switch(REFERENCE.to_json()) == ""
+    assert switch(Settings(policy=REFERENCE).to_json()) == ""
     assert torch.equal(norm(x), before)
 
 
@@ -105,7 +106,7 @@ def test_a_frozen_process_says_that_it_cannot_be_switched() -> None:
     bind_op("rms_norm", "model.norm")
     switch(moved("rms_norm"), 1)
     freeze_dispatch(compiling=False)
-    assert "rms_norm" in switch(REFERENCE.to_json())
+    assert "rms_norm" in switch(Settings(policy=REFERENCE).to_json())
 
 
 def test_copies_are_made_once_and_only_for_those_that_ask() -> None:

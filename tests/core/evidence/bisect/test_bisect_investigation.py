@@ -29,6 +29,12 @@ from fl_dispatch.types import OpImpl
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
 LAYERS = 16
 IDS = ("reference.torch", "vendor.a", "vendor.b")
+UNARY = (
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 floor frac "
+    "lgamma log log10 log1p log2 logit neg reciprocal rsqrt sigmoid sign signbit silu sin sinc sinh sqrt tan tanh trunc"
+)
+ATEN = tuple(f"aten::{name}{kind}" for name in UNARY.split() for kind in ("", ".out"))
+NEVER_CALLED = "aten::cos.out"
 GOOD: Document = {"prefer": "reference"}
 BAD: Document = {"prefer": "vendor"}
 
@@ -54,7 +60,8 @@ class SyntheticEngine:
     def __init__(self, world: SyntheticEngines, document: Document) -> None:
         self.world, self.ranks = world, world.ranks
         self.policies = [world.policy(document)] * self.ranks
-        self.noise = 0
+        self.replaced = self.in_place = world.replaced(document)
+        self.noise, self.watched = 0, ""
 
     def switch(self, document: Document, seed: int | None, ranks: Collection[int] | None) -> str:
         if self.world.frozen:
@@ -62,23 +69,34 @@ class SyntheticEngine:
         self.noise = seed or 0
         for rank in range(self.ranks) if ranks is None else ranks:
             self.policies[rank] = self.world.policy(document)
+        self.replaced = self.in_place & self.world.replaced({**document, "aten_replacement": True})
         return ""
 
     def score(self) -> Scores:
         self.world.scored += 1
         moved = 0.01 * self.noise
+        seconds = 1.0
         for rank, policy in enumerate(self.policies):
-            fault = self.world.wrong(self.world.who(policy), rank)
+            who = self.world.who(policy) | {(key, ""): "chip" for key in self.replaced}
+            fault = self.world.wrong(who, rank)
+            seconds += self.world.late(who)
             if fault == float("inf"):
                 raise EngineDiedError("the engine's process ended with 7")
             moved += fault
         if moved > 1 and self.world.tainted:
             self.world.left_behind = 5.0
         moved += self.world.left_behind
-        return Scores({"batch 0": [{"1": -1.0, "2": -2.0 - moved, "3": -3.0}]})
+        return Scores({"batch 0": [{"1": -1.0, "2": -2.0 - moved, "3": -3.0}]}, seconds)
+
+    def watch(self, operator: str) -> None:
+        self.watched = operator
 
     def answers(self) -> list[dict[str, Any]]:
-        return [self.world.answer(policy) for policy in self.policies]
+        running = {key: f"chip.{key}" for key in sorted(self.replaced)}
+        kinds = [f"kinds of {self.watched}"] if self.watched else []
+        self.watched = ""
+        aten = {"replaced": running, "called": [key for key in running if key != NEVER_CALLED], "kinds": kinds}
+        return [{**self.world.answer(policy), "aten": aten} for policy in self.policies]
 
     def stop(self) -> None:
         self.world.left_behind = 0.0
@@ -87,7 +105,15 @@ class SyntheticEngine:
 class SyntheticEngines:
     """Engines of a model in which each of some operators is called in each layer."""
 
-    def __init__(self, wrong: Wrong, ranks: int = 1, frozen: bool = False, tainted: bool = False) -> None:
+    def __init__(
+        self,
+        wrong: Wrong,
+        ranks: int = 1,
+        frozen: bool = False,
+        tainted: bool = False,
+        late: Callable[[Mapping[tuple[str, str], str]], float] = lambda who: 0.0,
+    ) -> None:
+        self.late = late
         self.wrong, self.ranks, self.frozen, self.tainted = wrong, ranks, frozen, tainted
         self.started = self.scored = 0
         self.left_behind = 0.0
@@ -98,6 +124,10 @@ class SyntheticEngines:
         if eager:
             return SyntheticEngine(replaced(self), document)
         return SyntheticEngine(self, document)
+
+    def replaced(self, document: Document) -> frozenset[str]:
+        listed = set(document.get("aten_blacklist", ()))
+        return frozenset(set(ATEN) - listed if document.get("aten_replacement") and "*" not in listed else ())
 
     def policy(self, document: Document) -> SelectionPolicy:
         file = self.folder / "policy.yaml"
@@ -128,7 +158,7 @@ class SyntheticEngines:
 
 def replaced(world: SyntheticEngines) -> SyntheticEngines:
     """The same engines, not frozen."""
-    other = SyntheticEngines(world.wrong, world.ranks)
+    other = SyntheticEngines(world.wrong, world.ranks, late=world.late)
     other.folder = world.folder
     return other
 
@@ -140,10 +170,11 @@ def investigate(
     good: Document = GOOD,
     journal: Journal | None = None,
     told: list[tuple[str, Outcome, bool]] | None = None,
+    slower_than: float = 0.0,
 ) -> Result:
     engines.folder = folder
     seen = [] if told is None else told
-    probes = Probes(engines, journal or Journal(None, {}), lambda *one: seen.append(one))
+    probes = Probes(engines, journal or Journal(None, {}), lambda *one: seen.append(one), slower_than=slower_than)
     return Investigation(probes, good, bad, engines.frozen, lambda line: None).run()
 
 
@@ -361,17 +392,107 @@ def test_prompts_cover_a_batch_of_more_than_256_tokens_and_repeat_it() -> None:
 
 def test_a_setting_that_is_no_choice_is_found_by_starts(tmp_path: Path) -> None:
     class Engines(SyntheticEngines):
-        replaces = False
+        features = True
 
         def start(self, document: Document, eager: bool = False) -> SyntheticEngine:
-            self.replaces = document.get("aten_replacement", False)
+            self.features = document.get("chip_features", True)
             return super().start(document, eager)
 
-    engines = Engines(lambda who, rank: 5.0 if engines.replaces else 0.0)
-    result = investigate(engines, tmp_path, {"prefer": "vendor", "aten_replacement": True, "chip_features": False})
-    assert [one.op for one in result.blamed] == ["setting aten_replacement"]
-    assert result.policy == {"prefer": "vendor", "chip_features": False}
+    engines = Engines(lambda who, rank: 0.0 if engines.features else 5.0)
+    result = investigate(engines, tmp_path, {"prefer": "vendor", "oot_blacklist": ["gelu"], "chip_features": False})
+    assert [one.op for one in result.blamed] == ["setting chip_features"]
+    assert result.policy == {"prefer": "vendor", "oot_blacklist": ["gelu"]}
     assert result.agrees
+
+
+REPLACED: Document = {"prefer": "reference", "aten_replacement": True}
+
+
+def together(*units: tuple[str, str]) -> Wrong:
+    """Wrong where all of these run a bad choice."""
+    return lambda who, rank: 5.0 if all(who.get(unit) in ("chip", "vendor.a") for unit in units) else 0.0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_overload_of_pytorchs_operators_is_found_and_taken_out_alone(frozen: bool, tmp_path: Path) -> None:
+    engines = SyntheticEngines(together((ATEN[33], "")), frozen=frozen)
+    told: list[tuple[str, Outcome, bool]] = []
+    result = investigate(engines, tmp_path, REPLACED, told=told)
+    (one,) = result.blamed
+    assert (one.op, one.implementations, one.kinds) == (ATEN[33], (f"chip.{ATEN[33]}",), (f"kinds of {ATEN[33]}",))
+    assert result.policy == {**REPLACED, "aten_blacklist": [ATEN[33]]}
+    assert result.agrees
+    assert result.candidates == (len(ATEN) - 1, len(ATEN) - 1)  # one was never called
+    assert len([what for what, _, _ in told if what.startswith("operators")]) <= 10  # log2 of 79, and three that check
+    assert frozen or engines.started == 3
+
+
+def test_a_policys_own_list_stays_and_what_it_names_is_no_candidate(tmp_path: Path) -> None:
+    bad = {**REPLACED, "aten_blacklist": [ATEN[2], ATEN[4]]}
+    result = investigate(SyntheticEngines(together((ATEN[3], ""))), tmp_path, bad)
+    assert result.policy == {**REPLACED, "aten_blacklist": sorted([ATEN[2], ATEN[3], ATEN[4]])}
+    assert result.candidates[0] == len(ATEN) - 3
+    assert result.agrees
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        ((ATEN[5], ""), (ATEN[61], "")),
+        ((ATEN[0], ""), (ATEN[40], ""), (ATEN[79], "")),
+        (("rms_norm", "layers.3.rms_norm"), (ATEN[20], "")),
+        tuple((op, f"layers.9.{op}") for op in ("rms_norm", "kv_cache_write", "paged_attention")),
+    ],
+)
+def test_a_set_that_is_wrong_only_together_is_named_whole_and_broken_up(
+    units: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
+    result = investigate(SyntheticEngines(together(*units)), tmp_path, {**REPLACED, **BAD})
+    (one,) = result.blamed
+    assert {one.op, *one.partners} == {op for op, _ in units}
+    assert result.agrees
+
+
+def test_two_sets_and_one_by_itself_are_all_found(tmp_path: Path) -> None:
+    sets = ({ATEN[1], ATEN[30]}, {ATEN[50], ATEN[51], ATEN[70]}, {ATEN[10]})
+    faults = [together(*((key, "") for key in one)) for one in sets]
+    result = investigate(
+        SyntheticEngines(lambda who, rank: max(fault(who, rank) for fault in faults)), tmp_path, REPLACED
+    )
+    found = [{one.op, *one.partners} for one in result.blamed]
+    assert sorted(map(sorted, found)) == sorted(map(sorted, sets))
+    assert result.agrees
+
+
+def test_an_operator_of_pytorchs_that_ends_the_engine_is_found(tmp_path: Path) -> None:
+    def ends(who: Mapping[tuple[str, str], str], rank: int) -> float:
+        return float("inf") if (ATEN[12], "") in who else 0.0
+
+    result = investigate(SyntheticEngines(ends), tmp_path, REPLACED)
+    assert [one.op for one in result.blamed] == [ATEN[12]]
+    assert result.agrees
+
+
+def test_what_is_slower_is_found_by_the_engines_own_time_and_nothing_that_is_wrong(tmp_path: Path) -> None:
+    def late(who: Mapping[tuple[str, str], str]) -> float:
+        slow_layer = who["silu_and_mul", "layers.4.silu_and_mul"] == "vendor.a"
+        return 0.5 * slow_layer + 0.4 * ((ATEN[8], "") in who)
+
+    engines = SyntheticEngines(chosen("rms_norm", 2, "vendor.a"), late=late)
+    result = investigate(engines, tmp_path, {**REPLACED, **BAD}, slower_than=1.2)
+    assert {one.op for one in result.blamed} == {"silu_and_mul", ATEN[8]}
+    assert result.share == pytest.approx(1.9)
+    assert result.agrees
+    same = investigate(SyntheticEngines(chosen("rms_norm", 2, "vendor.a")), tmp_path, BAD, slower_than=1.2)
+    assert not same.differs
+
+
+def test_times_that_vary_by_themselves_blame_nobody(tmp_path: Path) -> None:
+    times = iter([0.0] * 4 + [0.5] * 3)
+    with pytest.raises(DispatchError, match="varies more than that"):
+        investigate(
+            SyntheticEngines(lambda who, rank: 0.0, late=lambda who: next(times)), tmp_path, BAD, slower_than=1.2
+        )
 
 
 def test_lists_of_denied_vendors_stay_while_somebody_else_can_run(tmp_path: Path) -> None:
