@@ -34,6 +34,18 @@ class TestStates(States):
     }
 
 
+class TestRanks(TestStates):
+    """Two of them, which divide the layers; the norm of Mamba 2 is SGLang's own where they share its mean."""
+
+    MODELS = drawn(
+        [name for name, operators in OPERATORS.items() if "rms_norm_gated" not in operators],
+        1,
+        "models with states on two ranks of SGLang",
+    )
+    MISTAKES = {}
+    OPTIONS = {**TestStates.OPTIONS, "tp_size": 2}
+
+
 def test_with_our_order_of_implementations_the_tokens_are_right_too(tmp_path: Path) -> None:
     """A library's products run then, and a linear layer that only holds a convolution's weight has none."""
     model = build("qwen3_5", tmp_path / "model")
