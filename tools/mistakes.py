@@ -207,6 +207,14 @@ MISTAKES = (
         "tests/vllm/evidence/test_shadow_compiled.py",
     ),
     Mistake(
+        "blocks of a damaged request stay in the prefix cache",
+        "vllm_fl/damage/scheduler.py",
+        "        self._evict(block for group in groups for block in group)",
+        "        self._evict(groups[:0])",
+        "tests/vllm/evidence/test_damage_serve.py::"
+        "test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays[V2]",
+    ),
+    Mistake(
         "windows of a picture see each other",
         "vllm_fl/layers/encoder_attention.py",
         "else cu_seqlens.tolist()",

@@ -113,11 +113,14 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     from .quantization import check_experts, latent, updates
     from .quantization.cache import keep_own_name
     from .speculation import kernel_hooks as speculative
+    from .worker import damage
 
     yield _hook(f"{PROMPT_GRAPHS}.capture", prompts.capture, "around")
     yield _hook(f"{PROMPT_GRAPHS}.can_run_graph", prompts.can_run_graph, "around")
     yield _hook(f"{PROMPT_GRAPHS}.execute", prompts.execute, "around")
     yield _hook(f"{SCHEDULER}.init_req_max_new_tokens", rotations.choose, "around")
+    yield _hook(f"{RUNNER}.sample", damage.sample, "around")
+    yield _hook(f"{SCHEDULER}.process_batch_result", damage.process_batch_result, "around")
     yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
     yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")
     yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")

@@ -9,7 +9,8 @@ A job is ``{"engine": arguments of sglang.Engine, "policy_before": a policy, "st
 Further words of a step are ``weights``: a checkpoint that a trainer hands over first, and ``group``: the port where it
 meets the ranks, to do so by broadcasts; ``call``: a method of the engine that is called then, and its arguments;
 ``more``: further arguments of ``generate``, with which the result has all ``metas``; ``forced``: whether the processor
-in ``forced_logits`` decides. A step with texts to ``encode`` is no more, and its result their ``vectors``.
+in ``forced_logits`` decides; ``apart``: whether each prompt is a request of its own, and the result has their
+``answers``. A step with texts to ``encode`` is no more, and its result their ``vectors``.
 
 ``scores`` of the result are the log-probabilities of all tokens but a text's first, ``drafts`` how often drafts of a
 text were checked, and how many were right. The first policy is set in this process before the scheduler's is started. A
@@ -20,6 +21,7 @@ result is what ``fl doctor --json`` says while the engine serves.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -79,6 +81,17 @@ def _join(engine: Any, port: int) -> Any:
     return lambda tensor: torch.distributed.broadcast(tensor, src=0, group=group)
 
 
+def _apart(engine: Any, prompts: list[list[int]], sampling: dict[str, Any]) -> list[Any]:
+    """Each prompt's tokens, or the text of its error, as clients of their own get them at once."""
+
+    async def ask() -> list[Any]:
+        asked = (engine.async_generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = engine.loop.run_until_complete(ask())
+    return [str(one) if isinstance(one, Exception) else one["output_ids"] for one in answers]
+
+
 def _doctor() -> dict[str, Any]:
     command = [Path(sys.executable).with_name("fl"), "doctor", "--json"]
     found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=False).stdout)
@@ -128,6 +141,9 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             from forced_logits import Forced
 
             more["custom_logit_processor"] = Forced.to_str()
+        if step.get("apart"):
+            steps.append({"answers": _apart(engine, step["prompts"], sampling)})
+            continue
         outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling, **more)
         metas = [output["meta_info"] for output in outputs] if asked else []
         steps.append(

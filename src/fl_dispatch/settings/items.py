@@ -224,6 +224,12 @@ ITEMS: tuple[Item, ...] = (
         "shadow_budget", "VLLM_FL_SHADOW_BUDGET", values.number, float, partial(values.within, 0.0, 1.0),
         "the most that comparing may cost, as a share of a process's time", yaml="shadow_budget",
     ),
+    _item(
+        "damaged_requests", "VLLM_FL_DAMAGED_REQUESTS", values.text, str,
+        partial(values.choice, "treatment of damaged requests", values.DAMAGE_ACTIONS),
+        "what becomes of requests with NaN or infinity, or with keys and values of a wrong implementation",
+        yaml="damaged_requests",
+    ),
 )  # fmt: skip
 """Every setting. The environment, YAML files, errors and ``docs/guide/settings.md`` follow this table."""
 

@@ -66,6 +66,7 @@ class Settings:
     shadow_second: str = "reference"
     shadow_action: str = "log"
     shadow_budget: float = 0.01
+    damaged_requests: str = "recompute"
     origins: Origins = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ TOKENS = ("flagos", "impl:IMPL_ID", "reference", "vendor", "vendor:NAME")
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64", "bool")
 PHASES = ("prefill", "decode")
 SHADOW_ACTIONS = ("log", "ban")
+DAMAGE_ACTIONS = ("recompute", "end", "ignore")
 _NAME = re.compile(r"[^\s=|;,@]+")
 _PATTERN = re.compile(r"[\w.*?\[\]!-]+")
 _LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL", "NOTSET": "DEBUG"}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..knowledge.failures import ArgumentKind
 from ..locking import writers
+from ..logger_manager import get_logger
 from ..types import OpImpl
+from .origin import Origin
+
+logger = get_logger(__name__)
 
 Pair = tuple[str, str]
 """An operator, and the id of an implementation."""
@@ -66,6 +71,7 @@ class Findings:
     Attributes:
         banned: operator, implementation and kind of arguments of the bans that came from a finding.
         unfit: why a second run was not possible, by operator.
+        origins: how often requests were found damaged by NaN or infinity, by the call where it began.
     """
 
     def __init__(self) -> None:
@@ -73,12 +79,19 @@ class Findings:
         self._compared: dict[Pair, int] = {}
         self.banned: frozenset[tuple[str, str, ArgumentKind]] = frozenset()
         self.unfit: dict[str, str] = {}
+        self.origins: Counter[Origin] = Counter()
 
     def compared(self, impl: OpImpl) -> None:
         """One more call of an implementation was compared."""
         with writers:
             pair = impl.op_name, impl.impl_id
             self._compared[pair] = self._compared.get(pair, 0) + 1
+
+    def begun(self, origins: Iterable[Origin]) -> None:
+        """Count where numbers stopped being finite in a step."""
+        for origin in origins:
+            logger.error("numbers stopped being finite in %s", origin)
+            self.origins[origin] += 1
 
     def known(self, impl: OpImpl, kind: ArgumentKind) -> Finding | None:
         """The finding about an implementation and this kind of arguments."""

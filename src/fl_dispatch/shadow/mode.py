@@ -20,13 +20,13 @@ from ..locking import writers
 from ..logger_manager import get_logger
 from ..ops import OPERATORS, Access, Operator
 from ..run.arguments import Call
-from ..run.layer_form import read_from
 from ..run.recovery import why_not_for_call
 from ..run.table import MADE_FROM
 from ..selection.decision import Decision
 from ..signatures import Convention
 from ..state import State
 from ..types import BackendImplKind, OpImpl
+from .calls import call_of
 from .difference import Difference, difference
 from .findings import Findings
 from .sampling import Sampling
@@ -118,7 +118,7 @@ class _Watch:
         call = copy = None
         with self.sampling.working():
             try:
-                call = self._call(args, kwargs)
+                call = call_of(self.operator, self.convention, self.scope, args, kwargs)
                 second = self._second(call)
                 copy = _beside(self.operator, call) if second is not None else None
             except Exception as error:  # the caller's call must run whatever goes wrong here
@@ -137,15 +137,6 @@ class _Watch:
             except Exception as error:  # the second implementation's, or of memory that there is not twice
                 self._unfit(text_of(error))
         return result
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The operator's call that the implementation's arguments come from."""
-        layer, given = None, dict[str, Any]()
-        if self.convention.layer_first:
-            layer, *rest = args
-            args, given = tuple(rest), read_from(self.operator, layer)
-        given |= dict(zip(self.convention.takes, args, strict=False)) | kwargs
-        return Call(self.operator.name, self.scope, (), given, layer)
 
     def _second(self, call: Call) -> OpImpl | None:
         """The implementation to compare with, if one takes the call."""

@@ -24,6 +24,8 @@ from .. import cores
 from ..attention import attention_class, kv_layout
 from ..compat import indexer, model_runner, models
 from ..compilation import compile
+from ..damage import choice as damage
+from ..damage.scheduler import contain
 from ..host import HOST
 from ..layers import delta_net, mamba2, rotations, states
 from ..several_steps import choice as several_steps
@@ -142,6 +144,8 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
     else:
         _adapt_to_host(vllm_config, device)
     several_steps.adapt(vllm_config)
+    damage.adapt(vllm_config)
+    contain()
 
 
 def _is_own_attention() -> bool:

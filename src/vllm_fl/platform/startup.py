@@ -6,6 +6,7 @@ what detection has kept, before a model loads.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,8 @@ COMMANDS = ("vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server")
 START = Startup("vllm_fl", HOST, "vllm.platform_plugins", "VLLM_PLUGINS=fl", COMMANDS)
 PLATFORM = "vllm_fl.platform.out_of_tree.PlatformFL"
 DISPATCHING = "vllm_fl.platform.out_of_tree.Dispatching"
+ENGINE = "vllm.v1.engine.core"
+"""The module of a process that schedules."""
 CONFIG_KEY = "fl_dispatch"
 """The key under which vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
 
@@ -68,12 +71,17 @@ def register_ops() -> None:
     START.raise_kept()
     if is_active():
         from ..compat import ending, metrics
+        from ..damage import answers
+        from ..damage.scheduler import contain
         from ..extensions import extensions
         from ..layers import classes
 
         _prepare_host()
         metrics.join_metrics()
         ending.end_requests()
+        answers.explain()
+        if ENGINE in sys.modules:
+            contain()  # in a process that did not make the engine's configuration
         for extension in extensions():
             extension.offer()
         classes.register(get_settings())

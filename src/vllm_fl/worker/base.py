@@ -29,10 +29,11 @@ from .. import checkpoint, quantization
 from ..attention import cache_slots, kv_layout
 from ..compat import generators, loaders, model_runner, models, state_drafts, versions
 from ..compilation import compile, one_token, quantized_results
+from ..damage import detection as damage
 from ..layers import classes, linear, rotations
 from ..platform import startup
 from ..several_steps import choice as several_steps
-from . import eager_steps, ranks
+from . import eager_steps, ranks, watched_steps
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -109,6 +110,8 @@ class WorkerFL(Worker):
         aten.replace(get_settings(), detect_device())
         tactics.begin()
         self._leave_record()
+        damage.install(self.use_v2_model_runner)
+        self.fl_watched_steps = watched_steps.WatchedSteps(self.vllm_config, self.fl_models(), self.model_runner)
 
     def fl_has_states(self) -> bool:
         """Whether the model has layers that keep a state."""
@@ -188,10 +191,12 @@ class WorkerFL(Worker):
     # -- serving ------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self.fl_watched_steps.begin(scheduler_output)
         if self.fl_several_steps:
             scheduler_output = self.model_runner.fl_take(scheduler_output)
         self.fl_tokens = tokens = scheduler_output.total_num_scheduled_tokens
-        with self._step(), cache_slots.step(tokens), self.fl_eager_steps.step(tokens):
+        eager = self.fl_eager_steps.step(tokens)
+        with self._step(), cache_slots.step(tokens), eager, self.fl_watched_steps.step():
             return super().execute_model(scheduler_output)
 
     # vLLM's ways to new weights, however a backend of a transfer writes them.
@@ -211,8 +216,10 @@ class WorkerFL(Worker):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         runs = self.fl_several_steps or self.vllm_config.speculative_config is not None  # the model, or that of drafts
         tokens = self.fl_tokens if self.fl_several_steps else 0
-        with self._step() if runs else nullcontext(), cache_slots.step(tokens):
-            return super().sample_tokens(grammar_output)
+        with self._step() if runs else nullcontext(), cache_slots.step(tokens), self.fl_watched_steps.step():
+            output = super().sample_tokens(grammar_output)
+        self.fl_watched_steps.tell(output)
+        return output
 
     def execute_dummy_batch(self) -> None:
         with self._step():

@@ -56,7 +56,7 @@ class EagerSteps:
         began, compared = sampling.clock(), sampling.seconds
         sampling.every_call = True
         try:
-            with compile.uncompiled(self.model), _without_graphs(self.runner):
+            with compile.uncompiled(self.model), without_graphs(self.runner):
                 yield
         finally:
             sampling.every_call = False
@@ -89,7 +89,7 @@ def _told(reason: str) -> NoEagerSteps:
 
 
 @contextmanager
-def _without_graphs(runner: Any) -> Iterator[None]:
+def without_graphs(runner: Any) -> Iterator[None]:
     """Let a model runner find no graph: V1 asks its dispatcher, V2 its manager."""
     places = (
         (getattr(runner, "cudagraph_dispatcher", None), "keys_initialized"),

@@ -310,6 +310,12 @@ def test_shadow() -> None:
     assert (found.shadow_second, found.shadow_action) == ("vendor:cuda", "ban")
 
 
+def test_damaged_requests() -> None:
+    assert load().damaged_requests == "recompute"
+    assert load(VLLM_FL_DAMAGED_REQUESTS="End").damaged_requests == "end"
+    refused("Invalid treatment of damaged requests value 'abort'", VLLM_FL_DAMAGED_REQUESTS="abort")
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "problem"),
     [
@@ -577,6 +583,7 @@ shadow_operators: [rms_norm, linear]
 shadow_second: impl:default.triton
 shadow_action: ban
 shadow_budget: 1
+damaged_requests: end
 op_tuned:
   silu_and_mul:
     - when: {dtype: bfloat16, tokens: [1, 256], phase: decode}
@@ -606,6 +613,7 @@ def test_a_yaml_file_may_set_every_key(write: Write, caplog: pytest.LogCaptureFi
         shadow_second="impl:default.triton",
         shadow_action="ban",
         shadow_budget=1.0,
+        damaged_requests="end",
         op_tuned=(
             (
                 "silu_and_mul",
@@ -886,7 +894,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variables_are_not_ours() -> None:
     assert not {"VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL"} & set(variable_names())
-    assert len(variable_names()) == len(set(variable_names())) == 34
+    assert len(variable_names()) == len(set(variable_names())) == 35
 
 
 def rows() -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -18,6 +18,7 @@ from ..start import aten, tactics
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
 Choices = dict[str, Any]
 
 
@@ -117,6 +118,11 @@ def on_all(everybody: ProcessGroup, names: Sequence[str]) -> list[str]:
     """The names that all ranks have, in this rank's order. Every rank must call it."""
     common = set(names).intersection(*_gather(everybody, list(names)))
     return [name for name in names if name in common]
+
+
+def together(everybody: ProcessGroup, mine: Sequence[T]) -> list[T]:
+    """What any rank has, each once, in the order of the ranks. Every rank must call it."""
+    return list(dict.fromkeys(one for theirs in _gather(everybody, list(mine)) for one in theirs))
 
 
 def _gather(group: ProcessGroup, mine: Any) -> list[Any]:

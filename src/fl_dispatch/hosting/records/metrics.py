@@ -55,6 +55,9 @@ def _metrics(found: Iterable[runs.Run]) -> Iterator[Metric]:
     time = GaugeMetricFamily(
         "fl_shadow_time_ratio", "The share of its time that a rank spent on comparing.", labels=["rank"]
     )
+    damage = CounterMetricFamily(
+        "fl_damage", "Watched steps with NaN or infinity that began in a layer.", labels=[*LABELS[:2], "layer", "rank"]
+    )
     for run in found:
         rank, choices = str(run.rank), run.choices
         for op_name in runs.used(run):
@@ -63,6 +66,8 @@ def _metrics(found: Iterable[runs.Run]) -> Iterator[Metric]:
             key = failed["operator"], failed["implementation"], rank
             bans[key] = bans.get(key, 0) + 1
             fallbacks[key] = fallbacks.get(key, 0) + failed["fallbacks"]
+        for *origin, times in choices.get("damage", ()):
+            damage.add_metric([*origin, rank], times)
         if shadow := choices.get("shadow"):
             for pair, calls in shadow["compared"].items():
                 op_name, _, impl_id = pair.partition(" ")
@@ -88,3 +93,4 @@ def _metrics(found: Iterable[runs.Run]) -> Iterator[Metric]:
                 metric.add_metric(key, value)
             yield metric
     yield time
+    yield damage

@@ -52,7 +52,11 @@ class RunReport:
         self._choices: Choices = {}
 
     def choices(self) -> Choices:
-        """The result of :func:`run_choices`, and ``shadow``: the work and findings of shadow mode, or ``None``."""
+        """The result of :func:`run_choices`, and the events that are counted.
+
+        ``shadow`` has the work and findings of shadow mode, or is ``None``; ``damage`` lists operator, implementation
+        and layer of each origin of NaN or infinity, and how often it was one.
+        """
         manager = get_default_manager()
         state, root, shadow = manager.state, manager.table_keeper.root, manager.shadow
         # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow.
@@ -63,7 +67,9 @@ class RunReport:
         if sizes != self._sizes or any(map(is_not, made_of, self._made_of)):
             self._choices = run_choices(manager)
             self._made_of, self._sizes = made_of, sizes
-        return {**self._choices, "shadow": None if shadow.sampling is None else _shadow(manager, shadow.sampling)}
+        origins = [[*origin, times] for origin, times in shadow.findings.origins.items()]
+        found = None if shadow.sampling is None else _shadow(manager, shadow.sampling)
+        return {**self._choices, "shadow": found, "damage": origins}
 
 
 def run_choices(manager: OpManager) -> Choices:

@@ -1,0 +1,1 @@
+"""Requests with NaN, infinity, or keys and values of a wrong implementation: they end or begin again, and no other."""

@@ -1,0 +1,160 @@
+"""Damaged requests in vLLM's scheduler, which decides for all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from fl_dispatch.hosting.damage.verdicts import Told, Verdict, Verdicts, of_numbers, of_wrong
+from fl_dispatch.hosting.layers.attribute import Attached
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
+
+from . import choice
+from .messages import TOLD, WATCH
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+NOTHING = Told()
+
+
+def contain() -> None:
+    """Have vLLM's schedulers contain damage. Idempotent."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not hasattr(Scheduler.update_from_output, "__wrapped__"):
+        Scheduler.schedule = _ordering(Scheduler.schedule)
+        Scheduler.update_from_output = _judging(Scheduler.update_from_output)
+
+
+def _ordering(schedule: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
+    @wraps(schedule)
+    def ordered(self: Scheduler, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        step = schedule(self, *args, **kwargs)
+        damage = DAMAGE.find(self)
+        if damage is not None and not damage.verdicts.watched.isdisjoint(step.num_scheduled_tokens):
+            WATCH.give(step, True)
+        return step
+
+    return ordered
+
+
+def _judging(update: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(update)
+    def judged(self: Scheduler, step: SchedulerOutput, output: ModelRunnerOutput) -> Any:
+        told, counts, watched = TOLD.find(output), output.num_nans_in_logits, WATCH.find(step) is not None
+        if not (told or watched or (counts and any(counts.values()))) or choice.is_off():
+            return update(self, step, output)
+        if (damage := DAMAGE.find(self)) is None:
+            DAMAGE.give(self, damage := Damage(self))
+        ended = damage.judge(step, output, watched, told or NOTHING)
+        result = update(self, step, output)
+        for request, why in ended:
+            _answer(result, request, why)
+        return result
+
+    return judged
+
+
+class Damage:
+    """The damaged requests of one scheduler, and what is done about them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.verdicts = Verdicts(get_settings().damaged_requests)
+
+    def judge(
+        self, step: SchedulerOutput, output: ModelRunnerOutput, watched: bool, told: Told
+    ) -> list[tuple[Request, str]]:
+        """Begin damaged requests again, or end them; returns those that ended, and why.
+
+        It comes before vLLM reads the step's tokens, which then are not the requests' any more.
+        """
+        again: list[Request] = []
+        ended: list[tuple[Request, str]] = []
+        counts = output.num_nans_in_logits or {}
+        for name in step.num_scheduled_tokens:
+            request = self.scheduler.requests.get(name)
+            if request is None or request.is_finished():
+                self.verdicts.watched.discard(name)
+                continue
+            if request.num_stale_output_tokens > 0 and request.drop_stale_output:
+                continue  # of a step from before it began again
+            tokens = output.sampled_token_ids[output.req_id_to_index[name]] if output.sampled_token_ids else ()
+            damaged = counts.get(name, 0) > 0
+            verdict = self.verdicts.of(name, damaged, watched, bool(tokens))
+            if verdict is Verdict.AGAIN:
+                logger.warning("request %s has logits with NaN or infinity: it is computed again and watched", name)
+                again.append(request)
+            elif verdict is Verdict.ENDS:
+                ended.append((request, of_numbers(damaged, told.origins)))
+        if told.wrong:
+            touched = [one for one in self.scheduler.running if one not in again and one not in dict(ended)]
+            self._evict(range(len(self.scheduler.kv_cache_manager.block_pool.blocks)))
+            names = ", ".join(one.request_id for one in touched) or "none"
+            logger.warning("requests with keys and values of an implementation that was wrong: %s", names)
+            if self.verdicts.action == "end":
+                ended += [(one, of_wrong(told.wrong)) for one in touched]
+            else:
+                again += touched
+        for request in again:
+            self._again(request)
+        self._end(ended)
+        return ended
+
+    def _again(self, request: Request) -> None:
+        """Preempt a request; the tokens that it has are its prompt, and the others of steps under way are dropped."""
+        scheduler = self.scheduler
+        self._forget(request)
+        if request in scheduler.running:
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        else:  # preempted for want of memory meanwhile
+            request.drop_stale_output = True
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _end(self, ended: Iterable[tuple[Request, str]]) -> None:
+        from vllm.v1.request import RequestStatus
+
+        for request, why in ended:
+            logger.error("request %s is ended: %s", request.request_id, why)
+            self._forget(request)
+            self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+
+    def _forget(self, request: Request) -> None:
+        """Take a request's blocks out of the prefix cache."""
+        groups = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        self._evict(block for group in groups for block in group)
+
+    def _evict(self, blocks: Iterable[int]) -> None:
+        self.scheduler.kv_cache_manager.evict_blocks(set(blocks))
+
+
+def _answer(result: Any, request: Request, why: str) -> None:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    if request.client_index not in result:
+        result[request.client_index] = EngineCoreOutputs(outputs=[])
+    result[request.client_index].outputs.append(
+        EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            stop_reason=why,
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+            num_nans_in_logits=1,
+        )
+    )
+
+
+DAMAGE = Attached[Damage]("fl_damage")
+"""The state of a scheduler, from its first damage on."""

@@ -1,0 +1,75 @@
+"""Steps in which each call is looked at, because a request of theirs had NaN or infinity in its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import CompilationMode
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.hosting.damage.verdicts import Told
+from fl_dispatch.hosting.ranks.agreement import together
+from fl_dispatch.shadow import origin
+
+from ..compilation import compile
+from ..damage.messages import WATCH, attach
+from ..layers import classes
+from . import eager_steps
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+
+class WatchedSteps:
+    """What one worker does about damaged requests.
+
+    Args:
+        vllm_config: the engine's configuration.
+        model: the loaded model.
+        runner: vLLM's model runner, V1 or V2.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, runner: Any) -> None:
+        self.model, self.runner = model, runner
+        self.shadow = get_default_manager().shadow
+        self.told = len(self.shadow.findings.banned)
+        self.watches = False
+        replaced = vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE  # the model's own forward
+        self.can_watch = not replaced and vllm_config.parallel_config.data_parallel_size == 1  # the others run graphs
+        self.origins: list[origin.Origin] = []
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Watch a step if the scheduler says so, which it does on all ranks."""
+        self.watches, self.origins = self.can_watch and WATCH.find(scheduler_output) is not None, []
+
+    def step(self) -> AbstractContextManager[None]:
+        """The context for a part of the step that runs the model."""
+        return self._watched() if self.watches and not self.origins else nullcontext()
+
+    def tell(self, output: Any) -> None:
+        """Give the step's output what the scheduler has to know; nothing while all is right."""
+        banned, origins = self.shadow.findings.banned, None
+        if not self.watches and len(banned) == self.told:
+            return
+        if self.watches:
+            self.shadow.findings.begun(self.origins)
+            origins = self.origins
+            for group in (get_tp_group(), get_pp_group()):
+                origins = together(group.cpu_group, origins)
+        wrong = dict.fromkeys(f"'{op}' by '{impl}'" for op, impl, _ in banned) if len(banned) > self.told else ()
+        self.told = len(banned)
+        if output is not None:
+            attach(output, Told(None if origins is None else tuple(origins), tuple(wrong)))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with origin.watching(get_default_manager().state) as found:
+            classes.bind_scopes(self.model)
+            with compile.uncompiled(self.model), eager_steps.without_graphs(self.runner):
+                yield
+        classes.bind_scopes(self.model)
+        self.origins += found
