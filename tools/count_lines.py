@@ -48,12 +48,12 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_250, tokens=11_870),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=4_970, tokens=64_100),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_030, tokens=121_850),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_365, tokens=44_900),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_415, tokens=45_500),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_800, tokens=60_900),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_650, tokens=32_750),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_010, tokens=84_300),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_550, tokens=23_000),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_130, tokens=38_600),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_140, tokens=38_750),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

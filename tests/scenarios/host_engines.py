@@ -228,7 +228,7 @@ class NamesOfSGLang:
     plugin = "sglang_fl"
     unwanted: Sequence[str] = ("native_layers", "fallen_through", "undispatched", "failed")
     layers: Mapping[str, str] = {
-        **dict.fromkeys(("gptq", "gptq, 2 bits", "gptq, 3 bits", "gptq, 8 bits"), "GptqLayer"),
+        **dict.fromkeys(("gptq", "gptq, 2 bits", "gptq, 3 bits", "gptq, 8 bits", "auto-round"), "GptqLayer"),
         "awq": "AwqLayer",
     }
 

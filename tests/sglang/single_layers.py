@@ -16,9 +16,9 @@ __all__ = ["MIXTURE", "PREFIX"]
 
 def made(config: Mapping[str, Any]) -> Any:
     """The configuration of a checkpoint."""
-    from sglang_fl.quantization import config_class
+    from sglang_fl.quantization import SERVED, config_class
 
-    method = config["quant_method"] if config["quant_method"] in ("gptq", "awq", "compressed-tensors") else "fp8"
+    method = config["quant_method"] if config["quant_method"] in SERVED else "fp8"
     if config["quant_method"] == "modelopt":
         method = "modelopt_fp4" if "FP4" in config["quant_algo"] else "modelopt_fp8"
     found = config_class(method)

@@ -31,7 +31,7 @@ from vllm_fl import quantization
 from vllm_fl.quantization.configs import CONFIGS
 from vllm_fl.quantization.expert_method import QuantizedMethod
 
-METHODS = {"gptq": "auto_gptq", "awq": "auto_awq", "compressed-tensors": "compressed-tensors"}
+METHODS = {"auto-round": "inc", "gptq": "auto_gptq", "awq": "auto_awq", "compressed-tensors": "compressed-tensors"}
 KINDS: Mapping[str, type[nn.Module]] = {
     "linear": RowParallelLinear,
     "joined": MergedColumnParallelLinear,

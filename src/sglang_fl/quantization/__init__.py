@@ -17,6 +17,7 @@ from ..version import TESTED_HOSTS, host_version
 
 SERVED: Mapping[str, str] = MappingProxyType(
     {
+        "auto-round": "AutoRoundConfigFL",
         "awq": "AWQConfigFL",
         "gptq": "GPTQConfigFL",
         "compressed-tensors": "CompressedTensorsConfigFL",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.auto_round import AutoRoundConfig
 from sglang.srt.layers.quantization.awq import AWQConfig
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
@@ -24,7 +25,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import get_server_args
 
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting.quantized import layer_parts, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized import auto_round, layer_parts, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
 from fl_dispatch.hosting.quantized.schemes import LEFT, Scheme
 from fl_dispatch.hosting.start.first_choices import without_graphs
@@ -258,6 +259,15 @@ class AWQConfigFL(Served, AWQConfig):
     def _named(self, name: str) -> bool | None:
         """Whether a part of a layer's name is among those that are left as they are; ``None`` if not."""
         return any(part in name for part in self.modules_to_not_convert or ()) or None
+
+
+class AutoRoundConfigFL(AutoRoundConfig):
+    """``auto-round``, read as the format that packs its words."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        method, packed = auto_round.as_packed(config, refused)
+        return {"gptq": GPTQConfigFL, "awq": AWQConfigFL}[method].from_config(packed)
 
 
 class ModelOpt(Served):

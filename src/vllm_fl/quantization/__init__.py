@@ -21,6 +21,7 @@ SERVED: Mapping[str, str] = MappingProxyType(
         "compressed-tensors": "compressed-tensors",
         "fp8": "fp8",
         "gpt_oss_mxfp4": "mxfp4",
+        "inc": "auto-round",
         "modelopt": "modelopt",
         "modelopt_fp4": "modelopt",
     }

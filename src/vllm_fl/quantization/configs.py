@@ -23,6 +23,7 @@ from vllm.model_executor.layers.quantization import (
     auto_awq,
     auto_gptq,
     fp8,
+    inc,
     modelopt,
     mxfp4,
     register_quantization_config,
@@ -38,7 +39,7 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.scalar_type import scalar_types
 
-from fl_dispatch.hosting.quantized import layer_parts, orders, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized import auto_round, layer_parts, orders, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
 
 from . import refused
@@ -211,6 +212,15 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
     def _named(self, name: str) -> bool | None:
         """Whether a part of a layer's name is among those that are left as they are; ``None`` if not."""
         return any(part in name for part in self.modules_to_not_convert or ()) or None
+
+
+class AutoRoundConfigFL(inc.INCConfig):
+    """``auto-round``, read as the format that packs its words."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        method, packed = auto_round.as_packed(config, refused)
+        return {"gptq": GPTQConfigFL, "awq": AWQConfigFL}[method].from_config(packed)
 
 
 class Mxfp4ConfigFL(Served, mxfp4.GptOssMxfp4Config):
@@ -420,6 +430,7 @@ CONFIGS: dict[str, type[QuantizationConfig]] = {
     "compressed-tensors": CompressedTensorsConfigFL,
     "fp8": Fp8ConfigFL,
     "gpt_oss_mxfp4": Mxfp4ConfigFL,
+    "inc": AutoRoundConfigFL,
     "modelopt": ModelOptFp8ConfigFL,
     "modelopt_fp4": ModelOptNvfp4ConfigFL,
 }

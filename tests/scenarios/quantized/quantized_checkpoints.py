@@ -79,7 +79,7 @@ def eight_bits(kind: torch.dtype, per: str, rows: float | None = None, scale_nam
 
 
 def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
-    """Weights of 4 or 8 bits in words, as ``gptq``, ``awq`` and ``compressed-tensors`` have them.
+    """Weights of 4 or 8 bits in words, as ``gptq``, ``auto-round``, ``awq`` and ``compressed-tensors`` have them.
 
     ``group``: elements of a row with a scale in common, or ``None`` for all of them.
     """
@@ -100,9 +100,10 @@ def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
         if form == "awq":
             words = [pack(one.t(), bits, 1, AWQ_ORDER) for one in (numbers, zero)]
             return {"qweight": words[0], "qzeros": words[1], "scales": scale.t().half().contiguous()}, dequantized
-        if form == "gptq":
+        if form in ("gptq", "auto-round"):
             order = torch.arange(inner, dtype=torch.int32) // (group or inner)
-            stored = {"qweight": pack(numbers.t(), bits, 0), "qzeros": pack(zero.t() - 1, bits, 1), "g_idx": order}
+            stored = {"qweight": pack(numbers.t(), bits, 0), "qzeros": pack(zero.t() - 1, bits, 1)}
+            stored |= {"g_idx": order} if form == "gptq" else {}
             return {**stored, "scales": scale.t().half().contiguous()}, dequantized
         stored = {"weight_packed": pack(numbers, bits, 1), "weight_scale": scale.half()}
         stored["weight_shape"] = torch.tensor([columns, inner])
@@ -235,6 +236,16 @@ W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 TOKEN8, TOKEN_FP8 = {**whole("int", "token"), "dynamic": True}, {**whole("float", "token"), "dynamic": True}
 BLOCK = {**whole("float", "block"), "block_structure": [128, 128]}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "block_name_to_quantize": "model.layers",
+    "data_type": "int",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+}
+"""Without settings that no host reads; written by auto_round 0.16.1."""
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 E2M1 = {"num_bits": 4, "type": "float"}
 MXFP4 = {**E2M1, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
@@ -353,6 +364,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "gptq, 8 bits": Scheme(
         {**GPTQ, "bits": 8, "group_size": 128}, few_bits("gptq", 8, 128, False), "PackedLayer", operators=ONLY
     ),
+    "auto-round": Scheme(AUTO_ROUND, few_bits("auto-round", 4, 32, False), "PackedLayer", operators=ONLY),
     "awq": Scheme(AWQ, few_bits("awq", 4, 32, True), "PackedLayer", operators=ONLY),
 }
 
@@ -412,6 +424,8 @@ def _leaving_others(quantization: Mapping[str, Any], stored: Mapping[str, Tensor
         return {**quantization, "ignore": [*quantization["ignore"], *left]}
     if quantization["quant_method"] == "gptq":
         return {**quantization, "dynamic": {f"-:{re.escape(name)}$": {} for name in left}}
+    if quantization["quant_method"] == "auto-round":
+        return {**quantization, "extra_config": {name: {"bits": 16} for name in left}}
     return {**quantization, "modules_to_not_convert": left}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantized_checkpoints import (
+    AUTO_ROUND,
     AWQ,
     CACHE_SCHEME,
     FP8_CONFIG,
@@ -47,6 +48,7 @@ JOINED = {"gate_up_proj": ["gate_proj", "up_proj"]}
 """The layers that hosts join to one."""
 
 GPTQ4 = {**GPTQ, "bits": 4, "group_size": 32}
+IN_AWQS_ORDER = {**AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False}
 PACKED = compressed("pack-quantized", W4, None)
 FP8_CHANNEL, INT8_CHANNEL = whole("float", "channel"), whole("int", "channel")
 BLOCK_WEIGHTS = {**whole("float", "block"), "block_structure": [128, 128]}
@@ -137,6 +139,31 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "gptq, a layer left": {**GPTQ4, "dynamic": {"-:.*down_proj": {}}},
     "gptq, parts that differ": {**GPTQ4, "dynamic": {"-:.*gate_proj": {}}},
     "gptq, a head": {**GPTQ4, "lm_head": True},
+    "auto-round, in awq's order": IN_AWQS_ORDER,
+    "auto-round, 3 bits and zero points": {**AUTO_ROUND, "bits": 3, "sym": False},
+    "auto-round, a layer left": {**AUTO_ROUND, "extra_config": {LAYERS["linear"]: {"bits": 16}}},
+    "auto-round, a layer left in awq's order": {
+        **IN_AWQS_ORDER,
+        "extra_config": {LAYERS["linear"]: {"bits": 16}},
+    },
+    "auto-round, a layer of 8 bits in awq's order": {
+        **IN_AWQS_ORDER,
+        "extra_config": {LAYERS["linear"]: {"bits": 8}},
+    },
+    "auto-round, a name before an expression": {
+        **AUTO_ROUND,
+        "extra_config": {r"mlp\.": {"bits": 16}, LAYERS["linear"].removeprefix("model."): {"bits": 8}},
+    },
+    "auto-round, other blocks": {**AUTO_ROUND, "block_name_to_quantize": ["model.layers.1", "model.layers.2"]},
+    "auto-round, the blocks of a model of pictures": {
+        **AUTO_ROUND,
+        "block_name_to_quantize": "visual.blocks,model.language_model.layers",
+    },
+    "auto-round, a head": {**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 4}}},
+    "auto-round, mxfp4": {**AUTO_ROUND, "data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"},
+    "auto-round, fp8": {**AUTO_ROUND, "data_type": "fp", "bits": 8, "packing_format": "auto_round:fp8"},
+    "auto-round, zero points in an order of its own": {**AUTO_ROUND, "sym": False, "packing_format": "auto_round"},
+    "auto-round, a rule that is no table": {**AUTO_ROUND, "extra_config": {"lm_head": 16}},
     "awq, without zero points": {**AWQ, "zero_point": False},
     "awq, without groups": {**AWQ, "group_size": -1},
     "awq, 8 bits": {**AWQ, "bits": 8},

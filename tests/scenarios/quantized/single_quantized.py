@@ -118,7 +118,6 @@ def load(layer: Any, scheme: str, size: int = SIZE, without: str = "") -> list[M
 
 
 METHODS: Mapping[str, str] = {
-    "auto-round": "export with AutoRound's format 'auto_gptq' or 'auto_awq'",
     "fbgemm_fp8": "quantize with llm-compressor's scheme 'FP8_DYNAMIC'",
     "quark": "quantize with llm-compressor's scheme 'FP8_DYNAMIC' or 'W8A8'",
     "bitsandbytes": "quantize with llm-compressor's scheme 'W4A16'",

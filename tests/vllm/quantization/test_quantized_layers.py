@@ -36,10 +36,10 @@ from vllm_fl.quantization.configs import CompressedTensorsConfigFL
 
 
 class TestLayers(QuantizedLayers):
-    METHODS = {**METHODS, "inc": METHODS["auto-round"], "another": f"{METHODS['quark']}, or 'W4A16'"}
+    METHODS = {**METHODS, "another": f"{METHODS['quark']}, or 'W4A16'"}
     REFUSAL = (
         "vllm_fl does not support quantization '{method}' yet (only awq, gptq, compressed-tensors, fp8, mxfp4, "
-        "modelopt); {works}"
+        "auto-round, modelopt); {works}"
     )
 
     def refusal(self, method: str) -> str:

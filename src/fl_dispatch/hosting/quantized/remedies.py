@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_AUTO_ROUND = "export with AutoRound's format 'auto_gptq' or 'auto_awq'"
 _EIGHT_BITS = "quantize with llm-compressor's scheme 'FP8_DYNAMIC' or 'W8A8'"
 _FEW_BITS = "quantize with llm-compressor's scheme 'W4A16'"
 METHODS: Mapping[str, str] = MappingProxyType(
     {
-        "auto-round": _AUTO_ROUND,
-        "auto_round": _AUTO_ROUND,
-        "inc": _AUTO_ROUND,
         "fbgemm_fp8": "quantize with llm-compressor's scheme 'FP8_DYNAMIC'",
         "modelopt": _EIGHT_BITS,
         "quark": _EIGHT_BITS,
@@ -23,6 +19,11 @@ METHODS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Unserved method, by its name in checkpoints → a method that works."""
+AUTO_ROUND = (
+    "export with AutoRound's format 'auto_gptq' if weights are symmetric, or with 'auto_awq' if they have 4 bits "
+    "and zero points"
+)
+AUTO_ROUND_FLOATS = "export with AutoRound's format 'llm_compressor'"
 BITS = "export with 2, 3, 4 or 8 bits"
 AWQ_BITS = "export with 4 bits, or as 'gptq', which has 8"
 PACK = "export with format 'pack-quantized'"
