@@ -9,17 +9,20 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Protocol
 
 from ...errors import DispatchError
 from .choices import Branches, Choices, Site, start_only
-from .documents import BLACKLIST, Document, of_choices, other_settings
+from .documents import BLACKLIST, OF_ATEN, Document, blacklisting, of_choices, other_settings
 from .journal import Journal
 from .scores import CLIPPED, Scores, difference
 from .yardstick import Verdict, Yardstick, is_close, verdict
 
 REPEATS = 3
 """Runs of a question that one run does not settle."""
+ROUNDS = 6
+"""Rounds at most in which two policies take turns, where times are judged."""
 
 
 class EngineDiedError(DispatchError):
@@ -131,10 +134,12 @@ class Probes:
         tell: hears each answer.
         switching: whether a live engine may be switched.
         begin: gets the next question, if an engine has to answer it.
-        slower_than: judge times instead of logits: a run differs that takes more than this many times the base's.
+        slower_than: judge times instead of logits: a policy differs that takes more than this many times the trusted
+            one's, in turns with it in the same engine.
 
     Attributes:
-        runs, starts: engines' runs of all requests, and starts, those in the journal included.
+        runs, starts: questions, with the base's runs of all requests, and starts, those in the journal included.
+        good, of_good: the trusted policy, and its choices.
     """
 
     def __init__(
@@ -150,6 +155,7 @@ class Probes:
         self.engines, self.journal, self.tell, self.switching, self.begin = engines, journal, tell, switching, begin
         self.runs = self.starts = 0
         self.base: Scores | None = None
+        self.good, self.of_good = Document(), Choices({})
         self.yardstick: Yardstick | None = None
         self._live: _Live | None = None
         self._heard: set[str] = set()  # questions with an answer that was shown
@@ -188,7 +194,7 @@ class Probes:
             try:
                 engine = self.start(document)
                 chosen = engine.answers()[0]
-                outcome = self._judged(engine, began, True, "")
+                outcome = self._judged(document, None, began, True, "")
                 chosen = engine.answers()[0]  # now with what ran
             except EngineDiedError as error:
                 outcome = self._died(began, str(error))
@@ -256,11 +262,10 @@ class Probes:
         try:
             if self.can_switch:
                 note = self._switched(document, expected, ranks, replaced)
-                assert self._live is not None
                 if not note:
-                    return self._judged(self._live.engine, began, False, "")
-            engine = self.start(document)
-            return self._judged(engine, began, True, note)
+                    return self._judged(document, ranks, began, False, "")
+            self.start(document)
+            return self._judged(document, None, began, True, note)
         except EngineDiedError as error:
             return self._died(began, str(error))
 
@@ -278,9 +283,7 @@ class Probes:
             fixed = site in self._fixed or start_only(site.op)
             if fixed and not _holds(branches, live.started_with.at.get(site)):
                 return f"{site.op} is chosen when an engine starts"
-        if ranks is not None:
-            live.engine.switch(ranks.elsewhere, None, None)
-        if refused := live.engine.switch(document, None, None if ranks is None else ranks.those):
+        if refused := _let_hold(live.engine, document, ranks):
             self.switching = False
             return f"choices are frozen in a running engine ({refused})"
         for rank, answer in enumerate(live.engine.answers()):
@@ -295,13 +298,15 @@ class Probes:
                 return f"{min(site.op for site in missed)} is chosen when an engine starts"
         return ""
 
-    def _judged(self, engine: Engine, began: float, started: bool, note: str) -> Outcome:
+    def _judged(self, document: Document, ranks: Ranks | None, began: float, started: bool, note: str) -> Outcome:
+        assert self._live is not None
         assert self.base is not None
         assert self.yardstick is not None
+        engine = self._live.engine
         if self.slower_than:
-            share = least_seconds(engine) / self.base.seconds
+            share, how = self._timed(engine, document, ranks)
             said = Verdict.SLOWER if share > self.slower_than else Verdict.AS_FAST
-            return Outcome(said, share, "", started, time.monotonic() - began, note)
+            return Outcome(said, share, "", started, time.monotonic() - began, "; ".join(filter(None, (note, how))))
         found = [difference(self.base, engine.score())]
         shares = [self.yardstick.share(found[0])]
         while is_close(shares[0]) and len(shares) < REPEATS:
@@ -312,6 +317,55 @@ class Probes:
         again = f"{len(shares)} runs" if len(shares) > 1 else ""
         why = "; ".join(filter(None, (note, again)))
         return Outcome(said, sorted(shares)[len(shares) // 2], found[0].where, started, seconds, why)
+
+    def _timed(self, engine: Engine, document: Document, ranks: Ranks | None) -> tuple[float, str]:
+        """The time under a policy in times of the trusted one, and how it was measured; the policy holds afterwards.
+
+        Raises:
+            DispatchError: the trusted policy's own times are too far apart to tell.
+        """
+        assert self.base is not None
+        engine.score()  # what only first calls do
+        trusted, why = self._beside_trusted()
+        if why:
+            _let_hold(engine, document, ranks)
+            return least_seconds(engine) / self.base.seconds, f"the trusted policy's time is the first engine's: {why}"
+
+        def seconds(policy: Document, those: Ranks | None) -> float:
+            _let_hold(engine, policy, those)  # also where it holds: each run has the cost of a switch
+            return engine.score().seconds
+
+        engine.score()
+        ratios, trusted_ratios = list[float](), list[float]()
+        while len(trusted_ratios) < ROUNDS:
+            first = seconds(document, ranks)
+            goods = [seconds(trusted, None), seconds(trusted, None)]
+            ratios += [first / goods[0], seconds(document, ranks) / goods[1]]
+            trusted_ratios.append(max(goods) / min(goods))
+            apart = median(trusted_ratios)
+            if min(ratios) > self.slower_than * apart or max(ratios) * apart <= self.slower_than:
+                break
+        how = (
+            f"{len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}; the trusted policy beside itself {apart:.2f}"
+        )
+        if apart >= self.slower_than:
+            raise DispatchError(f"times vary by themselves more than --slower-than, so nothing is blamed ({how})")
+        return median(ratios), how
+
+    def _beside_trusted(self) -> tuple[Document, str]:
+        """Switch the live engine to the trusted policy: its document there, and why it does not hold, or nothing."""
+        live = self._live
+        assert live is not None
+        of_aten = {key: live.settings[key] for key in OF_ATEN if key in live.settings}
+        if self.of_good.aten.keys() - live.started_with.aten.keys():
+            return {}, "it replaces other operators"
+        settings = {key: value for key, value in self.good.items() if key not in OF_ATEN} | of_aten
+        replaced = live.started_with.aten.keys() - self.of_good.aten.keys()
+        trusted = of_choices(self.of_good.at, blacklisting(settings, replaced))
+        if not self.can_switch:
+            return trusted, "engines are not switched"
+        expected = {site: branches for site, branches in self.of_good.at.items() if site in live.started_with.at}
+        return trusted, self._switched(trusted, expected, None, frozenset())
 
     def _died(self, began: float, why: str) -> Outcome:
         self.stop()
@@ -324,6 +378,13 @@ class Probes:
         self.runs += 1
         self.starts += outcome.started
         self.tell(what, outcome, kept)
+
+
+def _let_hold(engine: Engine, document: Document, ranks: Ranks | None) -> str:
+    """Switch an engine to a policy, in some ranks or all; why it does not hold, or nothing."""
+    if ranks is not None:
+        engine.switch(ranks.elsewhere, None, None)
+    return engine.switch(document, None, None if ranks is None else ranks.those)
 
 
 def least_seconds(engine: Engine) -> float:

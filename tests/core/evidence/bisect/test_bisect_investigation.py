@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -473,26 +474,43 @@ def test_an_operator_of_pytorchs_that_ends_the_engine_is_found(tmp_path: Path) -
     assert result.agrees
 
 
-def test_what_is_slower_is_found_by_the_engines_own_time_and_nothing_that_is_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_slower_is_found_by_the_engines_own_time_and_nothing_that_is_wrong(
+    frozen: bool, tmp_path: Path
+) -> None:
     def late(who: Mapping[tuple[str, str], str]) -> float:
         slow_layer = who["silu_and_mul", "layers.4.silu_and_mul"] == "vendor.a"
         return 0.5 * slow_layer + 0.4 * ((ATEN[8], "") in who)
 
-    engines = SyntheticEngines(chosen("rms_norm", 2, "vendor.a"), late=late)
-    result = investigate(engines, tmp_path, {**REPLACED, **BAD}, slower_than=1.2)
+    engines = SyntheticEngines(chosen("rms_norm", 2, "vendor.a"), frozen=frozen, late=late)
+    told: list[tuple[str, Outcome, bool]] = []
+    result = investigate(engines, tmp_path, {**REPLACED, **BAD}, slower_than=1.2, told=told)
     assert {one.op for one in result.blamed} == {"silu_and_mul", ATEN[8]}
     assert result.share == pytest.approx(1.9)
     assert result.agrees
+    assert all(("first engine's" in outcome.note) == frozen for _, outcome, _ in told)
     same = investigate(SyntheticEngines(chosen("rms_norm", 2, "vendor.a")), tmp_path, BAD, slower_than=1.2)
     assert not same.differs
 
 
+def test_a_machine_that_slows_down_for_some_runs_or_for_good_changes_nothing_that_is_found(tmp_path: Path) -> None:
+    """A policy takes turns with the trusted one in the same engine, so both have the machine's load."""
+
+    def late(who: Mapping[tuple[str, str], str]) -> float:
+        load = 3.0 if (engines.scored > 20 and engines.scored % 17) or engines.scored % 11 == 0 else 1.0
+        return load * (1.0 + 0.6 * ((ATEN[8], "") in who)) - 1.0
+
+    engines = SyntheticEngines(lambda who, rank: 0.0, late=late)
+    result = investigate(engines, tmp_path, REPLACED, slower_than=1.3)
+    assert [one.op for one in result.blamed] == [ATEN[8]]
+    assert result.agrees
+
+
 def test_times_that_vary_by_themselves_blame_nobody(tmp_path: Path) -> None:
-    times = iter([0.0] * 4 + [0.5] * 3)
-    with pytest.raises(DispatchError, match="varies more than that"):
-        investigate(
-            SyntheticEngines(lambda who, rank: 0.0, late=lambda who: next(times)), tmp_path, BAD, slower_than=1.2
-        )
+    times = cycle((0.0, 0.0, 0.5))
+    engines = SyntheticEngines(lambda who, rank: 0.0, late=lambda who: next(times))
+    with pytest.raises(DispatchError, match="vary by themselves more than"):
+        investigate(engines, tmp_path, BAD, slower_than=1.2)
 
 
 def test_lists_of_denied_vendors_stay_while_somebody_else_can_run(tmp_path: Path) -> None:
