@@ -108,8 +108,10 @@ def obey(listed: Collection[str], why: str = "aten_blacklist") -> None:
         running = {key.removeprefix("aten::") for key in found.operators()}
         out = running if "*" in keys else running & keys
         back = set() if "*" in keys else kept - keys
-        found.leave(dict.fromkeys(sorted(out), why))
-        found.resume(sorted(back))
+        if out:
+            found.leave(dict.fromkeys(sorted(out), why))
+        if back:
+            found.resume(sorted(back))
         kept.difference_update(back)
         kept.update(out)
 

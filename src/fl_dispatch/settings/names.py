@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from fl_dispatch.logger_manager import get_logger
 
@@ -166,9 +167,10 @@ def check_aten_overload(name: str, place: Place) -> None:
     """
     import torch
 
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    known = getattr(torch.ops.aten, base, None) if base.isidentifier() else None
-    if name != "*" and (known is None or (overload or "default") not in known.overloads()):
+    base, dot, overload = name.removeprefix("aten::").partition(".")
+    known: Any = getattr(torch.ops.aten, base, None) if base.isidentifier() else None
+    known = known if isinstance(known, torch._ops.OpOverloadPacket) else None
+    if name != "*" and (known is None or (overload if dot else "default") not in known.overloads()):
         written = "" if known is None else f"; {base} has {', '.join(sorted(known.overloads()))}"
         raise place.error(f"PyTorch has no operator {show(name)}{written}")
 

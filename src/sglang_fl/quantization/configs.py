@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_server_args
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.quantized import auto_round, layer_parts, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
-from fl_dispatch.hosting.quantized.schemes import LEFT, Scheme
+from fl_dispatch.hosting.quantized.schemes import EXPRESSION, LEFT, Scheme
 from fl_dispatch.hosting.start.first_choices import without_graphs
 
 from . import FP8_CACHE, latent, layers, refused
@@ -200,8 +200,6 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         return isinstance(self._named(prefix), Scheme)
 
 
-EXPRESSION = "re:"
-"""The beginning of a target that is a regular expression; others are names, or classes."""
 ROOTS = ("model", "language_model")
 """Modules around a model's layers, which checkpoints and hosts have in different orders."""
 
@@ -252,13 +250,10 @@ class AWQConfigFL(Served, AWQConfig):
 
     def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
         parts = [] if isinstance(layer, FusedMoE) else layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
-        if layer_parts.agreed(self._named, prefix, parts, usual=False, said=layer_parts.left, refused=refused):
+        rule = schemes.awq_rule(self.modules_to_not_convert or ())
+        if layer_parts.agreed(rule, prefix, parts, usual=False, said=layer_parts.left, refused=refused):
             return LEFT
         return schemes.awq(self.weight_bits, self.group_size, self.zero_point)
-
-    def _named(self, name: str) -> bool | None:
-        """Whether a part of a layer's name is among those that are left as they are; ``None`` if not."""
-        return any(part in name for part in self.modules_to_not_convert or ()) or None
 
 
 class AutoRoundConfigFL(AutoRoundConfig):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
@@ -38,11 +39,13 @@ class Damaged(NamedTuple):
     """The damage of a batch.
 
     Args:
-        rows: 1 for each damaged request, in main memory; it may still be on its way from the device.
+        rows: 1 for each damaged request, in main memory once :attr:`copied` is reached.
+        copied: the device's event behind the copy; ``None`` on a CPU.
         origins: the calls where it began; ``None`` if it was not looked for.
     """
 
     rows: Tensor
+    copied: Any = None
     origins: tuple[Origin, ...] | None = None
 
 
@@ -55,26 +58,39 @@ def sample(
 ) -> Any:
     """Look at the rows of logits, and let SGLang sample."""
     logits = logits_output.next_token_logits
-    if logits is not None and get_settings().damaged_requests != "ignore" and get_settings().policy.enabled:
+    if logits is not None and not _is_off():
         rows = damaged_rows(logits)
         if logits.device.type != "cpu":
-            DAMAGED.give(logits_output, Damaged(rows.to("cpu", non_blocking=True)))
-        elif bool(rows.any()):
-            DAMAGED.give(logits_output, Damaged(rows, _origins(runner, batch)))
+            DAMAGED.give(logits_output, Damaged(rows.to("cpu", non_blocking=True), _event(logits.device)))
+        else:  # an output may be one of an earlier batch, and is marked anew
+            DAMAGED.give(logits_output, Damaged(rows, origins=_origins(runner, batch) if bool(rows.any()) else None))
     return original(runner, logits_output, batch)
+
+
+def _is_off() -> bool:
+    """Whether damage is not looked for; stages of a pipeline pass no such mark on."""
+    settings = get_settings()
+    return settings.damaged_requests == "ignore" or not settings.policy.enabled or get_parallel().pp_size > 1
 
 
 def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
     """End the damaged requests of a batch, and let SGLang give the others their tokens."""
     found = DAMAGED.find(output) if (output := getattr(result, "logits_output", None)) is not None else None
     if found is not None:
-        if result.copy_done is not None:
-            result.copy_done.synchronize()
+        if found.copied is not None:
+            found.copied.synchronize()
         rows = found.rows.tolist()
         for request, damaged in zip(batch.reqs, rows, strict=False):
             if damaged and not request.finished() and not request.is_retracted:
                 _end(request, of_numbers(True, found.origins), batch.forward_mode.is_extend())
     return original(scheduler, batch, result)
+
+
+def _event(device: torch.device) -> Any:
+    """An event behind what a device was given last."""
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event
 
 
 def _end(request: Any, why: str, reads_prompts: bool) -> None:
@@ -90,7 +106,9 @@ def _end(request: Any, why: str, reads_prompts: bool) -> None:
 def _origins(runner: ModelRunner, batch: ForwardBatch) -> tuple[Origin, ...] | None:
     """The origins on all ranks, by a second run of the batch; ``None`` where it would not be the same one."""
     here = get_parallel()
-    if here.pp_size > 1 or mambaish_config(runner.model_config) is not None or batch.contains_mm_inputs():
+    if mambaish_config(runner.model_config) is not None or batch.contains_mm_inputs():
+        return None
+    if here.attn_dp_size > 1:  # the other ranks run batches of their own
         return None
     manager = get_default_manager()
     with watching(manager.state) as found:

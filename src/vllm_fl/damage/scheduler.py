@@ -50,7 +50,8 @@ def _ordering(schedule: Callable[..., SchedulerOutput]) -> Callable[..., Schedul
 def _judging(update: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(update)
     def judged(self: Scheduler, step: SchedulerOutput, output: ModelRunnerOutput) -> Any:
-        told, counts, watched = TOLD.find(output), output.num_nans_in_logits, WATCH.find(step) is not None
+        told, watched = TOLD.find(output), WATCH.find(step) is not None
+        counts = None if choice.why_not(self.vllm_config) else output.num_nans_in_logits
         if not (told or watched or (counts and any(counts.values()))) or choice.is_off():
             return update(self, step, output)
         if (damage := DAMAGE.find(self)) is None:
@@ -91,14 +92,17 @@ class Damage:
             tokens = output.sampled_token_ids[output.req_id_to_index[name]] if output.sampled_token_ids else ()
             damaged = counts.get(name, 0) > 0
             verdict = self.verdicts.of(name, damaged, watched, bool(tokens))
-            if verdict is Verdict.AGAIN:
+            if verdict is Verdict.AGAIN and self._would_lose_scores(name, output):
+                self.verdicts.watched.discard(name)
+                ended.append((request, of_numbers(damaged, None)))
+            elif verdict is Verdict.AGAIN:
                 logger.warning("request %s has logits with NaN or infinity: it is computed again and watched", name)
                 again.append(request)
             elif verdict is Verdict.ENDS:
                 ended.append((request, of_numbers(damaged, told.origins)))
         if told.wrong:
             touched = [one for one in self.scheduler.running if one not in again and one not in dict(ended)]
-            self._evict(range(len(self.scheduler.kv_cache_manager.block_pool.blocks)))
+            self._evict_all()
             names = ", ".join(one.request_id for one in touched) or "none"
             logger.warning("requests with keys and values of an implementation that was wrong: %s", names)
             if self.verdicts.action == "end":
@@ -110,6 +114,11 @@ class Damage:
         self._end(ended)
         return ended
 
+    def _would_lose_scores(self, name: str, output: ModelRunnerOutput) -> bool:
+        """Whether a step has a prompt's log-probabilities, which vLLM's V1 runner computes once."""
+        v1 = not self.scheduler.vllm_config.use_v2_model_runner
+        return v1 and output.prompt_logprobs_dict.get(name) is not None
+
     def _again(self, request: Request) -> None:
         """Preempt a request; the tokens that it has are its prompt, and the others of steps under way are dropped."""
         scheduler = self.scheduler
@@ -119,6 +128,7 @@ class Damage:
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         else:  # preempted for want of memory meanwhile
             request.drop_stale_output = True
+            self._evict_all()  # its own have other owners by now
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _end(self, ended: Iterable[tuple[Request, str]]) -> None:
@@ -133,6 +143,9 @@ class Damage:
         """Take a request's blocks out of the prefix cache."""
         groups = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         self._evict(block for group in groups for block in group)
+
+    def _evict_all(self) -> None:
+        self._evict(range(len(self.scheduler.kv_cache_manager.block_pool.blocks)))
 
     def _evict(self, blocks: Iterable[int]) -> None:
         self.scheduler.kv_cache_manager.evict_blocks(set(blocks))

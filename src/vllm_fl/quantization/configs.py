@@ -193,8 +193,7 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
-            parts = layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
-            if layer_parts.agreed(self._named, prefix, parts, usual=False, said=layer_parts.left, refused=refused):
+            if self._leaves(prefix, layer_parts.names_of_parts(prefix, self.packed_modules_mapping)):
                 return UnquantizedLinearMethod()
             schemes.served(self._scheme(), prefix, refused)
             return AWQMethodFL(self)
@@ -202,16 +201,14 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
         return AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
-        if _skipped(self, prefix, self.modules_to_not_convert or [], "substring"):
-            return LEFT
-        return self._scheme()
+        return LEFT if self._leaves(prefix, []) else self._scheme()
 
     def _scheme(self) -> Scheme:
         return schemes.awq(self.weight_bits, self.group_size, self.zero_point)
 
-    def _named(self, name: str) -> bool | None:
-        """Whether a part of a layer's name is among those that are left as they are; ``None`` if not."""
-        return any(part in name for part in self.modules_to_not_convert or ()) or None
+    def _leaves(self, prefix: str, parts: list[str]) -> bool:
+        rule = schemes.awq_rule(self.modules_to_not_convert or ())
+        return layer_parts.agreed(rule, prefix, parts, usual=False, said=layer_parts.left, refused=refused)
 
 
 class AutoRoundConfigFL(inc.INCConfig):

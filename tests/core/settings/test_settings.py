@@ -138,7 +138,8 @@ def test_aten_blacklist() -> None:
     listed = "aten::cumsum.out,cumsum,mm.default,*"
     assert load(VLLM_FL_ATEN_BLACKLIST=listed).aten_blacklist == set(listed.split(","))
     refused(r"PyTorch has no operator 'cumsum.outt'; cumsum has .*\bout\b", VLLM_FL_ATEN_BLACKLIST="cumsum.outt")
-    refused("PyTorch has no operator 'cumsun'", VLLM_FL_ATEN_BLACKLIST="cumsun")
+    for name in ("cumsun", "mm.", "name", "__class__", "_dir"):
+        refused(f"PyTorch has no operator '{name}'", VLLM_FL_ATEN_BLACKLIST=name)
 
 
 @pytest.mark.parametrize("value", ["flagos", "vendor", "reference"])

@@ -30,7 +30,7 @@ def test_what_is_hooked_is_what_the_facts_say(version: str, scheduler: None, mon
     assert ("sglang.srt.layers.dual_gemm.DualGemm._select_mode" in targets) == (version not in SMOKE_TESTED_HOSTS)
 
 
-def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_features_need(
+def test_a_version_that_nobody_tested_may_have_renamed_what_refused_features_and_contained_damage_need(
     scheduler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_fl import hook_table as compat
@@ -43,7 +43,8 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_feature
     of_features = (compat.LATENT, compat.PROMPT_GRAPHS, compat.UPDATER, *of_states)
     owners = tuple(owner.replace(":", ".") for owner in of_features)
     single = ("Scheduler.init_req_max_new_tokens", "ModelRunner.check_quantized_moe_compatibility")
-    single_targets = tuple(f".{name}" for name in (*single, "weight_utils.maybe_remap_kv_scale_name"))
+    of_damage = ("ModelRunner.sample", "Scheduler.process_batch_result")
+    single_targets = tuple(f".{name}" for name in (*single, *of_damage, "weight_utils.maybe_remap_kv_scale_name"))
     assert left == {target.replace(":", ".") for target, _ in SPECULATIVE} | {
         target for target in tested if target.startswith(owners) or target.endswith(single_targets)
     }

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from . import remedies
+from . import remedies, schemes
 from .schemes import Refused
 
 PACKINGS: Mapping[str, str] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
@@ -20,6 +20,10 @@ SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 """Characters of expressions; a name has none."""
 ROOTS = r"(?:(?:model|language_model)\.)*"
 """Modules around a model's blocks, which checkpoints and hosts have in different orders."""
+LEAVES = "-:"
+"""The beginning of a ``dynamic`` rule for layers that are left as they are."""
+CHANGES = "+:"
+"""The beginning of another one."""
 WHOLE = 16
 """The bits of a layer that is left as it is."""
 
@@ -34,23 +38,24 @@ def as_packed(config: Mapping[str, Any], refused: Refused) -> tuple[str, dict[st
     Raises:
         Exception: by ``refused``, for numbers, packings and rules that no served format has.
     """
-    packing = config.get("packing_format", "auto_round:auto_gptq")
-    numbers, own = config.get("data_type", "int"), config.get("extra_config") or {}
-    if numbers != "int" or config.get("act_bits", WHOLE) < WHOLE:
+    if (numbers := config.get("data_type", "int")) != "int":
         raise refused(f"'auto-round' with numbers of '{numbers}'", remedies.AUTO_ROUND_FLOATS)
+    schemes.check("auto-round", config, refused)
+    packing, own = config.get("packing_format", "auto_round:auto_gptq"), config.get("extra_config") or {}
+    if (bits := config.get("act_bits", WHOLE)) < WHOLE:
+        raise refused(f"'auto-round' with inputs of {bits} bits", remedies.AUTO_ROUND_FLOATS)
+    if wrong := [name for name in own if SPECIAL.search(name) and not schemes.is_rule((name, {}))]:
+        raise refused(f"'extra_config': {wrong[0]!r}, not an expression, in 'quantization_config'")
     if packing not in PACKINGS:
         raise refused(f"'auto-round' with packing_format '{packing}'", remedies.AUTO_ROUND)
-    for name, said in own.items():
-        if not isinstance(said, Mapping):
-            raise refused(f"'extra_config.{name}': {said!r}, not a table, in 'quantization_config'")
-    method, bits = PACKINGS[packing], config.get("bits")
-    packed = {key: config[key] for key in ("bits", "group_size") if key in config}
+    method, rules = PACKINGS[packing], dict(_rules(config))
+    packed = {key: config[key] for key in ("bits", "group_size")}
     packed |= {"quant_method": method, "lm_head": own.get("lm_head", {}).get("bits", WHOLE) < WHOLE}
     if method == "gptq":
-        return method, {**packed, "desc_act": False, "sym": config.get("sym", True), "dynamic": dict(_rules(config))}
-    left = [name for name, said in own.items() if said.get("bits", bits) >= WHOLE]
-    if unfit := [name for name in own if name not in left or SPECIAL.search(name)]:
+        return method, {**packed, "desc_act": False, "sym": config.get("sym", True), "dynamic": rules}
+    if unfit := [name for name, said in own.items() if said.get("bits", 0) < WHOLE and name != "lm_head"]:
         raise refused(f"'auto-round' with a rule of its own for '{unfit[0]}' in the order of awq", remedies.AUTO_ROUND)
+    left = [f"{schemes.EXPRESSION}{rule.removeprefix(LEAVES)}" for rule in rules if rule.startswith(LEAVES)]
     return method, {
         **packed,
         "zero_point": not config.get("sym", True),
@@ -65,11 +70,11 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
     for name in sorted(own, key=lambda name: bool(SPECIAL.search(name))):
         pattern = f".*(?:{name})" if SPECIAL.search(name) else f"{_named(name)}$"
         said = {key: own[name][key] for key in ("bits", "group_size", "sym") if key in own[name]}
-        yield ("-:" if said.get("bits", 0) >= WHOLE else "+:") + pattern, said
+        yield (LEAVES if said.get("bits", 0) >= WHOLE else CHANGES) + pattern, said
     blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names") or ()
     if blocks:
-        names = blocks.split(",") if isinstance(blocks, str) else blocks
-        yield f"-:(?!(?:{'|'.join(map(_named, names))})\\.)", {}
+        names = [name.strip() for name in (blocks.split(",") if isinstance(blocks, str) else blocks)]
+        yield f"{LEAVES}(?!(?:{'|'.join(map(_named, names))})\\.)", {}
 
 
 def _named(name: str) -> str:

@@ -8,7 +8,7 @@ or get the sentence that refuses it, and make the parameters. A new scheme is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -37,6 +37,8 @@ FLOAT4_GROUP = 32
 """Elements with a scale in common, a power of two, in MXFP4 (OCP Microscaling Formats 1.0)."""
 PACKED_FORM = "pack-quantized"
 MXFP4_FORM, NVFP4_FORM = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+EXPRESSION = "re:"
+"""The beginning of a rule that is a regular expression; other rules are names."""
 LEFT = "not quantized"
 """The answer of a checkpoint's rules for a layer that they leave as it is."""
 
@@ -217,6 +219,21 @@ def awq(bits: int, group: int, zero_point: bool) -> Scheme:
     return Scheme("awq", Numbers(bits, "int", GROUP if group > 0 else CHANNEL, group, symmetric=not zero_point))
 
 
+def awq_rule(left: Sequence[str]) -> Callable[[str], bool | None]:
+    """The rules of ``awq``: a layer's name → whether it is left as it is, or ``None`` where nothing names it.
+
+    Args:
+        left: ``modules_to_not_convert``: parts of names, and behind :data:`EXPRESSION` what matches from the start.
+    """
+    expressions = [re.compile(entry.removeprefix(EXPRESSION)) for entry in left if entry.startswith(EXPRESSION)]
+    parts = [entry for entry in left if not entry.startswith(EXPRESSION)]
+
+    def rule(name: str) -> bool | None:
+        return any(part in name for part in parts) or any(one.match(name) for one in expressions) or None
+
+    return rule
+
+
 def modelopt_algorithm(config: Mapping[str, Any]) -> str:
     """The name of the numbers in a configuration of ``modelopt``, of either of its two forms."""
     section = config.get("quantization") or config
@@ -250,7 +267,13 @@ def _is_table(value: Any) -> bool:
     return value is None or isinstance(value, Mapping)
 
 
-def _is_rule(value: Any) -> bool:
+def _is_names(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value or ""]
+    return all(isinstance(name, str) for name in names)
+
+
+def is_rule(value: Any) -> bool:
+    """Whether a key and a value are an expression, with or without a sign, and a table."""
     pattern, changed = value
     try:
         re.compile(pattern.removeprefix("-:").removeprefix("+:"))
@@ -260,10 +283,11 @@ def _is_rule(value: Any) -> bool:
 
 
 FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("bits", "w_bit", "group_size", "q_group_size"), _is_number, "a whole number"),
+    (("bits", "act_bits", "w_bit", "group_size", "q_group_size"), _is_number, "a whole number"),
     (("desc_act", "sym", "zero_point"), lambda value: isinstance(value, bool), "true or false"),
-    (("quant_method",), lambda value: isinstance(value, str), "a text"),
-    (("config_groups", "sparsity_config", "dynamic"), _is_table, "a table"),
+    (("quant_method", "packing_format", "data_type"), lambda value: isinstance(value, str), "a text"),
+    (("block_name_to_quantize", "to_quant_block_names"), _is_names, "names"),
+    (("config_groups", "sparsity_config", "dynamic", "extra_config"), _is_table, "a table"),
     (("activation_scheme",), lambda value: value in ("static", "dynamic"), "static or dynamic"),
     (
         ("weight_block_size",),
@@ -272,7 +296,7 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
 )
 """Keys of a configuration, with the test of their values and the words for it."""
-REQUIRED: Mapping[str, tuple[str, ...]] = {"gptq": ("bits", "group_size")}
+REQUIRED: Mapping[str, tuple[str, ...]] = dict.fromkeys(("gptq", "auto-round"), ("bits", "group_size"))
 """Format → keys without which nothing is known of a weight."""
 
 
@@ -290,9 +314,14 @@ def _malformed(method: str, config: Mapping[str, Any]) -> Iterator[str]:
         for key, part in parts.items():
             if not _is_table(part) or (not key and part is None):
                 yield f"'config_groups.{name}{key}': {part!r}, not a table,"
+    for name, said in (config.get("extra_config") or {}).items():
+        if not isinstance(said, Mapping):
+            yield f"'extra_config.{name}': {said!r}, not a table,"
+        else:
+            yield from (f"{wrong} of 'extra_config.{name}'" for wrong in _malformed("", said))
     if method == "gptq":
         rules = (config.get("dynamic") or {}).items()
-        yield from (f"'dynamic': {rule!r}, not an expression with a table," for rule in rules if not _is_rule(rule))
+        yield from (f"'dynamic': {rule!r}, not an expression with a table," for rule in rules if not is_rule(rule))
 
 
 def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:

@@ -161,14 +161,14 @@ def stored(tactics: Tactics) -> dict[str, dict[str, str]]:
     return {name: {repr(key): words for key, words in choices.items()} for name, choices in sorted(tactics.items())}
 
 
-def _loaded(plain: dict[str, dict[str, str]]) -> Tactics:
-    """Read what :func:`stored` gave, without the keys that Python does not write as it reads them."""
+def _loaded(plain: Any) -> Tactics:
+    """Read what :func:`stored` gave, without the keys that Python does not write as it reads them, and other data."""
     found: Tactics = {}
-    for name, choices in plain.items():
-        for text, words in choices.items():
+    for name, choices in plain.items() if isinstance(plain, dict) else ():
+        for text, words in choices.items() if isinstance(choices, dict) else ():
             try:
-                found.setdefault(name, {})[ast.literal_eval(text)] = words
-            except (ValueError, SyntaxError):
+                found.setdefault(name, {})[ast.literal_eval(text)] = str(words)
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 continue
     return found
 
@@ -189,7 +189,7 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, str]]]:
         kept = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         logger.warning("tactics of kernels are chosen anew, because %s is damaged: %s", path, error)
         return {}
     return kept if isinstance(kept, dict) else {}

@@ -112,6 +112,13 @@ def test_single_overloads_stay_pytorchs_and_come_back_when_the_list_is_another()
     assert list(replaced_operators()) == ["aten::add.Tensor", "aten::mm", "aten::mul.Tensor", "aten::mul.out"]
 
 
+def test_a_backend_that_knows_no_lists_runs_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Vendor, "resume")
+    register_replacement(Vendor())
+    aten.replace(Settings(), CPU)
+    assert list(replaced_operators()) == ["aten::add.Tensor", "aten::mm"]
+
+
 def test_two_backends_cannot_replace_one_operator() -> None:
     register_replacement(Vendor())
     register_replacement(Vendor("Other", ("mm",)))

@@ -98,6 +98,19 @@ def test_a_damaged_file_ends_nothing(
     assert tactics.remembered({"kernel": {(1, "torch.int32"): "BLOCK: 32"}}) == (given, 1)
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [["a"], {"kernel": "BLOCK: 16"}, {"kernel": {"[1]": "BLOCK: 16", "(" * 9999: "", "1": ["BLOCK: 16"]}}],
+    ids=["a list", "a text", "keys"],
+)
+def test_other_data_in_the_file_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: object) -> None:
+    monkeypatch.setattr(tactics, "_file", lambda: tmp_path / "tactics.json")
+    (tmp_path / "tactics.json").write_text(json.dumps({tactics._place(): kept}))
+    given: tactics.Tactics = {"another": {(1,): "BLOCK: 16"}}
+    assert tactics.remembered(given)[0]["another"] == given["another"]
+    tactics.install(tactics.remembered(given)[0])
+
+
 def test_a_folder_that_cannot_be_written_to_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
