@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from fl_dispatch import get_default_manager
+from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.damage.rows import damaged_rows
 from fl_dispatch.hosting.damage.verdicts import of_numbers
 from fl_dispatch.hosting.layers.attribute import Attached
@@ -60,7 +61,7 @@ def sample(
     logits = logits_output.next_token_logits
     if logits is not None and not _is_off():
         rows = damaged_rows(logits)
-        if logits.device.type != "cpu":
+        if detect_device().accelerator:
             DAMAGED.give(logits_output, Damaged(rows.to("cpu", non_blocking=True), _event(logits.device)))
         else:  # an output may be one of an earlier batch, and is marked anew
             DAMAGED.give(logits_output, Damaged(rows, origins=_origins(runner, batch) if bool(rows.any()) else None))
