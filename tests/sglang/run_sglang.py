@@ -177,4 +177,4 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":  # SGLang starts its processes by spawning this file again
     result = main(json.loads(Path(sys.argv[1]).read_text()))
-    Path(sys.argv[2]).write_text(json.dumps(result, default=vars))
+    Path(sys.argv[2]).write_text(json.dumps(result, default=str))
