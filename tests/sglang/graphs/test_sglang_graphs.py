@@ -25,6 +25,14 @@ REQUESTS = ([3, 9, 1], [17, 2, 30])
 """Lengths of the requests of two batches."""
 
 
+@pytest.fixture(autouse=True)
+def one_rank(scheduler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No others to agree with about tactics."""
+    from sglang_fl.ranks import communicator
+
+    monkeypatch.setattr(communicator, "agree_on_tactics", lambda: None)
+
+
 @pytest.fixture
 def backend() -> Any:
     """Our backend over a pool of random keys, in which request ``r`` has pages of its own in no order."""

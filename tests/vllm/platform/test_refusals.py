@@ -638,7 +638,7 @@ def test_a_reference_is_no_kernel() -> None:
 def test_a_quantization_is_named_as_the_checkpoint_does(method: str, configure: Callable[..., Any]) -> None:
     quantized = {"quantization_config": {"quant_method": method}}
     with pytest.raises(
-        ValueError, match=rf"'{method}' yet \(only awq, gptq, compressed-tensors, fp8, mxfp4, modelopt\)"
+        ValueError, match=rf"'{method}' yet \(only awq, gptq, compressed-tensors, fp8, mxfp4, auto-round, modelopt\)"
     ):
         configure(dtype="bfloat16", hf_overrides=quantized)
     with pytest.raises(ValueError, match=r"does not support 'modelopt' without 'quant_algo' yet"):
