@@ -20,16 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHAPE = {
-    "vocab_size": 32_000,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "layer_types": ["full_attention"] * 8,
-}
+from shadow_cost import SHAPE as SMALL
+
+SHAPE = {**SMALL, "vocab_size": 32_000}
 BATCH, PROMPT, STEPS = 8, 128, 8
 """Requests, tokens of each prompt, and decode steps of a round for each setting."""
 SETTINGS = ("ignore", "recompute")

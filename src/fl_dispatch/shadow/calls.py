@@ -1,14 +1,22 @@
-"""The operator's call behind a call of an implementation."""
+"""The operator behind an implementation, and its call behind a call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..ops import Operator
+from ..ops import OPERATORS, Operator
 from ..run.arguments import Call
 from ..run.layer_form import read_from
 from ..signatures import Convention
+from ..state import State
+from ..types import OpImpl
+
+
+def declared(state: State, impl: OpImpl) -> tuple[Operator, Convention] | None:
+    """The operator and the convention of an implementation; ``None`` where its calls cannot be looked at."""
+    operator, convention = OPERATORS.get(impl.op_name), state.registry.convention(impl)
+    return None if operator is None or convention is None or operator.selection else (operator, convention)
 
 
 def call_of(

@@ -18,7 +18,7 @@ from ..errors import WrongResultError, text_of
 from ..knowledge.error_kinds import is_capturing
 from ..locking import writers
 from ..logger_manager import get_logger
-from ..ops import OPERATORS, Access, Operator
+from ..ops import Access, Operator
 from ..run.arguments import Call
 from ..run.recovery import why_not_for_call
 from ..run.table import MADE_FROM
@@ -26,7 +26,7 @@ from ..selection.decision import Decision
 from ..signatures import Convention
 from ..state import State
 from ..types import BackendImplKind, OpImpl
-from .calls import call_of
+from .calls import call_of, declared
 from .difference import Difference, difference
 from .findings import Findings
 from .sampling import Sampling
@@ -72,9 +72,9 @@ def _watched(
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """The function that stands in the table for an implementation, see :attr:`.state.State.wrapper`."""
-    operator, convention = OPERATORS.get(impl.op_name), state.registry.convention(impl)
-    if operator is None or convention is None or operator.selection:
+    if (known := declared(state, impl)) is None:
         return fn
+    operator, convention = known
     if not sampling.wants(impl.op_name) or sampling.is_second(impl):
         return fn
     watch = _Watch(state, sampling, findings, impl, decision, scope, fn, operator, convention)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..knowledge.error_kinds import is_capturing
 from ..locking import writers
-from ..ops import OPERATORS, Access, Operator
+from ..ops import Access, Operator
 from ..ops.results import flat
 from ..run.arguments import Call
 from ..run.table import MADE_FROM
 from ..selection.decision import Decision
 from ..state import State
 from ..types import OpImpl
-from .calls import call_of
+from .calls import call_of, declared
 
 CACHES = "_cache"
 """The end of the names of caches, which hold whatever earlier requests left in them."""
@@ -64,9 +64,9 @@ def _watched(
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """The function that stands in the table for an implementation, see :attr:`.state.State.wrapper`."""
-    operator, convention = OPERATORS.get(impl.op_name), state.registry.convention(impl)
-    if operator is None or convention is None or operator.selection:
+    if (known := declared(state, impl)) is None:
         return fn
+    operator, convention = known
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if found or is_capturing():
