@@ -79,6 +79,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("an interval needs --rounds 2 or more")
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "OMP_NUM_THREADS": "1"}
     os.environ |= {"VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "WARNING"}
