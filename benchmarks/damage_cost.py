@@ -1,10 +1,13 @@
 """The cost of containing damage while all is right: the same decode steps with it and without, in turns.
 
-One vLLM engine in this process decodes a batch on a CPU. From step to step vLLM's V2 runner counts damaged logits and
-the scheduler looks at the counts (``VLLM_FL_DAMAGED_REQUESTS=recompute``), or neither does (``ignore``). Time is the
-processor time of the process, so that work beside it does not count.
+One vLLM engine in this process decodes a batch. For a stretch of steps vLLM's V2 runner counts damaged logits and
+the scheduler looks at the counts (``VLLM_FL_DAMAGED_REQUESTS=recompute``), for the next one neither does (``ignore``).
+On a CPU the model is small, a stretch is one step, and time is the processor time of the process, so that work beside
+it does not count. On a GPU the model has a published shape (``--shape``), is compiled and runs from graphs, a stretch
+is 16 steps, and the clock is the wall's, read when the device has done its work.
 
     python benchmarks/damage_cost.py [--rounds 40] [--json FILE]
+    python benchmarks/damage_cost.py --shape llama-3.2-1b [--batch 8] [--rounds 40] [--json FILE]
 """
 
 from __future__ import annotations
@@ -17,32 +20,61 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shadow_cost import SHAPE as SMALL
+from shapes import SHAPES
 
 SHAPE = {**SMALL, "vocab_size": 32_000}
-BATCH, PROMPT, STEPS = 8, 128, 8
-"""Requests, tokens of each prompt, and decode steps of a round for each setting."""
+PROMPT, STRETCHES = 128, 8
+"""Tokens of each prompt, and stretches of decode steps of a round for each setting."""
 SETTINGS = ("ignore", "recompute")
 
 
-def engine(model: Path) -> Any:
-    """vLLM's engine, to be driven step by step."""
-    from vllm import LLM
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: an engine's options, and how its time is read."""
 
-    sizes = {"max_model_len": 512, "max_num_seqs": BATCH, "max_num_batched_tokens": 1024}
-    llm = LLM(model=str(model), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=256 << 20, **sizes)
-    return llm.llm_engine
+    options: Mapping[str, Any]
+    """Options of ``vllm.LLM``, beside those of every subject."""
+    stretch: int
+    """Decode steps under one setting before the next one's turn."""
+    clock: Callable[[], float]
+    """Seconds, when the steps so far are done."""
 
 
-def take_turns(llm_engine: Any, rounds: int) -> dict[str, list[float]]:
+def on_a_cpu(folder: Path) -> Subject:
+    """A small model with weights in ``folder``."""
+    from fl_dispatch.cli.checkpoints import build_checkpoint
+
+    model = build_checkpoint("qwen3", folder, **SHAPE)
+    return Subject({"model": str(model), "dtype": "float32", "enforce_eager": True}, 1, time.process_time)
+
+
+def on_a_gpu(folder: Path, shape: str) -> Subject:
+    """A published shape, whose configuration goes into ``folder``."""
+    import torch
+
+    def clock() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape].config))
+    made = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    return Subject({"model": str(folder), **made}, 16, clock)
+
+
+def take_turns(subject: Subject, batch: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of a decode step under each setting, round by round."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm import SamplingParams
+    from vllm import LLM, SamplingParams
 
+    sizes = {"max_model_len": 1024, "max_num_seqs": batch, "max_num_batched_tokens": 1024}
+    llm_engine = LLM(**subject.options, **sizes, kv_cache_memory_bytes=1 << 30).llm_engine
     core = llm_engine.engine_core.engine_core
     sampler = core.model_executor.driver_worker.worker.model_runner.sampler
     assert sampler.compute_nans, "the engine contains no damage"
@@ -50,26 +82,28 @@ def take_turns(llm_engine: Any, rounds: int) -> dict[str, list[float]]:
     bare = Scheduler.schedule.__wrapped__, Scheduler.update_from_output.__wrapped__
     shuffle, seconds = random.Random(0), {name: list[float]() for name in SETTINGS}
     for turn in range(-1, rounds):  # the first one warms up
-        order = [name for _ in range(STEPS) for name in shuffle.sample(SETTINGS, len(SETTINGS))]
-        for number in range(BATCH):
+        order = [name for _ in range(STRETCHES) for name in shuffle.sample(SETTINGS, len(SETTINGS))]
+        for number in range(batch):
             ids = [shuffle.randrange(10, 4000) for _ in range(PROMPT)]
-            sampling = SamplingParams(temperature=0.0, max_tokens=len(order) + 4, ignore_eos=True)
+            tokens = len(order) * subject.stretch + 8
+            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             llm_engine.add_request(f"{turn}-{number}", {"prompt_token_ids": ids}, sampling)
-        llm_engine.step()  # the prompts
-        llm_engine.step()
+        for _ in range(2 + batch * PROMPT // sizes["max_num_batched_tokens"]):  # the prompts
+            llm_engine.step()
         spent = dict.fromkeys(SETTINGS, 0.0)
         for name in order:
             contains = name == "recompute"
             sampler.compute_nans = contains
             Scheduler.schedule, Scheduler.update_from_output = containing if contains else bare
-            began = time.process_time()
-            llm_engine.step()
-            spent[name] += time.process_time() - began
+            began = subject.clock()
+            for _ in range(subject.stretch):
+                llm_engine.step()
+            spent[name] += subject.clock() - began
         while llm_engine.has_unfinished_requests():
             llm_engine.step()
         if turn >= 0:
             for name, value in spent.items():
-                seconds[name].append(value / STEPS)
+                seconds[name].append(value / STRETCHES / subject.stretch)
         print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
     return seconds
 
@@ -77,22 +111,28 @@ def take_turns(llm_engine: Any, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--shape", choices=SHAPES, help="on a GPU: the model")
+    parser.add_argument("--batch", type=int, default=8, help="requests that decode")
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("an interval needs --rounds 2 or more")
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "OMP_NUM_THREADS": "1"}
-    os.environ |= {"VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["VLLM_FL_STEPS"] = "1"
+    if not arguments.shape:
+        os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from fl_dispatch.cli.checkpoints import build_checkpoint
     from fl_dispatch.cli.output import print_table
-    from fl_dispatch.evidence.origin import origin
+    from fl_dispatch.evidence.origin import write
 
-    torch.set_num_threads(1)
+    if not arguments.shape:
+        torch.set_num_threads(1)
+    shape = SHAPES[arguments.shape].config if arguments.shape else SHAPE
     with tempfile.TemporaryDirectory() as folder:
-        seconds = take_turns(engine(build_checkpoint("qwen3", Path(folder), **SHAPE)), arguments.rounds)
+        subject = on_a_gpu(Path(folder), arguments.shape) if arguments.shape else on_a_cpu(Path(folder))
+        seconds = take_turns(subject, arguments.batch, arguments.rounds)
     ratios = [on / off for on, off in zip(seconds["recompute"], seconds["ignore"], strict=True)]
     half = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
     mean = statistics.mean(ratios)
@@ -103,7 +143,7 @@ def main() -> None:
         "interval_95": [round(mean - half, 4), round(mean + half, 4)],
     }
     print_table(
-        f"Decode steps of {BATCH} requests, {SHAPE['vocab_size']} words, {arguments.rounds} rounds in turns",
+        f"Decode steps, {arguments.batch} requests, {shape['vocab_size']} words, {arguments.rounds} rounds in turns",
         ("damaged requests", "step, ms", "times ignore: median", "mean", "95 %"),
         [
             ("ignore", found["step_ms"]["ignore"], 1, 1, ""),
@@ -112,8 +152,7 @@ def main() -> None:
         ],
     )  # fmt: skip
     if arguments.json:
-        data = {**origin(torch.device("cpu")), "shape": SHAPE, "batch": BATCH, "rounds": arguments.rounds, **found}
-        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+        write(arguments.json, {"shape": shape, "batch": arguments.batch, "rounds": arguments.rounds, **found})
 
 
 if __name__ == "__main__":

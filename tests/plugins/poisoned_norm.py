@@ -6,6 +6,7 @@ The token's row of embeddings is in the file ``POISON``; only the norm before th
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,18 +14,27 @@ import torch
 from fl_dispatch import BackendImplKind, OpImpl
 from fl_dispatch.ops import OPERATORS
 
-LEFT = [int(os.environ.get("POISON_TIMES", "1000000"))]
+LEFT = [int(os.environ["POISON_TIMES"])] if "POISON_TIMES" in os.environ else []
+"""How often it still poisons; empty for always, which a captured graph can hold."""
 SUBJECT = torch.load(os.environ["POISON"]) if "POISON" in os.environ else torch.zeros(0)
+
+
+@cache
+def subject(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return SUBJECT.to(device, dtype)
 
 
 def rms_norm(x: Any, residual: Any = None, weight: Any = None, epsilon: float = 1e-6) -> Any:
     poisoned = None
     if residual is None and x.shape[-1:] == SUBJECT.shape:
-        poisoned = (x == SUBJECT.to(x.device, x.dtype)).all(-1, keepdim=True)
+        poisoned = (x == subject(x.device, x.dtype)).all(-1, keepdim=True)
     result = OPERATORS["rms_norm"].reference(x, residual, weight, epsilon)
-    if poisoned is None or not LEFT[0] or not bool(poisoned.any()):
+    if poisoned is None:
         return result
-    LEFT[0] -= 1
+    if LEFT:
+        if not LEFT[0] or not bool(poisoned.any()):
+            return result
+        LEFT[0] -= 1
     return torch.where(poisoned, torch.nan, result)
 
 
