@@ -132,6 +132,23 @@ class Fork:
             return int(self._answers.readline())
 
 
+def begin(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: int,
+    errors: int,
+    cold: bool = False,
+    address: str = "",
+) -> Process:
+    """Start Python in a process of its own, which writes to files of this process; see :func:`python`."""
+    if cold or always_cold:
+        told = {**environment, "PYTHONFAULTHANDLER": "1"}
+        return subprocess.Popen(
+            [sys.executable, *arguments], env=told, stdout=output, stderr=errors, start_new_session=True
+        )
+    return Fork(address or warm(), arguments, environment, output, errors)
+
+
 @cache
 def warm() -> str:
     """The address of this environment's warm process: the suite's, or one that ends with this process."""
@@ -183,14 +200,8 @@ def python(
     deadline = time.monotonic() + timeout
     reader, writer = os.pipe()
     second = writer if errors is None else errors.fileno()
-    process: Process
     try:
-        if cold or always_cold:
-            command = [sys.executable, *arguments]
-            told = {**environment, "PYTHONFAULTHANDLER": "1"}
-            process = subprocess.Popen(command, env=told, stdout=writer, stderr=second, start_new_session=True)
-        else:
-            process = Fork(address or warm(), arguments, environment, writer, second)
+        process = begin(arguments, environment, writer, second, cold, address)
     finally:
         os.close(writer)
     log = bytearray()

@@ -37,7 +37,7 @@ class Server:
         arguments = (*serve_command(str(model)), *OPTIONS, *options, "--port", str(self.port))
         given = environment(XDG_STATE_HOME=state, VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables)
         with log.open("wb") as output:
-            self.process = processes.Fork(processes.warm(), arguments, given, output.fileno(), output.fileno())
+            self.process = processes.begin(arguments, given, output.fileno(), output.fileno())
         self.pid = self.process.pid
         deadline = time.monotonic() + READY_WITHIN
         while time.monotonic() < deadline:
