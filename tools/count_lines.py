@@ -48,7 +48,7 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_250, tokens=11_880),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=4_970, tokens=64_100),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_030, tokens=121_850),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_435, tokens=45_800),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_480, tokens=46_200),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_835, tokens=61_300),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_650, tokens=32_750),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_020, tokens=84_420),

@@ -1,15 +1,41 @@
-"""Damaged rows of logits: one reduction on the device."""
+"""Damaged rows of logits: they are marked, and overwritten, in one pass on the device."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+WITHOUT_KERNEL = {"cpu"}
+"""Types of devices on which PyTorch's operators do the work: Triton has no compiler for them, or it failed."""
 
 
 def damaged_rows(logits: Tensor) -> Tensor:
-    """1 for each row ``[rows, vocabulary]`` with NaN or infinity, else 0, in int32.
+    """Mark rows with NaN or infinity, and overwrite them by zeros.
 
-    Negative infinity beside numbers is a mask, which models have; a row of it alone is damaged.
+    From NaN a sampler may take a token beyond the vocabulary, and the next step, which is under way before the host
+    knows of the damage, would read past the table of embeddings. Negative infinity beside numbers is a mask, which
+    models have; a row of it alone is damaged.
+
+    Args:
+        logits: ``[rows, vocabulary]``, floating point; damaged rows are overwritten.
+
+    Returns:
+        1 for each damaged row, else 0, ``[rows]``, int32.
     """
+    kind = logits.device.type
+    if kind not in WITHOUT_KERNEL and logits.stride(-1) == 1:
+        try:
+            from .rows_kernel import damaged_rows_in_one_launch
+
+            return damaged_rows_in_one_launch(logits)
+        except Exception as error:  # no Triton, or none that compiles it for this chip
+            WITHOUT_KERNEL.add(kind)
+            logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
     highest = logits.amax(-1)
-    return (highest - highest).ne(0).to(torch.int32)  # NaN from NaN and from infinity
+    damaged = (highest - highest).ne(0)  # NaN from NaN and from infinity
+    if kind != "cpu" or bool(damaged.any()):  # elsewhere the question would wait for the device
+        logits.masked_fill_(damaged.unsqueeze(-1), 0.0)
+    return damaged.int()

@@ -46,14 +46,14 @@ def int8_caches(
 ) -> tuple[Tensor, ...]:
     """Both caches in int8, then their scales: in the caches' memory, behind each head's numbers, or apart.
 
-    Numbers are as near to one as those of :meth:`Source.normal`.
+    Numbers are as large as those of :meth:`Source.normal` or smaller: tolerances of a mean are for such values.
     """
     beside = 0 if layout == "keys transposed" else BESIDE
     shape = (blocks * kv_heads * block_size, sum(dims) + 2 * beside)
     numbers = torch.randint(-127, 128, shape, generator=source.generator).to(source.device, torch.int8)
     found, scales = [], []
     for cache, dim in zip(caches(numbers, kv_heads, dims[0] + beside, block_size, layout), dims, strict=True):
-        drawn = (source.normal(blocks, block_size, kv_heads).abs().float() + 1) / 127
+        drawn = (source.normal(blocks, block_size, kv_heads).abs().float() / 2 + 1) / 127
         if beside:
             inside = cache[..., dim:].view(torch.float32).squeeze(-1)
             drawn = inside.copy_(drawn)

@@ -1,0 +1,42 @@
+"""The kernel of :mod:`rows`: a program looks at one row, and reads it a second time only to overwrite it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 8192
+"""Elements that a program reads at a time."""
+WARPS = 8
+
+
+@triton.jit(do_not_specialize=["width"])
+def _mark(logits, marks, STRIDE, width, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    source = logits + row.to(tl.int64) * STRIDE
+    lowest = float("-inf")
+    highest = tl.full((TILE,), lowest, tl.float32)
+    damaged = tl.zeros((TILE,), tl.int32)
+    for start in range(0, width, TILE):
+        column = start + tl.arange(0, TILE)
+        x = tl.load(source + column, mask=column < width, other=lowest).to(tl.float32)
+        damaged |= (~(x < float("inf"))).to(tl.int32)
+        highest = tl.maximum(highest, x)
+    mark = (tl.max(damaged, 0) > 0) | (tl.max(highest, 0) == lowest)
+    tl.store(marks + row, mark.to(tl.int32))
+    if mark:
+        zeros = tl.zeros((TILE,), logits.dtype.element_ty)
+        for start in range(0, width, TILE):
+            column = start + tl.arange(0, TILE)
+            tl.store(source + column, zeros, mask=column < width)
+
+
+def damaged_rows_in_one_launch(logits: Tensor) -> Tensor:
+    """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row lie side by side."""
+    rows, width = logits.shape
+    marks = logits.new_empty(rows, dtype=torch.int32)
+    if rows:
+        _mark[(rows,)](logits, marks, logits.stride(0), width, TILE=TILE, num_warps=WARPS)
+    return marks

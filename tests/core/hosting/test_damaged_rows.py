@@ -1,0 +1,80 @@
+"""Rows of logits with NaN or infinity are marked and overwritten; all others stay as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_dispatch.hosting.damage import rows
+from interpreting import run
+
+NAN, INF = float("nan"), float("inf")
+WIDTH = 20_000
+"""Elements of a row: several tiles of a program, of which the last one is not full."""
+CHANGES: list[tuple[dict[int, float], bool]] = [
+    ({}, False),
+    ({19_999: NAN}, True),
+    ({0: INF}, True),
+    ({8192: -INF, 3: -INF}, False),
+    (dict.fromkeys(range(WIDTH), -INF), True),
+    ({**dict.fromkeys(range(WIDTH), -INF), 7: 1.0}, False),
+    ({5: NAN, 6: INF, 7: -INF}, True),
+]
+"""Elements of rows that a fault or a mask has changed, and whether it was a fault."""
+
+
+def logits(dtype: torch.dtype) -> torch.Tensor:
+    made = torch.randn(len(CHANGES), WIDTH + 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for row, (changes, _) in zip(made, CHANGES, strict=True):
+        for column, value in changes.items():
+            row[column] = value
+    return made[:, :WIDTH]
+
+
+def check(found: Any, before: torch.Tensor, after: torch.Tensor) -> None:
+    faults = [fault for _, fault in CHANGES]
+    assert [bool(mark) for mark in found] == faults
+    assert [bool((row == 0).all()) for row in after] == faults
+    kept = ~torch.tensor(faults)
+    torch.testing.assert_close(after[kept], before[kept], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pytorchs_operators_mark_and_overwrite_damaged_rows(dtype: torch.dtype) -> None:
+    given = logits(dtype)
+    before = given.clone()
+    check(rows.damaged_rows(given).tolist(), before, given)
+
+
+KERNEL = """
+import json, sys, torch
+sys.path[:0] = {folders!r}
+from test_damaged_rows import check, logits
+from fl_dispatch.hosting.damage import rows
+rows.WITHOUT_KERNEL.clear()
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    given = logits(dtype)
+    before, behind = given.clone(), given._base[:, -8:].clone()
+    check(rows.damaged_rows(given).tolist(), before, given)
+    assert torch.equal(given._base[:, -8:], behind)
+assert rows.damaged_rows(given[:0]).tolist() == []
+print(json.dumps(sorted(rows.WITHOUT_KERNEL)))
+"""
+
+
+def test_the_kernel_does_the_same_in_the_interpreter() -> None:
+    here = Path(__file__).parent
+    folders = [str(here), str(here.parents[1] / "support")]
+    assert json.loads(run(KERNEL.format(folders=folders)).splitlines()[-1]) == []
+
+
+def test_where_the_kernel_fails_pytorchs_operators_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "WITHOUT_KERNEL", set())
+    given = logits(torch.float32)  # on a CPU, for which Triton has no compiler
+    before = given.clone()
+    check(rows.damaged_rows(given).tolist(), before, given)
+    assert sorted(rows.WITHOUT_KERNEL) == ["cpu"]
