@@ -558,7 +558,7 @@ def main() -> None:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "shape": options.shape,
-        "cells": {name: dict(known[name].variables) for name in found["started"]},
+        "cells": {name: {**known[name].variables, **known[name].engine} for name in found["started"]},
         "rounds": options.rounds,
         "layers": layers,
         "sampled, routers spread": bool(shape.experts),

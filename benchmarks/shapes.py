@@ -277,7 +277,7 @@ SHAPES: Mapping[str, Shape] = {
         DEEPSEEK_V3_2,
         ("mla_decode", "mla_prefill", "index_key_write", "index_topk", "mla_sparse"),
         (),
-        {"auto": None, "sm90": "FLASHINFER_MLA_SPARSE_SM90"},
+        {"auto": None, "fa3": "FLASH_ATTN_MLA_SPARSE", "flashmla": "FLASHMLA_SPARSE"},
         576 + 66,
         597.5,
         1853.4,
