@@ -71,6 +71,7 @@ def _written(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: T
 
 
 @operator(
+    hints=("may_skip",),
     writes={"key_cache": STATE, "key_scales": STATE},
     small_state=SmallState(_small_caches, _written),
     modes=MODES,
@@ -82,7 +83,13 @@ def _written(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: T
     work=_write_work,
     waits=True,
 )
-def index_key_write(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None = None) -> None:
+def index_key_write(
+    key: Tensor,
+    key_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scales: Tensor | None = None,
+    may_skip: bool | None = None,
+) -> None:
     """Store the index keys of new tokens in their paged cache.
 
     Token ``t`` goes to block ``slot_mapping[t] // block_size`` at offset ``slot_mapping[t] % block_size``; a negative
@@ -99,6 +106,7 @@ def index_key_write(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_sc
         slot_mapping: ``[at most tokens]``, int64.
         key_scales: ``[blocks, block_size, dim / 128 rounded up]``, float32, a view in any strides, of a cache in
             float8_e4m3fn; ``None`` for others. The addressed slots are overwritten.
+        may_skip: hint: ``False`` where the caller knows that no slot is negative.
     """
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots, block_size = slot_mapping[tokens], key_cache.shape[1]

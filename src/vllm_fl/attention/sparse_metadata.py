@@ -1,7 +1,8 @@
 """A step's batch as sparse latent attention and its indexer see it.
 
 A batch in which every request has at most ``topk`` tokens takes dense latent attention, as vLLM's own classes have it:
-its indexer writes keys, and lists nothing. A captured graph always lists.
+its indexer writes keys, and lists nothing. A captured graph always lists, and so does every batch with
+``sparse_mla_force_mqa``.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ INDEX_OPERATORS = ("index_key_write", "index_topk")
 """The operators of an indexer."""
 
 
-def topk_of(vllm_config: VllmConfig) -> int:
-    """The most tokens that a query of the model attends to."""
+def longest_dense(vllm_config: VllmConfig) -> int:
+    """The most tokens of a request that takes dense attention: as many as a query attends to, or none on demand."""
     topk: int = vllm_config.model_config.hf_text_config.index_topk
-    return topk
+    return 0 if vllm_config.attention_config.sparse_mla_force_mqa else topk
 
 
 @dataclass
@@ -56,12 +57,12 @@ class SparseMLAFLMetadataBuilder(MLAFLMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[arg-type]
         self.metadata_cls = SparseMLAFLMetadata
-        self.topk = topk_of(vllm_config)
+        self.longest_dense = longest_dense(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseMLAFLMetadata:
-        if common_attn_metadata.max_seq_len > self.topk:
+        if common_attn_metadata.max_seq_len > self.longest_dense:
             return self._listing(common_attn_metadata)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         assert isinstance(metadata, SparseMLAFLMetadata)
@@ -119,12 +120,12 @@ class IndexFLMetadataBuilder(AttentionMetadataBuilder[IndexFLMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: object
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.topk = topk_of(vllm_config)
+        self.longest_dense = longest_dense(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> IndexFLMetadata:
-        return self._built(common_attn_metadata, common_attn_metadata.max_seq_len > self.topk)
+        return self._built(common_attn_metadata, common_attn_metadata.max_seq_len > self.longest_dense)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> IndexFLMetadata:
         return self._built(common_attn_metadata, True)

@@ -23,6 +23,7 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.ops.quantization import FP8
 from fl_dispatch.ops.sparse_mla import INDEX_GROUP
 
+from ..attention.cache_slots import real
 from ..attention.sparse import SparseMLAFLImpl
 from ..attention.sparse_metadata import INDEX_OPERATORS, IndexFLBackend, IndexFLMetadata
 from ..compat.indexer import replace_indexer
@@ -81,6 +82,8 @@ class IndexerFL(Indexer):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        if (check := getattr(self.quant_config, "fl_check_index_keys", None)) is not None:
+            check(self.wk_weights_proj, f"{self.prefix}.wk")
         del self.indexer_op
         self.k_cache.fl_settle(self.head_dim, vllm_config.model_config.dtype, stores_fp8(vllm_config))
         self.fl_dtype = vllm_config.model_config.dtype
@@ -122,8 +125,8 @@ class IndexerFL(Indexer):
 
     def fl_index(self, query: Tensor, weights: Tensor, key: Tensor, lists: Tensor, batch: IndexFLMetadata) -> None:
         """Write keys ``[tokens, dim]``, and fill rows of ``lists`` if the batch's attention wants them."""
-        cache, slots = self.k_cache, batch.slot_mapping
-        self.fl_write(key[: slots.shape[0]], cache.fl_keys, slots, cache.fl_scales)
+        cache, (slots, may_skip) = self.k_cache, real(batch.slot_mapping)
+        self.fl_write(key[: slots.shape[0]], cache.fl_keys, slots, cache.fl_scales, may_skip=may_skip)
         if batch.lists:
             tokens, topk = batch.num_actual_tokens, self.topk_tokens
             self.fl_list(

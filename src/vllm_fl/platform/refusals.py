@@ -176,11 +176,8 @@ def _sparse_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (not current_platform.is_out_of_tree(), f"{sparse} on vLLM's own platform (VLLM_FL_NATIVE_PLATFORM)"),
         (not versions.is_tested(), f"{sparse} with vLLM {versions.host_version()}"),
         (vllm_config.speculative_config is not None, f"speculative decoding by {sparse}"),
-        (vllm_config.model_config.quantization is not None, f"quantized weights with {sparse}"),
-        (vllm_config.cache_config.cache_dtype in kv_layout.QUANTIZED_DTYPES, f"a quantized KV cache for {sparse}"),
         (vllm_config.lora_config is not None, f"LoRA with {sparse}"),
         (vllm_config.kv_transfer_config is not None, f"KV transfer with {sparse}"),
-        (attention.sparse_mla_force_mqa, f"{sparse} with sparse_mla_force_mqa"),
         (attention.hisparse_config is not None, f"{sparse} with a cache on the host (hisparse_config)"),
         (
             attention.indexer_kv_dtype not in ("auto", "bf16", "fp8"),

@@ -75,6 +75,23 @@ class Served:
             raise refused(f"a quantized head ({prefix})")
         return method
 
+    def fl_check_index_keys(self, layer: Any, prefix: str) -> None:
+        """Refuse a weight of index keys that vLLM's loader does not dequantize; ``prefix``: its name in checkpoints.
+
+        It does those of fp8 with a scale a block or column, and would load others as if they were plain.
+
+        Raises:
+            ValueError: for such a weight.
+        """
+        asked = copy(layer)  # a scheme is kept in the layer that was asked for
+        method = self.fl_method(asked, prefix)
+        scheme = getattr(asked, "scheme", method)
+        by_columns = getattr(getattr(scheme, "strategy", None), "value", None) == schemes.CHANNEL
+        fp8s = isinstance(scheme, Fp8MethodFL | vllms.CompressedTensorsW8A8Fp8)
+        known = fp8s and (scheme.weight_block_size or by_columns)
+        if not known and not isinstance(method, (UnquantizedLinearMethod, NoneType)):
+            raise refused(f"index keys with such a quantized weight ({prefix})", remedies.INDEX_KEYS)
+
     def _experts(self, layer: Any, prefix: str) -> Any:
         kind, scheme = type(layer), self.fl_experts(layer, prefix)
         if isinstance(scheme, str):

@@ -19,12 +19,12 @@ from torch import Tensor
 from fl_dispatch.cli.half_precision import LARGEST, MEAN
 from host_engines import WRONG, Answer, Call, Engine, Host, Pass, Scenario, Served, clean, ran
 from quantized_mixture import LATENT_LAYERS, latent
-from quantized_network import Computed, computed, distance, network, scores, with_fp8_latents
+from quantized_network import CHUNK, Computed, computed, distance, network, scores, with_fp8_latents
 from running import MAX_TOKENS, PROMPTS
 
 OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
-CHUNK, BLOCK = 64, 16
-"""Tokens of a step at most, and of a block."""
+BLOCK = 16
+"""Tokens of a block."""
 ENGINE = {"kv_cache_dtype": "fp8", "max_num_seqs": 1, "max_num_batched_tokens": CHUNK}
 ALL_ONE = (1.0,) * LATENT_LAYERS
 SCALES = (0.011, 0.017, 0.023)
@@ -50,7 +50,7 @@ def rounded(
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """The network of a checkpoint with such a cache."""
-    return with_fp8_latents(network(None, model=model, dtype=dtype), scales, of)
+    return with_fp8_latents(network(None, model=model, dtype=dtype), scales, None if of is read_from_cache else of)
 
 
 def is_as_near_in_bfloat16(model: Path, texts: Sequence[Sequence[int]], got: Tensor) -> bool:
@@ -70,11 +70,13 @@ def others(
     model: Path, scales: Sequence[float], texts: Sequence[Sequence[int]], of: Callable[[int], Sequence[int]] = own
 ) -> dict[str, Tensor]:
     """Log-probabilities of networks with other caches."""
+    plain = network(None, model=model)
     found = {
-        "not quantized": scores(network(None, model=model), texts),
+        "not quantized": scores(plain, texts),
         "other scales": scores(rounded(model, [PLANTED * scale for scale in scales], of), texts),
-        "other steps": scores(rounded(model, scales, read_from_cache if of is own else own), texts),
     }
+    if not hasattr(plain.config, "index_topk"):  # lists are of what was stored
+        found["other steps"] = scores(rounded(model, scales, read_from_cache if of is own else own), texts)
     if len({*scales}) > 1:
         found["scales of the layer before"] = scores(rounded(model, (scales[-1], *scales[:-1]), of), texts)
     return found
@@ -119,6 +121,8 @@ class LatentCaches(Scenario):
     """The run that is asked with a wrong implementation of each operator too."""
     READS: ClassVar[Callable[[int], Sequence[int]]] = staticmethod(own)
     """As :func:`own`."""
+    ROUNDINGS: ClassVar[float] = 1
+    """How many times as far as drawn roundings an engine may be from the network."""
     PLACE: ClassVar[Mapping[str, str]] = {}
     """Further arguments of ``Host.serve``."""
 
@@ -141,7 +145,8 @@ class LatentCaches(Scenario):
         """
         found: list[Pass | Call] = [Pass(scores=True), Pass()]
         if run.scales is not ALL_ONE:
-            found = [self.scaled(run.scales), *found, self.scaled([PLANTED * scale for scale in run.scales]), Pass()]
+            planted = self.scaled([PLANTED * scale for scale in run.scales])
+            found = [self.scaled(run.scales), *found, planted, Pass()]
         wrong = reversed(self.OPERATORS if run is self.WRONG else ())
         return [*found, *(Pass(orders={operator: WRONG}) for operator in wrong)]
 
@@ -183,9 +188,10 @@ class LatentCaches(Scenario):
         self, single: Run, right: Callable[[Run], Any], model: Path
     ) -> None:
         texts, got, there = right(single)
-        assert distance(got, there.scores) <= there.rounding
+        bound = self.ROUNDINGS * there.rounding
+        assert distance(got, there.scores) <= bound
         for other, wrong in others(model, single.scales, texts, self.READS).items():
-            assert distance(got, wrong) > there.rounding, other
+            assert distance(got, wrong) > bound, other
         assert there.decides(PROMPTS, MAX_TOKENS)
 
     def test_a_prompt_is_found_in_the_cache(self, run: Run, passes: Callable[[Run], list[Answer]]) -> None:

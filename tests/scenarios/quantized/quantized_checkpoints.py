@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,10 @@ class Scheme:
         """The scheme of a product of the model, or of its weight."""
         return self.layers[int(name.split("layers.")[1].split(".", maxsplit=1)[0])] if self.layers else self
 
+    def leaves(self, name: str) -> bool:
+        """Whether the checkpoint names a product as one that it leaves as it is."""
+        return False
+
 
 ONLY = ("weight_only_linear",)
 STATIC = 0.05
@@ -390,18 +394,20 @@ QUANTIZED = (
     "input_linear",
     "output_linear",
     *(f".w{number}" for number in (1, 2, 3)),
+    "indexer.wq_b",
+    "indexer.wk",
 )
 """Ends of the names of products that checkpoints quantize.
 
-Those published leave routers, convolutions, the small products of a delta net's gates (``in_proj_ba``) and the first
-product of a predictor (``eh_proj``) as they are.
+Those published leave routers, convolutions, the small products of a delta net's gates (``in_proj_ba``), the first
+product of a predictor (``eh_proj``) and an indexer's weights of heads (``weights_proj``) as they are.
 """
 
 
 def is_product(name: str) -> bool:
     """Whether a tensor of a checkpoint is the weight of a product that schemes quantize."""
     module, _, weight = name.rpartition(".")
-    return weight == "weight" and module.endswith(QUANTIZED) and not module.endswith("eh_proj")
+    return weight == "weight" and module.endswith(QUANTIZED) and not module.endswith(("eh_proj", "weights_proj"))
 
 
 CACHE_SCALES = ((0.011, 0.0023), (0.017, 0.0031), (0.023, 0.0041), (0.029, 0.0053))
@@ -410,13 +416,14 @@ CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric
 """The part of a ``compressed-tensors`` configuration that announces scales of the cache."""
 
 
-def _leaving_others(quantization: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Mapping[str, Any]:
+def _leaving_others(scheme: Scheme, stored: Mapping[str, Tensor]) -> Mapping[str, Any]:
     """A quantization that leaves other layers of the checkpoint alone, in the words of its method; ``stored``: tensors.
 
-    Those are routers, gates and convolutions; embeddings and heads are left anyhow.
+    Those are routers, gates and convolutions, and what the scheme names; embeddings and heads are left anyhow.
     """
+    quantization = scheme.config
     weights = [name for name, tensor in stored.items() if name.endswith(".weight") and tensor.dim() > 1]
-    found = [name.removesuffix(".weight") for name in weights if not is_product(name)]
+    found = [name.removesuffix(".weight") for name in weights if not is_product(name) or scheme.leaves(name)]
     left = [name for name in found if not name.endswith(("embed_tokens", "embeddings", "lm_head"))]
     if not left:
         return quantization
@@ -459,7 +466,7 @@ def write_checkpoint(
             stored[f"model.layers.{layer}.{owner}.{letter}_scale"] = torch.tensor([scale])
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = _leaving_others(scheme.config, plain)
+    config["quantization_config"] = _leaving_others(scheme, plain)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -476,6 +483,29 @@ class Partly(Scheme):
 
     def of(self, name: str) -> Scheme:
         return PLAIN if name.removesuffix(".weight").rpartition(".")[2] in self.left else self
+
+
+@dataclass(frozen=True)
+class WithIndexer(Scheme):
+    """A kind of checkpoint of a model with an indexer.
+
+    Its index keys' weight is in fp8 in blocks, which hosts dequantize to bfloat16 as they load it, or as it was.
+    """
+
+    def of(self, name: str) -> Scheme:
+        if "indexer.wk" not in name:
+            return self
+        if self.leaves(name):
+            return PLAIN
+
+        def write(weight: Tensor) -> Written:
+            stored, whole = self.write(weight)
+            return stored, whole.bfloat16().float()
+
+        return replace(PLAIN, write=write)
+
+    def leaves(self, name: str) -> bool:
+        return "indexer.wk" in name and self.layer != "Fp8BlockLayer"
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from host_engines import Host
-from quantized_checkpoints import KIMI_K2, SCHEMES, Scheme
+from quantized_checkpoints import KIMI_K2, SCHEMES, Scheme, WithIndexer
 from quantized_engines import QuantizedEngines, Run
+from quantized_network import CHUNK
 
 LAYERS = 2
 SHAPE = {
@@ -91,6 +92,16 @@ def latent(folder: Path, **sizes: Any) -> Path:
     return build_checkpoint("deepseek_v3", folder, **{**LATENT, **sizes})
 
 
+INDEXER: Mapping[str, Any] = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 300}
+"""Sizes of an indexer. Only the longest prompt has more tokens than are listed: rounding turns near choices
+there."""
+
+
+def sparse(folder: Path) -> Path:
+    """Write one of the same sizes with sparse latent attention, a DeepSeek-V3.2."""
+    return build_checkpoint("deepseek_v32", folder, **{**LATENT, **INDEXER})
+
+
 def operator(scheme: Scheme) -> str:
     """The operator that computes a scheme's experts."""
     return "scaled_moe" if "scaled_linear" in scheme.operators else "weight_only_moe"
@@ -148,6 +159,31 @@ class QuantizedLatent(QuantizedEngines):
     def counted(self, run: Run, host: Host) -> Mapping[str, int]:
         products = host.layers.get(run.scheme, run.made.layer)
         return {products: LATENT_PRODUCTS, experts_kernel(run.scheme): LATENT_LAYERS - 1}
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRun(Run):
+    """An engine with a model that has an indexer."""
+
+    @property
+    def made(self) -> Scheme:
+        return WithIndexer(**vars(SCHEMES[self.scheme]))
+
+
+class QuantizedSparse(QuantizedLatent):
+    """The DeepSeek-V3.2, one request at a time, so that no other one decides whether a step lists tokens."""
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"max_num_seqs": 1, "max_num_batched_tokens": CHUNK}
+    OF_INDEXER: ClassVar[int] = 1
+    """Its quantized products: of queries, and where a host does not dequantize their weight of keys."""
+
+    def model(self, run: Run, folder: Path) -> Path:
+        place = folder / "sparse"
+        return place if place.exists() else sparse(place)
+
+    def counted(self, run: Run, host: Host) -> Mapping[str, int]:
+        products = host.layers.get(run.scheme, run.made.layer)
+        return {**super().counted(run, host), products: LATENT_PRODUCTS + LATENT_LAYERS * self.OF_INDEXER}
 
 
 @dataclass(frozen=True, eq=False)

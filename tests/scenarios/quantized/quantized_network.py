@@ -31,6 +31,8 @@ from quantized_checkpoints import Scheme, is_product, nearest
 from running import MAX_TOKENS, reference_network
 from variants import ALPHA, RANK
 
+CHUNK = 64
+"""Tokens of a prompt in a step, at most."""
 DRAWS = 8
 DEVIATIONS = 5
 """Standard deviations above the mean of the draws up to which a distance is rounding's: one of a million is more."""
@@ -113,8 +115,8 @@ def network(
 class _QuantizedCache(DynamicCache):
     """Keys and values as rounding leaves them: a tensor, its layer and whether it is of values → the rounded one."""
 
-    def __init__(self, rounded: Callable[[Tensor, int, bool], Tensor]) -> None:
-        super().__init__()
+    def __init__(self, rounded: Callable[[Tensor, int, bool], Tensor], config: Any) -> None:
+        super().__init__(config=config)
         self.rounded = rounded
 
     def update(self, key: Tensor, value: Tensor, layer: int, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -134,13 +136,15 @@ def _through_fp8(x: Tensor, scale: float) -> Tensor:
     return (nearest(x.float() / scale, torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
-def with_fp8_latents(made: Any, scales: Sequence[float], own: Callable[[int], Sequence[int]]) -> Any:
+def with_fp8_latents(made: Any, scales: Sequence[float], own: Callable[[int], Sequence[int]] | None) -> Any:
     """The network, so that its latent attention reads what a cache in float8_e4m3fn has stored; a scale for each layer.
 
     Args:
         own: the number of a text's tokens → for each, the first one whose latents its step reads as they are, because
-            they are the step's own.
+            they are the step's own. ``None`` where every step reads all of them from the cache.
     """
+    if own is None:
+        return _with_cache(made, lambda x, layer, of_rotary: _through_fp8(x, scales[layer]))
 
     def both(x: Tensor, layer: int, of_rotary: bool) -> Tensor:
         return torch.cat((_through_fp8(x, scales[layer]), x), -2)
@@ -168,7 +172,7 @@ def with_int8_cache(made: Any, largest: int = 127) -> Any:
 
 def _with_cache(made: Any, rounded: Callable[[Tensor, int, bool], Tensor]) -> Any:
     def hook(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-        return given, {**named, "past_key_values": _QuantizedCache(rounded), "use_cache": True}
+        return given, {**named, "past_key_values": _QuantizedCache(rounded, made.config), "use_cache": True}
 
     made.register_forward_pre_hook(hook, with_kwargs=True)
     return made
@@ -204,7 +208,8 @@ def _quantizes_input(change: Any, parts: int) -> Any:
 def _read_by_prompts(attention: Any, change: Any) -> None:
     """Quantize what ``kv_b_proj`` makes keys and values of, as far as steps of several tokens of a request read them.
 
-    A step of one token, such as those after the prompt, multiplies queries with the weights instead.
+    A step of one token, such as those after the prompt, multiplies queries with the weights instead. So does one at the
+    end of which a request has more tokens than are listed.
     """
     forward = attention.forward
 
@@ -214,6 +219,8 @@ def _read_by_prompts(attention: Any, change: Any) -> None:
         split, _ = forward(**given)
         hook.remove()
         prompt = absorbed.shape[1] - MAX_TOKENS
+        if prompt > (topk := getattr(attention.config, "index_topk", prompt)):
+            prompt = topk // CHUNK * CHUNK
         prompt = prompt if prompt > 1 else 0
         return torch.cat((split[:, :prompt], absorbed[:, prompt:]), 1), rest
 

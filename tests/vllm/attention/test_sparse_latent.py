@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 from engines import PROMPTS, STEP, Runs, ran, start
 
+from fl_dispatch.cli.checkpoints import build_checkpoint
 from fl_dispatch.ops.quantization import FP8
+from running import expected_tokens
 from sampling import drawn
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -50,6 +53,46 @@ def test_a_request_takes_dense_attention_until_it_has_more_tokens_than_are_liste
     assert min(calls[name] for name in ("mla_prefill", "mla_decode", "mla_sparse")) > 0
     assert calls["mla_sparse"] == calls["index_topk"] < calls["index_key_write"] == calls["kv_cache_write"]
     assert min(map(len, PROMPTS)) < 20 < max(map(len, PROMPTS))
+
+
+FAULTS = (
+    "the last token of each list is missed",
+    "a chunk of a prompt lists its own tokens alone",
+    "of equal scores the higher position is listed",
+)
+"""Of ``planted_faults``."""
+
+
+def _lower_first(scores: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
+    """``Tensor.topk``, which takes any of equal scores, with the lower position first."""
+    values, places = scores.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Future[dict[str, Any]]]:
+    """A model with one head of an indexer, which gives half of the tokens a score of 0."""
+    model = build_checkpoint(FAMILY, tmp_path_factory.mktemp("ties") / FAMILY, index_n_heads=1)
+    orders = [[f"impl:vendor.planted.{fault.replace(' ', '-')}"] for fault in FAULTS]
+    policies = [{"prefer": "reference", "per_op_order": {"index_topk": order}} for order in orders]
+    steps = [STEP, *({**STEP, "policy": policy, "reset": True} for policy in policies)]
+    variables = {"VLLM_FL_PLUGIN_MODULES": "planted_lists", "VLLM_FL_DENY_VENDORS": "planted"}
+    return model, start(model, *steps, variables=variables)
+
+
+@pytest.fixture
+def expected_of_ties(faulty: tuple[Path, Future[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    monkeypatch.setattr(torch.Tensor, "topk", _lower_first)
+    return expected_tokens(faulty[0])
+
+
+def test_a_wrong_list_changes_the_tokens(
+    faulty: tuple[Path, Future[dict[str, Any]]], expected_of_ties: list[list[int]]
+) -> None:
+    """A row missed, another order of ties, the window of a chunk: each by itself."""
+    right, *wrong = (step["tokens"] for step in faulty[1].result()["steps"])
+    assert right == expected_of_ties
+    assert {fault: tokens != right for fault, tokens in zip(FAULTS, wrong, strict=True)} == dict.fromkeys(FAULTS, True)
 
 
 @pytest.mark.parametrize(

@@ -142,18 +142,7 @@ HOPPER, AMPERE = (
             {"kv_transfer_config": {"kv_connector": "P2pConnector", "kv_role": "kv_both"}},
             "KV transfer with sparse latent attention",
         ),
-        ("deepseek_v32", {"kv_cache_dtype": "fp8"}, "a quantized KV cache for sparse latent attention"),
-        (
-            "deepseek_v32",
-            {"hf_overrides": {"quantization_config": FP8}},
-            "quantized weights with sparse latent attention",
-        ),
         ("deepseek_v32", {"attention_config": {"indexer_kv_dtype": "nvfp4"}}, "index keys of type nvfp4"),
-        (
-            "deepseek_v32",
-            {"attention_config": {"sparse_mla_force_mqa": True}},
-            "sparse latent attention with sparse_mla_force_mqa",
-        ),
         ("deepseek_v3", {"hf_overrides": {"index_topk": 64}}, "this model's sparse attention"),
         (
             "deepseek_v2",
@@ -164,7 +153,7 @@ HOPPER, AMPERE = (
         ("qwen3", {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
         ("qwen3", {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
         ("qwen3", {"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of type fp8_e5m2"),
-        ("deepseek_v2", {"kv_cache_dtype": "fp8_ds_mla"}, "a KV cache of type fp8_ds_mla"),
+        ("deepseek_v32", {"kv_cache_dtype": "fp8_ds_mla"}, "a KV cache of type fp8_ds_mla"),
         (
             "qwen3",
             {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},

@@ -39,6 +39,7 @@ ORDER = "export with actorder 'static', which keeps columns in place"
 VERSION = "export with version 'gemm'"
 UNUSUAL_VERSIONS = ("gemv", "gemv_fast", "marlin")
 """Orders of ``awq`` weights in files other than ``gemm``'s."""
+INDEX_KEYS = "leave 'indexer.wk' as it is, or quantize to fp8 in blocks"
 HEADS = "export with strategy 'tensor', or give --kv-cache-dtype bfloat16"
 SCALE_A_HEAD = "a KV cache in fp8 with a scale for each head ('kv_cache_scheme' with strategy 'attn_head')"
 
