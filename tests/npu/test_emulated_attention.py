@@ -154,3 +154,53 @@ def test_parts_of_attention_merge_to_the_whole(normal: Numbers) -> None:
     merged, total = torch_npu.npu_attention_update(lse, out, 1)
     close(merged, scores.softmax(-1) @ values)
     close(total, scores.logsumexp(-1))
+
+
+KEYS, QUERIES = [33, 40, 20], [1, 5, 20]
+TABLE = torch.tensor([[7, 2, 9], [1, 11, 4], [3, 6, 0]], dtype=torch.int32)
+
+
+def integers(*shape: int) -> torch.Tensor:
+    """Numbers whose sums of products float32 has, so that equal scores are equal."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(0)).half()
+
+
+def test_the_indexer_lists_the_best_keys_and_of_equal_ones_the_first() -> None:
+    query, weights, cache = integers(26, 4, 128), integers(26, 4).float(), integers(12, 16, 1, 128)
+    ends = torch.tensor(QUERIES).cumsum(0).int()
+    found, _ = torch_npu.npu_lightning_indexer(
+        query.npu(), cache.npu(), weights.npu(), actual_seq_lengths_query=ends.npu(),
+        actual_seq_lengths_key=npu(KEYS, torch.int32), block_table=TABLE.npu(), layout_query="TND",
+        layout_key="PA_BSND", sparse_count=8, sparse_mode=3,
+    )  # fmt: skip
+    for number, end in enumerate(ends.tolist()):
+        keys = cache[TABLE[number].long()].view(48, 128)
+        for row in range(end - QUERIES[number], end):
+            seen = KEYS[number] - (end - row) + 1
+            scores = [float(weights[row] @ (query[row].float() @ key.float()).relu()) for key in keys[:seen]]
+            best = sorted(range(seen), key=lambda place: (-scores[place], place))[:8]
+            assert found[row, 0].tolist() == best + [-1] * (8 - len(best))
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_sparse_attention_reads_listed_keys_alone(paged: bool, normal: Numbers) -> None:
+    query, rope = normal(26, 4, 512, dtype=torch.bfloat16), normal(26, 4, 64, dtype=torch.bfloat16)
+    latents, ropes = (normal(12, 16, 1, size, dtype=torch.bfloat16) for size in (512, 64))
+    lists = torch.tensor([[3, 19, -1]], dtype=torch.int32).expand(26, 1, 3).contiguous()
+    ends = torch.tensor(QUERIES).cumsum(0).int()
+    keys = [
+        [one[TABLE[n].long()].view(48, 1, -1)[:length] for one in (latents, ropes)] for n, length in enumerate(KEYS)
+    ]
+    given = (latents, ropes) if paged else tuple(torch.cat(parts) for parts in zip(*keys, strict=True))
+    lengths = torch.tensor(KEYS, dtype=torch.int32)
+    made, *_ = torch_npu.npu_sparse_flash_attention(
+        query.npu(), given[0].npu(), given[0].npu(), lists.npu(), 1 / 24, query_rope=rope.npu(),
+        key_rope=given[1].npu(), block_table=TABLE.npu() if paged else None, actual_seq_lengths_query=ends.npu(),
+        actual_seq_lengths_kv=(lengths if paged else lengths.cumsum(0).int()).npu(), layout_query="TND",
+        layout_kv="PA_BSND" if paged else "TND", sparse_mode=0, attention_mode=2,
+    )  # fmt: skip
+    for number, end in enumerate(ends.tolist()):
+        latent, rotary = (one[[3, 19]].squeeze(1).double() for one in keys[number])
+        for row in range(end - QUERIES[number], end):
+            scores = torch.cat((query[row], rope[row]), -1).double() @ torch.cat((latent, rotary), -1).t() / 24
+            close(made[row], scores.softmax(-1) @ latent, atol=1e-2, rtol=1e-2)

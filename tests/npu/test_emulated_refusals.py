@@ -103,6 +103,31 @@ def quantized(kind: torch.dtype = torch.float32, **changed: Any) -> Any:
     return torch_npu.npu_quantize(**arguments)
 
 
+def listed(**changed: Any) -> Any:
+    arguments = {
+        "query": ones(3, 8, 128), "key": ones(4, 16, 1, 128), "weights": ones(3, 8, dtype=torch.float32),
+        "actual_seq_lengths_query": ints([2, 3]), "actual_seq_lengths_key": ints([20, 3]),
+        "block_table": ints([[1, 2], [3, 0]]), "layout_query": "TND", "layout_key": "PA_BSND", "sparse_count": 4,
+    } | changed  # fmt: skip
+    return torch_npu.npu_lightning_indexer(
+        arguments.pop("query"), arguments.pop("key"), arguments.pop("weights"), **arguments
+    )
+
+
+def sparse(**changed: Any) -> Any:
+    arguments = {
+        "query": ones(3, 8, 512), "key": ones(4, 16, 1, 512), "lists": ints([[[0, 19]], [[5, -1]], [[2, 1]]]),
+        "query_rope": ones(3, 8, 64), "key_rope": ones(4, 16, 1, 64), "block_table": ints([[1, 2], [3, 0]]),
+        "actual_seq_lengths_query": ints([2, 3]), "actual_seq_lengths_kv": ints([20, 3]), "layout_query": "TND",
+        "layout_kv": "PA_BSND", "sparse_mode": 0, "attention_mode": 2,
+    } | changed  # fmt: skip
+    key = arguments.pop("key")
+    value = arguments.pop("value", key)
+    return torch_npu.npu_sparse_flash_attention(
+        arguments.pop("query"), key, value, arguments.pop("lists"), 0.1, **arguments
+    )
+
+
 def update(dim: int) -> Any:
     return torch_npu.npu_attention_update([ones(3, dtype=torch.float32)], [ones(3, dim)], 0)
 
@@ -158,6 +183,30 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: attend(num_heads=3), "TND has 2 heads, and 3 are named"),
     (lambda: attend(input_layout="BSND", query=(2, 4, 2, 128)), "block_size=16; 128, 256, 384 or 512"),
     (lambda: attend(quant_scale1=ones(1, dtype=torch.float32)), "is not emulated"),
+    (lambda: listed(query=ones(3, 8, 64), key=ones(4, 16, 1, 64)), "D is 64, not 128"),
+    (lambda: listed(query=ones(3, 65, 128), weights=ones(3, 65)), "65 heads, above 64"),
+    (lambda: listed(weights=ones(3, 8, dtype=torch.bfloat16)), "not float32 or as the query"),
+    (lambda: listed(query=ones(3, 8, 128, dtype=torch.float32)), "query has dtype float32"),
+    (lambda: listed(key=ones(4, 16, 2, 128)[:, :, :1]), "key must be contiguous"),
+    (lambda: listed(key=ones(4, 24, 1, 128)), "block_size=24; a multiple of 16 up to 1024"),
+    (lambda: listed(sparse_count=2049), "sparse_count=2049"),
+    (lambda: listed(sparse_mode=4), "sparse_mode=4, not 0 or 3"),
+    (lambda: listed(actual_seq_lengths_query=ints([2, 1])), "must be sums"),
+    (lambda: listed(actual_seq_lengths_query=ints([2, 4])), "ends at 4, behind 3 tokens"),
+    (lambda: listed(actual_seq_lengths_key=ints([20, 3], torch.int64)), "must be int32 [B]"),
+    (lambda: listed(actual_seq_lengths_key=ints([40, 3])), "40 keys are 3 blocks; block_table has 2 columns"),
+    (lambda: listed(return_value=True), "return_value is not for PA_BSND"),
+    (lambda: listed(layout_query="BSND"), "is not emulated; TND are"),
+    (lambda: sparse(attention_mode=0), "attention_mode=0, not 2"),
+    (lambda: sparse(query=ones(3, 3, 512), query_rope=ones(3, 3, 64)), "3 heads, not a power of two"),
+    (lambda: sparse(query=ones(3, 8, 256), key=ones(4, 16, 1, 256)), "D is 256 and 64, not 512 and 64"),
+    (lambda: sparse(query_rope=None), "both ropes must be given"),
+    (lambda: sparse(value=2 * ones(4, 16, 1, 512)), "value must be the key"),
+    (lambda: sparse(lists=ints([[[-1, 19]], [[5, -1]], [[2, 1]]])), "must stand before the invalid ones"),
+    (lambda: sparse(lists=ints([[[0, 20]], [[5, -1]], [[2, 1]]])), "outside of the 20 keys"),
+    (lambda: sparse(lists=ints([[[0]], [[5]], [[2]]], torch.int64)), "sparse_indices is torch.int64, not int32"),
+    (lambda: sparse(sparse_block_size=2), "sparse_block_size=2 is not emulated"),
+    (lambda: sparse(layout_kv="BSND"), "is not emulated; TND, PA_BSND are"),
     (lambda: update(12), "D is 12, no multiple of 8"),
     (lambda: torch_npu.npu_transpose_batchmatmul(ones(1, 2, 8), ones(1, 8, 16)), "no multiples of 16"),
     (lambda: torch_npu.npu_moe_gating_top_k(ones(2, 8), 3, k_group=1, group_count=4), "more than two are wanted"),
@@ -233,7 +282,9 @@ def test_what_the_documentation_excludes_is_refused(number: int) -> None:
     assert emulated_npu.calls() == {}, "a refused call is not counted"
 
 
-@pytest.mark.parametrize("call", [attend, scatter, grouped, scaled, weight_only, quantized, lambda: update(16)])
+@pytest.mark.parametrize(
+    "call", [attend, listed, sparse, scatter, grouped, scaled, weight_only, quantized, lambda: update(16)]
+)
 def test_the_calls_that_are_changed_are_right(call: Callable[[], Any]) -> None:
     call()
     assert sum(emulated_npu.calls().values()) == 1

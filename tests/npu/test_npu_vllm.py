@@ -47,6 +47,8 @@ NORMS = {"npu_rms_norm", "npu_add_rms_norm"}
 GEMMA = {"gemma_rms_norm", "gelu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
 EXPERTS = {"npu_moe_gating_top_k", "npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_token_unpermute"}
 LATENT = {"npu_scatter_nd_update_", "npu_fused_infer_attention_score_v2"}
+LISTED = {"index_key_write", "index_topk", "mla_sparse"}
+SPARSE = {"npu_lightning_indexer", "npu_sparse_flash_attention"}
 DEEPSEEK = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "mla_decode", "mla_prefill"}
 FAMILIES = {
     "qwen3": Family(
@@ -62,6 +64,12 @@ FAMILIES = {
         LLAMA - {"silu_and_mul"} | {"topk_softmax", "fused_moe"},
         ATTENTION | NORMS | EXPERTS | {"npu_linear", "npu_swiglu"},
         tuple(sorted(EXPERTS)),
+    ),
+    "deepseek_v32": Family(
+        DEEPSEEK - {"mla_decode", "mla_prefill"} | LISTED | {"grouped_topk", "fused_moe"},
+        NORMS | EXPERTS | SPARSE | {"npu_scatter_nd_update_", "npu_rotary_mul", "npu_swiglu"},
+        tuple(sorted(SPARSE)),
+        ("linear", "layer_norm"),
     ),
     "deepseek_v3": Family(
         DEEPSEEK | {"grouped_topk", "fused_moe"},
@@ -115,7 +123,7 @@ def test_tokens_equal_hugging_faces_as_far_as_half_precision_decides_them(
 def test_the_second_pass_reads_the_prefix_cache(family: str, results: Mapping[str, Any]) -> None:
     first, second = results[family]["steps"][:2]
     assert first["cached"] == [0] * len(PROMPTS)
-    block = LATENT_BLOCK if "mla_decode" in FAMILIES[family].operators else BLOCK
+    block = LATENT_BLOCK if {"mla_decode", "mla_sparse"} & FAMILIES[family].operators else BLOCK
     assert second["cached"] == [(len(prompt) - 1) // block * block for prompt in PROMPTS]
 
 

@@ -43,6 +43,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": HEADS,
     "gemma3": {**HEADS, "query_pre_attn_scalar": 128},
     "deepseek_v3": LATENT,
+    "deepseek_v32": {**LATENT, "index_head_dim": 128},
 }
 """Family → what differs from its small checkpoint."""
 DTYPES = {
@@ -51,6 +52,7 @@ DTYPES = {
     "qwen3_moe": "float16",
     "gemma3": "bfloat16",
     "deepseek_v3": "bfloat16",
+    "deepseek_v32": "bfloat16",
 }
 """vLLM refuses float16 for Gemma 3; the chip's kernel for the prefill of latent attention takes bfloat16 alone."""
 

@@ -101,7 +101,7 @@ def reset_calls() -> None:
 
 def install() -> list[str]:
     """Register all kernels with the dispatcher; returns the operators."""
-    from . import activation, attention, cache, matmul, moe, normalization, quantization, rotary, sampling  # noqa: F401
+    from . import activation, attention, cache, lists, matmul, moe, normalization, quantization, rotary, sampling  # noqa: F401
 
     unknown = set(filter(None, os.environ.get("EMU_NPU_WAIVE", "").split(","))) - set(WAIVABLE)
     if unknown:

@@ -158,6 +158,7 @@ def list_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gene
     published = [(1, 2100), (1, 90)]
     yield sample("DeepSeek-V3.2, decode, 2,100 tokens", published, 2048, DEEPSEEK_V3_2, fp8=True, block_size=64)
     yield sample("GLM-5, second chunk of a prompt", [(17, 400)], 256, GLM_5, fp8=True, block_size=64)
+    yield sample("GLM-5, keys as they are", [(1, 300), (5, 130), (0, 9), (7, 7)], 64, GLM_5, block_size=64, padding=2)
     yield sample("mixed batch, top 64", MIXED, 64, padding=3)
     yield sample("mixed batch, top 64, fp8", MIXED, 64, fp8=True)
     yield sample("3 tokens a request", [(3, 40), (3, 3), (3, 130)], 16, fp8=True)

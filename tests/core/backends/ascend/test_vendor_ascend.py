@@ -27,6 +27,7 @@ from fl_dispatch.backends.vendor.ascend.impl import (
     quantized_experts,
     rotary,
     routing,
+    sparse_latent,
 )
 from fl_dispatch.backends.vendor.ascend.register_ops import register_builtins
 from fl_dispatch.errors import NotSupported
@@ -63,6 +64,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Calls:
             query.new_ones(*query.shape[:2], value.shape[-1]),
             query.new_ones(*query.shape[:2], 1).float(),
         ),
+        "npu_sparse_flash_attention": lambda query, *_, **__: (query, None, None),
         "npu_scatter_pa_kv_cache": None,
         "npu_scatter_nd_update_": None,
         "npu_rotary_mul": lambda x, *_: x + 1,
@@ -641,6 +643,19 @@ def test_what_the_documentation_does_not_quantize_is_declined_by_name(
 
 
 # -- availability -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "layout", "copied"), [(2, "TND", (8, 1, 512)), (64, "PA_BSND", (1, BLOCK, 1, 512))])
+def test_listed_rows_are_copied_or_whole_blocks_where_these_are_fewer(
+    npu: Calls, tokens: int, layout: str, copied: tuple[int, ...]
+) -> None:
+    """Four rows of each query, or the 128 of the request's one block."""
+    query, cache = torch.randn(tokens, 2, 576).to(HALF), torch.randn(3, BLOCK, 576).to(HALF)
+    lists = torch.tensor([[5, 7, 1, -1]], dtype=torch.int32).expand(tokens, 4)
+    starts, table = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, tokens], [[2]]))
+    sparse_latent.mla_sparse(query, cache, lists, table, starts, tokens, 0.1, 512)
+    (call,) = npu.made
+    assert (call.layout_kv, call.args[1].shape) == (layout, copied)
 
 
 def test_without_torch_npu_nothing_is_available_and_the_reason_says_so() -> None:

@@ -27,7 +27,9 @@ Kernel = partial(
     device_types=("npu",),
 )
 OutsideGraphs = partial(Kernel, traits=Traits(graphs=False))
-"""Kernels that take a batch's lengths as integers, which a graph would repeat, or wait for the device."""
+"""Kernels that take a batch's lengths as integers, which a graph would repeat, or wait for the device, or were in no
+graph yet.
+"""
 
 ROWS = (
     Kernel("silu_and_mul", "activation", supports="supports"),
@@ -53,6 +55,9 @@ ROWS = (
     Kernel("moe_sum", "experts", supports="supports_moe_sum"),
     OutsideGraphs("mla_decode", "mla", supports="supports_mla_decode"),
     OutsideGraphs("mla_prefill", "mla", supports="supports_mla_prefill"),
+    OutsideGraphs("index_key_write", "sparse_latent", supports="supports_index_key_write"),
+    OutsideGraphs("index_topk", "sparse_latent", supports="supports_index_topk"),
+    OutsideGraphs("mla_sparse", "sparse_latent", supports="supports_mla_sparse"),
     Kernel("attention_backend", "attention"),
     OutsideGraphs("kv_cache_write", "attention", supports="supports_kv_cache_write", requires="REQUIRES"),
     OutsideGraphs("paged_attention", "attention", supports="supports_paged_attention", requires="REQUIRES"),

@@ -80,12 +80,7 @@ def kv_cache_write(
     """
     import torch_npu
 
-    tokens = slot_mapping.shape[0]
-    key, value = key[:tokens], value[:tokens]
-    if may_skip is not False:
-        kept = (slot_mapping >= 0).nonzero().squeeze(1)
-        if kept.shape[0] < tokens:
-            key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    slot_mapping, key, value = without_skipped(slot_mapping, may_skip, key, value)
     if not slot_mapping.shape[0]:
         return
     rows = None if key_cache.is_contiguous() and value_cache.is_contiguous() else _latent_rows(key_cache, value_cache)
@@ -96,6 +91,19 @@ def kv_cache_write(
     torch_npu.npu_scatter_pa_kv_cache(
         key.contiguous(), value.contiguous(), key_cache, value_cache, slot_mapping.contiguous(), cache_mode="Norm"
     )
+
+
+def without_skipped(slot_mapping: Tensor, may_skip: bool | None, *rows: Tensor) -> list[Tensor]:
+    """The slots that are written, and the rows of their tokens; unless none may be skipped, this waits for the device.
+
+    No kernel knows a slot that is skipped.
+    """
+    tokens = slot_mapping.shape[0]
+    taken = [slot_mapping, *(row[:tokens] for row in rows)]
+    if may_skip is False:
+        return taken
+    kept = (slot_mapping >= 0).nonzero().squeeze(1)
+    return taken if kept.shape[0] == tokens else [one[kept] for one in taken]
 
 
 def _latent_rows(key_cache: Tensor, value_cache: Tensor) -> Tensor | None:

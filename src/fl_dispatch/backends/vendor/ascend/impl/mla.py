@@ -45,20 +45,27 @@ def supports_mla_decode(
     query_rope: Tensor | None,
 ) -> bool | str:
     """Half types, rows of 512 and 64 elements."""
+    if why := problem_of_rows(KERNEL, query, query_rope, kv_cache, kv_lora_rank):
+        return why
+    if not causal and max_query_len > 1:
+        return "several queries of a request that see all keys"
+    if seq_lens.shape[0] > MOST_REQUESTS:
+        return f"{seq_lens.shape[0]} requests; {KERNEL} takes at most {MOST_REQUESTS}"
+    return True
+
+
+def problem_of_rows(kernel: str, query: Tensor, query_rope: Tensor | None, kv_cache: Tensor, kv_lora_rank: int) -> str:
+    """Why a kernel cannot take these queries and latent rows, or an empty string."""
     for name, tensor in (("query", query), ("query_rope", query_rope), ("kv_cache", kv_cache)):
-        if tensor is not None and (why := problem(KERNEL, name, tensor, HALVES, like=query)):
+        if tensor is not None and (why := problem(kernel, name, tensor, HALVES, like=query)):
             return why
     if (kv_lora_rank, kv_cache.shape[2] - kv_lora_rank) != (RANK, ROPE):
         return f"rows of {kv_lora_rank} and {kv_cache.shape[2] - kv_lora_rank} elements, not of {RANK} and {ROPE}"
     if query.shape[1] not in HEADS:
         return f"{query.shape[1]} heads, not one of {', '.join(map(str, HEADS))}"
-    if not causal and max_query_len > 1:
-        return "several queries of a request that see all keys"
     if BLOCK % kv_cache.shape[1] and kv_cache.shape[1] % BLOCK:
         return f"the block size {kv_cache.shape[1]} neither divides {BLOCK} nor is a multiple of it"
-    if seq_lens.shape[0] > MOST_REQUESTS:
-        return f"{seq_lens.shape[0]} requests; {KERNEL} takes at most {MOST_REQUESTS}"
-    return True
+    return ""
 
 
 def mla_decode(
@@ -91,7 +98,7 @@ def mla_decode(
     for first, last in _parts(lengths):
         if starts[first] == ends[last - 1]:
             continue
-        copy, table = _copied(kv_cache, block_table[first:last], max(1, *lengths[first:last]))
+        copy, table = copied(kv_cache, block_table[first:last], max(1, *lengths[first:last]))
         latents = copy[..., :kv_lora_rank].contiguous()  # keys and values
         rope = copy[..., kv_lora_rank:].contiguous()
         pieces = _pieces(starts[first:last], ends[first:last], lengths[first:last])
@@ -159,7 +166,7 @@ def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, len(lengths)
 
 
-def _copied(kv_cache: Tensor, block_table: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def copied(kv_cache: Tensor, block_table: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """The requests' rows in blocks of a tensor of their own, ``[blocks, 128, width]``, and its table."""
     block_size, width = kv_cache.shape[1:]
     step = max(1, BLOCK // block_size)
