@@ -37,10 +37,10 @@ PARTS = {
     "core proper": Part(
         (
             *("fl_dispatch/*.py", "fl_dispatch/selection/*.py", "fl_dispatch/knowledge/*.py", "fl_dispatch/run/*.py"),
-            "fl_dispatch/manager/*.py",
+            *("fl_dispatch/manager/*.py", "fl_dispatch/aten_replacement/*.py"),
         ),
-        lines=4_120,
-        tokens=35_750,
+        lines=4_170,
+        tokens=36_440,
     ),
     "shadow mode": Part(("fl_dispatch/shadow/*.py",), lines=470, tokens=4_220),
     "compiled": Part(("fl_dispatch/compiled/*.py",), lines=470, tokens=4_750),
@@ -108,7 +108,7 @@ PROMISES = {
         *("run/traced.py", "run/trial.py", "knowledge/traces.py", "run/plan.py:_Recipe"),
     ),
     "backends may replace PyTorch's own operators": (
-        "aten_replacement.py",
+        "aten_replacement/__init__.py",
         "registry.py:OpRegistry.register_replacement",
     ),
     "policies hold in contexts": (

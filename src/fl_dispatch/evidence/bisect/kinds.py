@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...aten_replacement import kept_operators, obey
-from ...backends.flaggems.aten.names import why_refused
-from ...backends.flaggems.aten.slot import Slot
+from ...aten_replacement.slot import Slot, draws
 from ...devices import detect_device
 
 ROUNDING = 16.0
@@ -52,7 +51,7 @@ class Watch:
         self.calls = {False: 0, True: 0}
         self.sizes, self.values = {False: Span(), True: Span()}, {False: Span(), True: Span()}
         self.dtypes = set[str]()
-        self.is_random = bool(why_refused(operator.removeprefix("aten::")))
+        self.is_random = draws(operator.removeprefix("aten::"))
         self.slot.guard = self._compare
 
     def end(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...aten_replacement import ReplacementReport
-from ...backends.flaggems.aten.slot import Slot, slot_of
+from ...aten_replacement.slot import Slot, slot_of
 from ...devices import DeviceSpec
 from ...ops.rotary import rotary_embedding
 from ...settings import Settings

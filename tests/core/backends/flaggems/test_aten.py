@@ -22,10 +22,10 @@ from torch import Tensor
 import flaggems_standin
 from fl_dispatch import DispatchError, freeze_dispatch, get_default_manager, thaw_dispatch
 from fl_dispatch.aten_replacement import obey, register_replacement, replaced_operators
+from fl_dispatch.aten_replacement.slot import slot_of
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import names, replacement
 from fl_dispatch.backends.flaggems.aten.decision import why_not
-from fl_dispatch.backends.flaggems.aten.slot import slot_of
 from fl_dispatch.cli.doctor import examine
 from fl_dispatch.compiled.freezing import Manifest
 from fl_dispatch.devices import CPU, CUDA

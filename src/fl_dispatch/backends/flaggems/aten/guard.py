@@ -1,4 +1,4 @@
-"""The guard in a slot of PyTorch's dispatcher (:mod:`.slot`): it decides, call by call, which kernel runs.
+"""The guard in a slot of PyTorch's dispatcher: it decides, call by call, which kernel runs.
 
 FlagGems compiles and tunes a kernel in the call that first needs it, which takes seconds, waits for the device and
 cannot be part of a graph. So there is a time to learn and a time to serve. While a host warms up, a new kind of
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.aten_replacement.slot import Slot
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.errors import DispatchError
 from fl_dispatch.knowledge.error_kinds import add_note, is_dead_device, is_out_of_memory
 from fl_dispatch.logger_manager import get_logger
 
 from . import check
-from .slot import Slot
 
 logger = get_logger(__name__)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
-import torch
-
+from fl_dispatch.aten_replacement.slot import draws
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings.names import FLAGGEMS_OPERATORS, known_operators
 
@@ -27,10 +26,7 @@ _RANDOM_REASON = "its random numbers are not PyTorch's: a seed means something e
 
 def why_refused(key: str) -> str:
     """Why an operator is never replaced, whatever lists say; empty for others."""
-    packet = getattr(torch.ops.aten, _base(key), None)
-    operator = getattr(packet, key.partition(".")[2] or "default", None)
-    is_random = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
-    return _RANDOM_REASON if is_random else ""
+    return _RANDOM_REASON if draws(key) else ""
 
 
 def expand(name: str, table: Table) -> set[str]:

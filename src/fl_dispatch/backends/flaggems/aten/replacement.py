@@ -1,7 +1,7 @@
 """Puts FlagGems in the place of ATen operators, and takes it away again: state of the process, owned by a worker.
 
 FlagGems' ``enable`` and ``only_enable`` walk its table, with its exceptions for a vendor; they are given a registrar of
-ours, which puts a :class:`.guard.Guard` in the operator's :class:`.slot.Slot`. So one operator can be taken out, and
+ours, which puts a :class:`.guard.Guard` in the operator's slot. So one operator can be taken out, and
 all can, at any time: a slot without a guard is PyTorch's own kernel. FlagGems' own record, a log of every function it
 runs, stays off: it is one file for all processes, and holds calls that are no replacement. Here only calls count that
 came through PyTorch's dispatcher.
@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 from fl_dispatch.aten_replacement import ReplacementReport
+from fl_dispatch.aten_replacement.slot import Slot, slot_of
 from fl_dispatch.backends.flaggems.library import gems
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.errors import DispatchError
@@ -27,7 +28,6 @@ from fl_dispatch.settings import Settings
 from . import names
 from .decision import why_not
 from .guard import Guard, State
-from .slot import Slot, slot_of
 
 logger = get_logger(__name__)
 

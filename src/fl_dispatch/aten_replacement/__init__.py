@@ -1,7 +1,8 @@
 """Backends that put their kernels in the place of PyTorch's own operators (ATen's), in this process.
 
 A backend registers one :class:`AtenReplacement`. The plugins ask all of them through
-:mod:`fl_dispatch.hosting.start.aten`; manifests and lists of operators read :func:`replaced_operators`.
+:mod:`fl_dispatch.hosting.start.aten`; manifests and lists of operators read :func:`replaced_operators`. A backend may
+put its kernels into a :mod:`.slot`; what compares calls does.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol, TypedDict
 
-from .devices import DeviceSpec
-from .errors import RegistrationError
-from .settings import Settings
+from ..devices import DeviceSpec
+from ..errors import RegistrationError
+from ..settings import Settings
 
 
 class ReplacementReport(TypedDict):

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from . import check
+from torch.utils._pytree import tree_leaves
 
 
 class Slot:
     """One operator on one kind of device.
 
     Args:
-        key: the operator with its overload, as FlagGems names it.
+        key: the operator with its overload, ``mm.out``; ``mm`` is ``mm.default``.
         dispatch_key: of the device, such as ``CUDA``.
 
     Attributes:
@@ -59,7 +58,7 @@ class Slot:
         pairs = enumerate(zip(self.tensors, args, strict=False))
         numbers = [i for i, (tensor, value) in pairs if tensor and isinstance(value, int | float | complex)]
         if numbers:
-            tensors = [leaf for leaf in check.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             args = tuple(_tensor(v, tensors) if place in numbers else v for place, v in enumerate(args))
         return args, kwargs
 
@@ -76,6 +75,13 @@ def slot_of(key: str, dispatch_key: str) -> Slot:
     if (key, dispatch_key) not in _slots:
         _slots[key, dispatch_key] = Slot(key, dispatch_key)
     return _slots[key, dispatch_key]
+
+
+def draws(key: str) -> bool:
+    """Whether an operator draws random numbers; not if this PyTorch has none of the name."""
+    name, _, overload = key.partition(".")
+    operator = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+    return operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def _tensor(number: bool | int | float | complex, tensors: list[Tensor]) -> Tensor:
