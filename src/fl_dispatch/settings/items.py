@@ -165,6 +165,10 @@ ITEMS: tuple[Item, ...] = (
         "fuse_one_token", "VLLM_FL_FUSE_ONE_TOKEN",
         "whether graphs of one token join products with the norm before them and the gate behind them",
     ),
+    _flag(
+        "seal_tactics", "VLLM_FL_SEAL_TACTICS",
+        "whether kernels choose nothing by timing any more once a start is over",
+    ),
     _item(
         "steps", "VLLM_FL_STEPS", values.whole, int, partial(values.within, 1, 64),
         "the most steps of the model for one scheduling, while all requests decode",

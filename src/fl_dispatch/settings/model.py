@@ -50,6 +50,7 @@ class Settings:
     native_platform: bool = False
     fuse_rope_kvcache: bool = False
     fuse_one_token: bool = True
+    seal_tactics: bool = True
     steps: int = 1
     steps_ms: float = 30.0
     unused_tensors: Names = frozenset()

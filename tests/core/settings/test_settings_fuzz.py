@@ -184,6 +184,7 @@ others: dict[str, Any] = {
     "native_platform": st.booleans(),
     "fuse_rope_kvcache": st.booleans(),
     "fuse_one_token": st.booleans(),
+    "seal_tactics": st.booleans(),
     "steps": st.integers(1, 64),
     "steps_ms": st.floats(0, 1e4),
     "dispatch_debug": st.booleans(),

@@ -63,7 +63,7 @@ def agree_on_replaced_operators(everybody: ProcessGroup) -> None:
 
 
 def agree_on_tactics(everybody: ProcessGroup) -> None:
-    """Have a kernel that was timed run the same configuration on all ranks, and time nothing from then on.
+    """Have a kernel that was timed run the same configuration on all ranks, and time nothing from then on by default.
 
     At each key the choice of an earlier start counts, else that of the lowest rank; the manifest lists them. Every rank
     must call it, when kernels are warm and no graph holds them yet. It does nothing where nothing is timed any more.
@@ -76,7 +76,8 @@ def agree_on_tactics(everybody: ProcessGroup) -> None:
         agreed, known = tactics.remembered(agreed)
     agreed = _gather(everybody, agreed)[0]
     tactics.install(agreed)
-    tactics.seal()
+    if get_settings().seal_tactics:
+        tactics.seal()
     get_default_manager().freezer.add_tactics(tactics.stored(agreed))
     if elsewhere := tactics.timed_elsewhere():
         level = logging.WARNING if len(found) > 1 else logging.INFO

@@ -27,6 +27,7 @@ from ...devices import detect_device
 from ...devices.triton import why_unavailable
 from ...errors import DispatchError
 from ...logger_manager import get_logger
+from ...settings import get_settings
 from ..records.private_file import write_private
 
 logger = get_logger(__name__)
@@ -213,6 +214,8 @@ def _alone(path: Path) -> Iterator[None]:
 def timed_elsewhere() -> list[str]:
     """What chooses by timing in this process and is in no ranks' agreement, in words with the setting that ends it."""
     found = []
+    if _autotuner() is not None and not get_settings().seal_tactics:
+        found.append("Triton, at new sizes (VLLM_FL_SEAL_TACTICS=1)")
     if torch.cuda.is_available() and torch.cuda.tunable.is_enabled() and torch.cuda.tunable.tuning_is_enabled():
         found.append("TunableOp (PYTORCH_TUNABLEOP_TUNING=0)")
     if torch.backends.cudnn.benchmark:

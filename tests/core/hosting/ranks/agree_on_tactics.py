@@ -27,7 +27,7 @@ from fl_dispatch.hosting.start import tactics
 
 BLOCKS = (16, 32, 64)
 SLOWEST = 9.0
-FASTEST = {"first": (64, 32), "later": (32, 16)}
+FASTEST = {"first": (64, 32), "later": (32, 16), "unsealed": (64, 32)}
 """Name of a start → the block size that is fastest on each rank."""
 timed: list[float] = []
 planted: list[float] = []
@@ -97,6 +97,8 @@ def ran(kernel: Any, elements: int) -> int:
 
 def start(name: str, rank: int, meeting_point: str) -> Mapping[str, Any]:
     """A start, with what ran, and how often something had been timed, at each place of it."""
+    if name == "unsealed":
+        os.environ["VLLM_FL_SEAL_TACTICS"] = "0"
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=two_ranks.RANKS)
     group = dist.new_group(list(range(two_ranks.RANKS)), backend="gloo")
     planted.extend(0.0 if size == FASTEST[name][rank] else SLOWEST for size in BLOCKS)
@@ -113,6 +115,7 @@ def start(name: str, rank: int, meeting_point: str) -> Mapping[str, Any]:
     found["new"] = ran(KERNEL, 300), ran(CHOOSY, 300)
     found["launched"] = SMALL.launched
     agree_on_tactics(group)
+    found["elsewhere"] = tactics.timed_elsewhere()
     found["again"] = ran(KERNEL, 100), ran(KERNEL, 200), ran(KERNEL, 300)
     found["timed in all"] = len(timed)
     tactics.begin()

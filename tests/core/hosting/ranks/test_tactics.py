@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def starts(folder: Path) -> Mapping[str, Ranks]:
     """Each start → what each rank found."""
-    return two_ranks.run(SCRIPT, folder, {"first": "", "later": ""})
+    return two_ranks.run(SCRIPT, folder, {"first": "", "later": "", "unsealed": ""})
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,15 @@ def test_a_later_start_runs_what_the_first_one_agreed_on_and_times_nothing(start
         assert rank["alone"] == rank["agreed"] == [64, 64]
         assert rank["again"] == [64, 32, 16]
         assert rank["timed in all"] == 0
+
+
+def test_without_a_seal_new_keys_are_timed_and_agreed_when_ranks_meet_again(starts: Mapping[str, Ranks]) -> None:
+    assert [rank["new"][0] for rank in starts["unsealed"]] == [64, 32]
+    assert [rank["again"] for rank in starts["unsealed"]] == [[64, 32, 64]] * 2
+    assert [rank["timed in the start"] for rank in starts["unsealed"]] == [0, 0]
+    assert all(rank["timed in all"] > 0 for rank in starts["unsealed"])
+    said = "Triton, at new sizes (VLLM_FL_SEAL_TACTICS=1)"
+    assert [said in rank["elsewhere"] for rank in (*starts["first"], *starts["unsealed"])] == [False, False, True, True]
 
 
 def test_the_file_names_chip_and_versions(starts: Mapping[str, Ranks], folder: Path) -> None:
