@@ -22,10 +22,13 @@ INNOCENT = [*COMMON, *PROMPTS[1]]
 ORIGIN = {"operator": "rms_norm", "implementation": "vendor.poison", "layer": "model.layers.0.input_layernorm"}
 
 
-def variables(model: Path, folder: Path, **more: str) -> dict[str, str]:
-    """The policy whose norm poisons the rows of one token; its embedding goes to a file in ``folder``."""
+def variables(model: Path, folder: Path, token: int = POISON, **more: str) -> dict[str, str]:
+    """The policy whose norm poisons the rows of one token; its embedding goes to a file in ``folder``.
+
+    Only a network with this model's embedding of the token is poisoned.
+    """
     with safe_open(model / "model.safetensors", "pt") as tensors:
-        torch.save(tensors.get_tensor("model.embed_tokens.weight")[POISON].float(), folder / "poison.pt")
+        torch.save(tensors.get_tensor("model.embed_tokens.weight")[token].float(), folder / "poison.pt")
     policy = {"VLLM_FL_PLUGIN_MODULES": "poisoned_norm", "VLLM_FL_PER_OP": "rms_norm=vendor:poison|reference"}
     return {**policy, "POISON": str(folder / "poison.pt"), **more}
 

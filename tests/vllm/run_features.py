@@ -63,6 +63,7 @@ def generate(
             "logprobs": [[_values(step) for step in sample.logprobs or ()] for sample in output.outputs],
             "prompt_logprobs": [_values(step) for step in output.prompt_logprobs or ()],
             "cached": output.num_cached_tokens,
+            "why": [sample.stop_reason for sample in output.outputs],
         }
         for output in outputs
     ]

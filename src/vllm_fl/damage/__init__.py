@@ -5,6 +5,9 @@ too, and the scheduler acts on them. A request with any is preempted, and its bl
 computed again in an eager step, and each call of it is looked at: this shows the operator and layer where the numbers
 began. All ranks do so together, because the step itself says it.
 
+A KV connector may have sent the blocks to another engine meanwhile. By its method ``fl_take_back(requests, why)`` that
+engine learns of it, and ``fl_spoiled(connector_output)`` names requests here with blocks that were taken back.
+
 =============  =========================================================================================================
 ``choice``     whether an engine does so
 ``detection``  the count of each request's damaged logits

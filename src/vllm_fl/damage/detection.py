@@ -1,21 +1,96 @@
-"""The count of damaged logits in vLLM's runners, which goes to the host with the sampled tokens."""
+"""The count of damaged logits in vLLM's runners, which goes to the host with the sampled tokens.
+
+With drafts a request has several rows of logits, and vLLM takes them for rows of several requests. Here a request has
+the rows that its tokens were chosen from. A draft from damaged logits is never accepted, and the token in its place is
+the target's own: vLLM would draw one from what the target has over the draft, and over NaN it has nothing.
+"""
 
 from __future__ import annotations
 
 import importlib
+from functools import wraps
 from typing import Any
 
-from fl_dispatch.hosting.damage.rows import damaged_rows
+from torch import Tensor
 
+from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens
+from fl_dispatch.hosting.layers.attribute import Attached
+
+REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
+"""The module that verifies drafts in the V2 runner."""
 PLACES = {
     False: (("vllm.v1.worker.gpu_model_runner", "count_nans_per_row"),),
-    True: (("vllm.v1.worker.gpu.sample.sampler", "get_num_nans"),),
+    True: (
+        ("vllm.v1.worker.gpu.sample.sampler", "get_num_nans"),
+        (REJECTION, "get_num_nans"),
+    ),
 }
 """Whether it is the V2 runner → the functions by which vLLM counts, under the names that their users have."""
+COUNTS = Attached[Tensor]("fl_damaged_tokens")
+"""The count of each request in the V1 runner, on the logits of a step with drafts."""
 
 
-def install(v2: bool) -> None:
-    """Have a model runner count damaged rows. Idempotent."""
+def install(runner: Any, v2: bool, drafts: bool) -> None:
+    """Have a model runner count damaged rows, and with drafts each request's damaged tokens."""
     for module, name in PLACES[v2]:
         users: Any = importlib.import_module(module)
-        setattr(users, name, damaged_rows)
+        setattr(users, name, _counted)
+    if drafts and v2:
+        runner.sample = _sampled(runner.sample)
+        users = importlib.import_module(REJECTION)
+        if not hasattr(users.RejectionSampler.__call__, "__wrapped__"):
+            users.RejectionSampler.__call__ = _without_damaged_drafts(users.RejectionSampler.__call__)
+    elif drafts:
+        runner._sample = _verified(runner._sample)
+
+
+def _counted(logits: Tensor) -> Tensor:
+    found = COUNTS.find(logits)
+    return damaged_rows(logits) if found is None else found
+
+
+def _verified(sample: Any) -> Any:
+    """The V1 runner's ``_sample``; the runner counts afterwards."""
+
+    @wraps(sample)
+    def verified(logits: Tensor | None, drafts: Any) -> Any:
+        if logits is None or drafts is None:
+            return sample(logits, drafts)
+        rows = damaged_rows(logits)
+        output = sample(logits, drafts)
+        tokens = output.sampled_token_ids.ge(0).sum(-1)
+        COUNTS.give(logits, damaged_tokens(rows, drafts.cu_num_sampled_tokens, tokens))
+        return output
+
+    return verified
+
+
+def _sampled(sample: Any) -> Any:
+    """The V2 runner's ``sample``, which has counted by row; ranks that sample for each other have sums already."""
+
+    @wraps(sample)
+    def sampled(hidden_states: Tensor, input_batch: Any, *args: Any) -> Any:
+        found = sample(hidden_states, input_batch, *args)
+        output = found[0]
+        if output.num_nans is not None and len(output.num_nans) != len(output.num_sampled):
+            output.num_nans = damaged_tokens(output.num_nans, input_batch.cu_num_logits[1:], output.num_sampled)
+        return found
+
+    return sampled
+
+
+def _without_damaged_drafts(verify: Any) -> Any:
+    """Drafts from damaged logits are invalid, as those are that a grammar forbids."""
+
+    @wraps(verify)
+    def verified(
+        self: Any, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid: Tensor | None = None
+    ) -> Any:
+        if draft_logits is not None:  # chosen at random, with which vLLM compares the target's
+            step = input_batch.expanded_local_pos.long() - 1  # before a request's drafts there is a token of its own
+            chosen_from = draft_logits[input_batch.expanded_idx_mapping.long(), step.clamp(min=0)]
+            damaged = damaged_rows(chosen_from).bool() & (step >= 0)
+            invalid = damaged if invalid is None else damaged | invalid
+        return verify(self, logits, input_batch, draft_logits, invalid)
+
+    return verified

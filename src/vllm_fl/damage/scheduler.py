@@ -51,7 +51,7 @@ def _judging(update: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(update)
     def judged(self: Scheduler, step: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         told, watched = TOLD.find(output), WATCH.find(step) is not None
-        counts = None if choice.why_not(self.vllm_config) else output.num_nans_in_logits
+        counts = output.num_nans_in_logits
         if not (told or watched or (counts and any(counts.values()))) or choice.is_off():
             return update(self, step, output)
         if (damage := DAMAGE.find(self)) is None:

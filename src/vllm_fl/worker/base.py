@@ -110,7 +110,8 @@ class WorkerFL(Worker):
         aten.replace(get_settings(), detect_device())
         tactics.begin()
         self._leave_record()
-        damage.install(self.use_v2_model_runner)
+        drafts = self.vllm_config.speculative_config is not None
+        damage.install(self.model_runner, self.use_v2_model_runner, drafts)
         self.fl_watched_steps = watched_steps.WatchedSteps(self.vllm_config, self.fl_models(), self.model_runner)
 
     def fl_has_states(self) -> bool:

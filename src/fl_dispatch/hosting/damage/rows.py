@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fl_dispatch.logger_manager import get_logger
 
@@ -39,3 +40,18 @@ def damaged_rows(logits: Tensor) -> Tensor:
     if kind != "cpu" or bool(damaged.any()):  # elsewhere the question would wait for the device
         logits.masked_fill_(damaged.unsqueeze(-1), 0.0)
     return damaged.int()
+
+
+def damaged_tokens(rows: Tensor, ends: Tensor, tokens: Tensor) -> Tensor:
+    """How many of each request's tokens were chosen from damaged rows.
+
+    Rows behind a request's last token judged drafts that were rejected, so they say nothing about the request.
+
+    Args:
+        rows: of all requests, one after the other, see :func:`damaged_rows`.
+        ends: ``[requests]``; where each request's rows end.
+        tokens: ``[requests]``; how many each got. For one that got none, as in a part of its prompt, one row counts.
+    """
+    sums = pad(rows.cumsum(0), (1, 0))
+    starts = pad(ends[:-1], (1, 0)).long()
+    return sums[starts + tokens.clamp(min=1)] - sums[starts]
