@@ -51,8 +51,8 @@ PARTS = {
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_490, tokens=46_330),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_835, tokens=61_300),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_650, tokens=32_750),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_075, tokens=84_980),
-    "transfer": Part(("fl_transfer/**/*.py",), lines=2_550, tokens=23_000),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_095, tokens=85_310),
+    "transfer": Part(("fl_transfer/**/*.py",), lines=2_635, tokens=23_850),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_140, tokens=38_750),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""

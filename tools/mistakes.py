@@ -215,6 +215,20 @@ MISTAKES = (
         "test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays[V2]",
     ),
     Mistake(
+        "drafts that were chosen from NaN are verified as others",
+        "vllm_fl/damage/detection.py",
+        "invalid = damaged if invalid is None else damaged | invalid",
+        "del damaged",
+        "tests/vllm/speculation/test_damaged_drafts.py::test_damage_in_drafts_costs_acceptance_and_no_answer",
+    ),
+    Mistake(
+        "an engine keeps blocks that their sender took back",
+        "fl_transfer/p2p/engine/exchange.py",
+        "self._inbox.take_back(message.transfer, message.why)",
+        "pass",
+        "tests/transfer/test_p2p.py::test_a_receiver_is_told_what_its_sender_takes_back",
+    ),
+    Mistake(
         "windows of a picture see each other",
         "vllm_fl/layers/encoder_attention.py",
         "else cu_seqlens.tolist()",

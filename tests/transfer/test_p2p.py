@@ -29,7 +29,7 @@ from fl_transfer.p2p.engine.remembered import LAST, Remembered
 from fl_transfer.p2p.memory.blocks import Blocks
 from fl_transfer.p2p.memory.pool import BuddyPool, Piece
 from fl_transfer.p2p.options import Options, SendType, check
-from fl_transfer.p2p.orders import Orders, Outcomes
+from fl_transfer.p2p.orders import Orders, Outcomes, TakeBack
 from fl_transfer.p2p.protocol.messages import HEADER_BYTES, BadMessage, Get, Heartbeat, Put, State, Taken, frames, read
 from fl_transfer.p2p.protocol.route import Address, Route, transfer_of
 from fl_transfer.p2p.protocol.secret import Secret
@@ -399,6 +399,27 @@ def test_what_is_ready_stays_until_it_is_loaded_or_dropped() -> None:
     assert box._pool.taken == 0
 
 
+@pytest.mark.parametrize("when", ["on its way", "here", "awaited", "told", "loaded"])
+def test_what_is_taken_back_is_thrown_away_or_named_if_a_request_may_have_it(when: str) -> None:
+    box, moment = inbox(), ["on its way", "here", "awaited", "told", "loaded"].index(when)
+    assert box.put(part(0, 3 if moment else 2), data(*range(3 if moment else 2))) == ""
+    if moment > 1:
+        box.await_("t", HERE, 3)
+    if moment > 2:
+        assert box.outcomes() == (["t"], {})
+    if moment > 3:
+        box.load("t", lambda *_: None)
+    box.take_back("t", "it is wrong")
+    assert box.taken_back() == ({"t": "it is wrong"} if moment > 2 else {})
+    if when == "told":
+        box.drop("t")
+    if moment < 2:
+        box.await_("t", HERE, 3)
+    assert box.outcomes() == ([], {"t": "it is wrong"} if moment < 3 else {})
+    assert box.put(part(2), data(2)) != "", "a late part is refused"
+    assert box._pool.taken == 0
+
+
 def outbox(on_demand: bool = False, capacity: int = 64 * UNIT, timeout: float = 60.0) -> Outbox:
     return Outbox(BuddyPool(capacity, UNIT), LAYOUT, on_demand, timeout, Tally())
 
@@ -508,7 +529,7 @@ def test_a_busy_engine_gets_no_second_part() -> None:
 
 
 def test_only_the_last_transfers_are_remembered() -> None:
-    remembered = Remembered()
+    remembered = Remembered[str]()
     for number in range(LAST + 2):
         remembered[str(number)] = "gone"
     assert (len(remembered), "1" in remembered, "2" in remembered) == (LAST, False, True)
@@ -616,6 +637,21 @@ def test_a_silent_engine_holds_nobody_else_up() -> None:
         assert arrived(two) == list(data(0, 1, 2))
         assert time.monotonic() - began < SOON / 2
         assert two.out.asked("stuck") == "", "it is still being tried"
+
+
+@pytest.mark.parametrize("sent", [1, 3])
+def test_a_receiver_is_told_what_its_sender_takes_back(sent: int) -> None:
+    with pair() as two:
+        for first in range(sent):
+            two.out.add("t", two.receiver.address, first, 1, 3, 4, lambda into: into.fill_(0))
+        if sent == 3:
+            assert eventually(lambda: two.out.asked("t") == "all of it was sent")
+        two.out.take_back("t", two.receiver.address, "it is wrong")
+        assert eventually(lambda: two.box._gone.get("t") == "it is wrong")
+        two.box.await_("t", two.sender.address, 3)
+        assert two.box.outcomes() == ([], {"t": "it is wrong"})
+        assert two.out.asked("t") == "it is wrong"
+        assert eventually(lambda: two.out._pool.taken == two.box._pool.taken == 0)
 
 
 def test_garbage_and_strangers_change_nothing() -> None:
@@ -896,6 +932,49 @@ def test_blocks_are_sent_as_soon_as_they_are_complete_and_once() -> None:
     assert sent == [[(0, [5], 3, to)], [], [(1, [6], 3, to)], [], [(2, [7], 3, to)], []]
     half.finished(name)
     assert half.orders(step()) == Orders()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_was_sent_is_taken_back_once_and_nothing_more_is_sent(everything: bool, ended: bool) -> None:
+    half, request = Scheduling(HERE, True, False, BLOCK, 1), ask("a", PROMPT, ROUTE)
+    name, transfer = request.request_id, transfer_of(ROUTE.name, request)
+    half.allocated(request, list, 0)
+    half.orders(step(new={name: ([5, 6], 0, 6)}))
+    if ended:
+        half.finished(name)
+    half.take_back(None if everything else [name], "it is wrong")
+    told = [TakeBack(transfer, ROUTE.decode, "it is wrong")] if everything or not ended else []
+    orders = half.orders(step() if ended else step(running={name: ([9, 8, 7], 0, 11)}, resumed=(name,)))
+    assert (orders.taken_back, orders.sends) == (told, [])
+    half.take_back(None, "it is wrong")
+    assert len(half.orders(step()).taken_back) == (1 - len(told) if ended else 1)
+    half.finished(name)
+    assert half.orders(step()) == Orders()
+
+
+@pytest.mark.parametrize("when", ["ready", "loaded", "ended"])
+def test_requests_with_what_was_taken_back_are_named_if_they_have_loaded_it(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    half, (first, second) = writer(), [ask(name, PROMPT, ROUTE) for name in "01"]
+    name = transfer_of(ROUTE.name, first)
+    for request in (first, second):
+        half.arrived(request)
+    half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
+    half.orders(step())
+    if when != "ready":
+        half.allocated(first, lambda: [1, 2, 3], 10)
+        half.orders(step())
+    if when == "ended":
+        half.finished(first.request_id)
+    told = Outcomes(taken_back={name: "it is wrong"})
+    both = dict.fromkeys((first.request_id, second.request_id), "it is wrong")
+    assert half.spoiled(told) == (both if when == "loaded" else {})
+    half.heard(told)
+    assert half.orders(step()).dropped == ([name] if when == "ready" else [])
+    assert half.matched_tokens(first, 0) == 0
+    assert ("its KV cache does not come, because it is wrong" in caplog.text) == (when == "ready")
 
 
 def test_a_prompt_that_ends_before_it_is_read_is_not_waited_for() -> None:

@@ -74,6 +74,17 @@ class P2pConnector(KVConnectorBase_V1):
         self.fl_in_scheduler.finished(request.request_id)
         return False, None
 
+    # What vllm_fl.damage asks of a connector.
+
+    def fl_take_back(self, requests: Iterable[str] | None, why: str) -> None:
+        """Tell receivers that what they were sent for these requests, or for all of the last ones, is wrong."""
+        self.fl_in_scheduler.take_back(requests, why)
+
+    def fl_spoiled(self, connector_output: KVConnectorOutput) -> dict[str, str]:
+        """Requests here that have what another engine has taken back, and why it has."""
+        outcomes = connector_output.kv_connector_worker_meta
+        return self.fl_in_scheduler.spoiled(outcomes) if isinstance(outcomes, Outcomes) else {}
+
     # -- in a worker --------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:

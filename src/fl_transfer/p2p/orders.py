@@ -30,6 +30,15 @@ class Load:
     ids: list[int]
 
 
+@dataclass(frozen=True)
+class TakeBack:
+    """What was sent of a transfer is wrong."""
+
+    transfer: str
+    to: Address
+    why: str
+
+
 @dataclass
 class Orders(KVConnectorMetadata):
     """The orders of one step; addresses are those of first ranks."""
@@ -42,15 +51,20 @@ class Orders(KVConnectorMetadata):
     """Transfers that end early: the rest is not sent."""
     loads: list[Load] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
+    taken_back: list[TakeBack] = field(default_factory=list)
 
 
 @dataclass
 class Outcomes(KVConnectorWorkerMetadata):
-    """Transfers that have arrived, with the number of workers where they have; lost ones with a reason."""
+    """Transfers that have arrived, with the number of workers where they have; lost ones, and those that were taken
+    back after they had arrived, with a reason.
+    """
 
     ready: Counter[str] = field(default_factory=Counter)
     lost: dict[str, str] = field(default_factory=dict)
+    taken_back: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Outcomes:
         assert isinstance(other, Outcomes)
-        return Outcomes(self.ready + other.ready, {**other.lost, **self.lost})
+        taken_back = {**other.taken_back, **self.taken_back}
+        return Outcomes(self.ready + other.ready, {**other.lost, **self.lost}, taken_back)

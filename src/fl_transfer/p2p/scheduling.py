@@ -9,14 +9,15 @@ the first wait for that, and find its blocks in the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from fl_dispatch.logger_manager import get_logger
 
-from .orders import Load, Orders, Outcomes, Send
+from .engine.remembered import Remembered
+from .orders import Load, Orders, Outcomes, Send, TakeBack
 from .protocol.route import Address, Route, transfer_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class _Arrival:
     transfer: str
     state: _State = _State.AWAITED
     workers: int = 0
+    loaded: bool = False
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Scheduling:
         self._followers: dict[str, str] = {}  # request → the transfer that another one has claimed
         self._departures: dict[str, _Departure] = {}  # by request
         self._departing: set[str] = set()  # their transfers
+        self._left = Remembered[Address]()  # to whom they went
         self._routed, self._unrouted = False, 0
         self._orders = Orders()
 
@@ -115,9 +118,30 @@ class Scheduling:
             known = request.num_prompt_tokens - 1
             first, end = (known - loaded) // self._block_size, -(-known // self._block_size)
             self._orders.loads.append(Load(arrival.transfer, first, blocks()[first:end]))
-            arrival.state = _State.DONE
+            arrival.state, arrival.loaded = _State.DONE, True
         else:
             self._drop(arrival)
+
+    def take_back(self, requests: Iterable[str] | None, why: str) -> None:
+        """Tell receivers that what they were sent for these requests, or for all of the last ones, is wrong."""
+        receivers = dict(self._left) if requests is None else {}
+        for request in self._departures if requests is None else requests:
+            if (departure := self._departures.get(request)) is not None:
+                departure.sent = departure.total  # no more of it is sent
+                receivers[departure.transfer] = departure.to
+        for transfer, to in receivers.items():
+            self._left.pop(transfer, None)
+            self._orders.taken_back.append(TakeBack(transfer, to, why))
+
+    def spoiled(self, outcomes: Outcomes) -> dict[str, str]:
+        """Requests that have what was taken back, and why it was."""
+        found = {}
+        for transfer, why in outcomes.taken_back.items():
+            arrival = self._arrival(transfer)
+            if arrival is not None and arrival.loaded:
+                followers = [request for request, followed in self._followers.items() if followed == transfer]
+                found.update(dict.fromkeys((self._claimed[transfer], *followers), why))
+        return found
 
     def orders(self, step: SchedulerOutput) -> Orders:
         """The orders for the workers in this step."""
@@ -147,9 +171,9 @@ class Scheduling:
                 arrival.workers += workers
                 if arrival.workers == self._workers:
                     arrival.state = _State.READY
-        for transfer, why in outcomes.lost.items():
+        for transfer, why in {**outcomes.taken_back, **outcomes.lost}.items():
             arrival = self._arrival(transfer)
-            if arrival is not None and arrival.state is _State.AWAITED:
+            if arrival is not None and arrival.state is not _State.DONE:
                 logger.warning(
                     "P2P: request %s computes its prompt here: its KV cache does not come, because %s",
                     self._claimed[transfer],
@@ -227,3 +251,4 @@ class Scheduling:
             ids = departure.ids[departure.sent : whole]
             self._orders.sends.append(Send(departure.transfer, departure.to, departure.sent, ids, departure.total))
             departure.sent = whole
+            self._left[departure.transfer] = departure.to

@@ -92,13 +92,15 @@ class Working:
             self._incoming.ready = True
 
     def begin(self, orders: Orders) -> None:
-        """Before a step's model runs: end, await, drop and load transfers by the scheduler's orders.
+        """Before a step's model runs: end, take back, await, drop and load transfers by the scheduler's orders.
 
         vLLM calls it that early in steps with loads, because its scheduler sets ``has_sync_kv_loads``.
         """
         if self._outbox is not None:
             for transfer in orders.ended:
                 self._outbox.drop(transfer)
+            for one in orders.taken_back:
+                self._outbox.take_back(one.transfer, one.to.of_rank(self._rank), one.why)
         if self._inbox is None:
             return
         for transfer in orders.dropped:
@@ -114,11 +116,11 @@ class Working:
             self._send(send)
 
     def outcomes(self) -> Outcomes | None:
-        """Awaited transfers that have arrived or are lost since the last call."""
+        """Awaited transfers that have arrived, are lost or were taken back since the last call."""
         if self._inbox is None:
             return None
-        ready, lost = self._inbox.outcomes()
-        return Outcomes(Counter(ready), lost) if ready or lost else None
+        (ready, lost), taken_back = self._inbox.outcomes(), self._inbox.taken_back()
+        return Outcomes(Counter(ready), lost, taken_back) if ready or lost or taken_back else None
 
     def close(self) -> None:
         """End all threads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NOTHING = Told()
+SPOILED = "the engine that sent it found NaN or infinity in the logits that come of it"
 
 
 def contain() -> None:
@@ -51,12 +52,12 @@ def _judging(update: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(update)
     def judged(self: Scheduler, step: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         told, watched = TOLD.find(output), WATCH.find(step) is not None
-        counts = output.num_nans_in_logits
-        if not (told or watched or (counts and any(counts.values()))) or choice.is_off():
+        counts, spoiled = output.num_nans_in_logits, _spoiled(self, output)
+        if not (told or watched or spoiled or (counts and any(counts.values()))) or choice.is_off():
             return update(self, step, output)
         if (damage := DAMAGE.find(self)) is None:
             DAMAGE.give(self, damage := Damage(self))
-        ended = damage.judge(step, output, watched, told or NOTHING)
+        ended = damage.judge(step, output, watched, told or NOTHING, spoiled)
         result = update(self, step, output)
         for request, why in ended:
             _answer(result, request, why)
@@ -73,11 +74,12 @@ class Damage:
         self.verdicts = Verdicts(get_settings().damaged_requests)
 
     def judge(
-        self, step: SchedulerOutput, output: ModelRunnerOutput, watched: bool, told: Told
+        self, step: SchedulerOutput, output: ModelRunnerOutput, watched: bool, told: Told, spoiled: Mapping[str, str]
     ) -> list[tuple[Request, str]]:
         """Begin damaged requests again, or end them; returns those that ended, and why.
 
-        It comes before vLLM reads the step's tokens, which then are not the requests' any more.
+        It comes before vLLM reads the step's tokens, which then are not the requests' any more. ``spoiled`` are those
+        that have wrong keys and values of another engine's, and why these are wrong.
         """
         again: list[Request] = []
         ended: list[tuple[Request, str]] = []
@@ -100,13 +102,20 @@ class Damage:
                 again.append(request)
             elif verdict is Verdict.ENDS:
                 ended.append((request, of_numbers(damaged, told.origins)))
+        self._take_back([one.request_id for one in (*again, *dict(ended))], SPOILED)
+        touched = {one: why for name, why in spoiled.items() for one in self._sharing(name)}
         if told.wrong:
-            touched = [one for one in self.scheduler.running if one not in again and one not in dict(ended)]
+            touched = dict.fromkeys(self.scheduler.running, of_wrong(told.wrong))
+            self._take_back(None, of_wrong(told.wrong))
+        for one in (*again, *dict(ended)):
+            touched.pop(one, None)
+        if told.wrong or spoiled:
             self._evict_all()
             names = ", ".join(one.request_id for one in touched) or "none"
-            logger.warning("requests with keys and values of an implementation that was wrong: %s", names)
+            of = "an implementation that was wrong" if told.wrong else "another engine, which takes them back"
+            logger.warning("requests with keys and values of %s: %s", of, names)
             if self.verdicts.action == "end":
-                ended += [(one, of_wrong(told.wrong)) for one in touched]
+                ended += touched.items()
             else:
                 again += touched
         for request in again:
@@ -118,6 +127,19 @@ class Damage:
         """Whether a step has a prompt's log-probabilities, which vLLM's V1 runner computes once."""
         v1 = not self.scheduler.vllm_config.use_v2_model_runner
         return v1 and output.prompt_logprobs_dict.get(name) is not None
+
+    def _sharing(self, name: str) -> list[Request]:
+        """A running request, and those that have blocks of its own."""
+        manager, running = self.scheduler.kv_cache_manager, self.scheduler.running
+        blocks = {one: {block for ids in manager.get_block_ids(one.request_id) for block in ids} for one in running}
+        own = next((ids for one, ids in blocks.items() if one.request_id == name), set())
+        return [one for one, ids in blocks.items() if not own.isdisjoint(ids)]
+
+    def _take_back(self, requests: list[str] | None, why: str) -> None:
+        """Have engines that were sent keys and values of requests throw them away; ``None`` is all that was sent."""
+        tell = getattr(self.scheduler.connector, "fl_take_back", None)
+        if tell is not None and requests != []:
+            tell(requests, why)
 
     def _again(self, request: Request) -> None:
         """Preempt a request; the tokens that it has are its prompt, and the others of steps under way are dropped."""
@@ -149,6 +171,12 @@ class Damage:
 
     def _evict(self, blocks: Iterable[int]) -> None:
         self.scheduler.kv_cache_manager.evict_blocks(set(blocks))
+
+
+def _spoiled(scheduler: Scheduler, output: ModelRunnerOutput) -> Mapping[str, str]:
+    """Requests that have keys and values of another engine's which were wrong, and why."""
+    heard, ask = output.kv_connector_output, getattr(scheduler.connector, "fl_spoiled", None)
+    return ask(heard) if heard is not None and ask is not None else {}
 
 
 def _answer(result: Any, request: Request, why: str) -> None:

@@ -36,6 +36,7 @@ from ..protocol.messages import (
     State,
     Taken,
     Ticket,
+    Void,
     frames,
     read,
     short,
@@ -204,9 +205,13 @@ class Engine:
     def _hear(self) -> None:
         who, *heard = self._listener.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
-            message, data = read([frame.buffer for frame in heard], Put, Get, Meet, Ticket)
+            message, data = read([frame.buffer for frame in heard], Put, Get, Meet, Ticket, Void)
         except BadMessage as error:
             logger.warning("P2P: a message to %s is dropped: %s", self.address, error)
+            return
+        if isinstance(message, Void):
+            if self._inbox is not None:
+                self._inbox.take_back(message.transfer, message.why)
             return
         if isinstance(message, Meet | Ticket):
             answer: Met | Taken | Go | State = Met(message.name, short(self._meet(message)))
@@ -266,6 +271,8 @@ class Engine:
 
     def _send(self) -> None:
         assert self._outbox is not None
+        for to, transfer, why in self._outbox.taken_back():
+            self._take_back(to, Void(transfer, short(why)))
         part = None
         if len(self._flying) < FLYING:
             part = self._outbox.next(0 if self._flying else TURN, self._flying)
@@ -293,6 +300,13 @@ class Engine:
             outbox.failed(part, f"it cannot be sent to {part.to}: {error}")
             return
         self._flying[part.to] = _Flight(part, now + self._silence, link)
+
+    def _take_back(self, to: Address, void: Void) -> None:
+        """Tell an engine, behind all that it was sent, what was wrong."""
+        try:
+            self._peer(self._peers, to, self._flying).send_multipart(frames(void), zmq.NOBLOCK)
+        except Exception as error:  # recorded: that engine is dead or busy, and finds NaN itself
+            logger.warning("P2P: %s does not learn that %s was wrong: %s", to, void.transfer, error)
 
     def _announce(self, part: Part, peer: zmq.Socket[bytes], link: str) -> None:
         """Send a part's message, with the data unless a link is to carry them."""

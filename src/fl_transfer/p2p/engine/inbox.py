@@ -21,6 +21,7 @@ from .remembered import Remembered
 
 logger = get_logger(__name__)
 
+LOADED = "it was loaded"
 ASK_EVERY = 0.5
 """Seconds between two questions about one transfer."""
 
@@ -60,9 +61,10 @@ class Inbox:
         self._timeout, self._silence = timeout, silence
         self._lock = Lock()
         self._arriving: dict[str, _Arriving] = {}
-        self._gone = Remembered()
+        self._gone = Remembered[str]()
         self._ready: list[str] = []
         self._lost: dict[str, str] = {}
+        self._taken_back: dict[str, str] = {}
         self.read: Moment = None
         """When the device has read all pieces that were given back."""
 
@@ -148,6 +150,12 @@ class Inbox:
             self._ready, self._lost = [], {}
             return told
 
+    def taken_back(self) -> dict[str, str]:
+        """Transfers that were ready, and that their senders have taken back since the last call, and why."""
+        with self._lock:
+            told, self._taken_back = self._taken_back, {}
+            return told
+
     def load(self, transfer: str, write: Callable[[int, int, Tensor], None]) -> None:
         """Hand each part of a ready transfer (first block, blocks, bytes) to ``write``, and forget it."""
         with self._lock:
@@ -156,7 +164,21 @@ class Inbox:
             write(first, count, piece.bytes)
         with self._lock:
             self.read = next((moment(piece.bytes) for *_, piece in parts if queues(piece.bytes)), self.read)
-            self._forget(transfer, "it was loaded")
+            self._forget(transfer, LOADED)
+
+    def take_back(self, transfer: str, why: str) -> None:
+        """Throw away what came of a transfer, because its sender says that it is wrong.
+
+        If a request here may have it, :meth:`taken_back` says so, and :meth:`load` or :meth:`drop` still follows.
+        """
+        with self._lock:
+            arriving = self._arriving.get(transfer)
+            told = arriving is not None and arriving.complete and arriving.producer is not None
+            if self._gone.get(transfer) == LOADED or (told and transfer not in self._ready):
+                self._taken_back[transfer] = why
+            elif transfer not in self._gone:
+                self._ready = [one for one in self._ready if one != transfer]
+                self._lose(transfer, why)
 
     def drop(self, transfer: str) -> None:
         """Drop a transfer that no request here needs any more."""

@@ -76,8 +76,9 @@ class Outbox:
         self._pool, self._on_demand, self._timeout, self._tally = pool, on_demand, timeout, tally
         self._changed = Condition()
         self._leaving: dict[str, _Leaving] = {}
-        self._gone = Remembered()
+        self._gone = Remembered[str]()
         self._lent: dict[Part, bool] = {}  # whether we are through with it
+        self._taken_back: list[tuple[Address, str, str]] = []
 
     def add(
         self, transfer: str, to: Address, first: int, count: int, total: int, size: int, fill: Callable[[Tensor], None]
@@ -176,6 +177,19 @@ class Outbox:
         """The rest of this transfer does not come."""
         with self._changed:
             self._give_up(transfer, "its request has ended before its prompt was read")
+
+    def take_back(self, transfer: str, to: Address, why: str) -> None:
+        """Send no more of a transfer, and have its receiver throw away what has come, because it is wrong."""
+        with self._changed:
+            self._give_up(transfer, why)
+            self._gone[transfer] = why  # all of it may have been sent
+            self._taken_back.append((to, transfer, why))
+
+    def taken_back(self) -> list[tuple[Address, str, str]]:
+        """Receivers to tell now, of which transfers, and why."""
+        with self._changed:
+            told, self._taken_back = self._taken_back, []
+            return told
 
     def wait_until_sent(self, transfer: str) -> None:
         """Return when everything of a transfer that was put here has arrived, or it is given up."""

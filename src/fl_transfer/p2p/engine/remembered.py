@@ -1,16 +1,18 @@
-"""The ends of the last transfers, so that a late message about one is understood."""
+"""What is known of the last transfers, so that a late message about one is understood."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TypeVar
 
 LAST = 4096
+T = TypeVar("T")
 
 
-class Remembered(OrderedDict[str, str]):
-    """Transfer → why it ended; the oldest are forgotten."""
+class Remembered(OrderedDict[str, T]):
+    """Transfer → something about it, such as why it ended; the oldest are forgotten."""
 
-    def __setitem__(self, transfer: str, why: str) -> None:
-        super().__setitem__(transfer, why)
+    def __setitem__(self, transfer: str, known: T) -> None:
+        super().__setitem__(transfer, known)
         while len(self) > LAST:
             self.popitem(last=False)

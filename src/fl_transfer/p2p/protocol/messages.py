@@ -86,6 +86,13 @@ class State(msgspec.Struct, tag="state", frozen=True, forbid_unknown_fields=True
     gone: Text = ""
 
 
+class Void(msgspec.Struct, tag="void", frozen=True, forbid_unknown_fields=True):
+    """A sender takes a transfer back: what came of it is wrong, and no more comes. There is no answer."""
+
+    transfer: Name
+    why: Text
+
+
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, forbid_unknown_fields=True):
     """An engine is there: ``P`` reads prompts, ``D`` writes answers, ``PD`` both."""
 
@@ -94,11 +101,12 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, forbid_unknown_fie
     zmq: Name
 
 
-Message = Meet | Ticket | Met | Put | Go | Taken | Get | State | Heartbeat
+Message = Meet | Ticket | Met | Put | Go | Taken | Get | State | Void | Heartbeat
 One = TypeVar("One", bound=msgspec.Struct)
 Other = TypeVar("Other", bound=msgspec.Struct)
 Third = TypeVar("Third", bound=msgspec.Struct)
 Fourth = TypeVar("Fourth", bound=msgspec.Struct)
+Fifth = TypeVar("Fifth", bound=msgspec.Struct)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -125,8 +133,14 @@ def read(
 
 @overload
 def read(
-    frames: Sequence[Data], kind: type[One], other: type[Other], third: type[Third], fourth: type[Fourth], /
-) -> tuple[One | Other | Third | Fourth, memoryview]: ...
+    frames: Sequence[Data],
+    kind: type[One],
+    other: type[Other],
+    third: type[Third],
+    fourth: type[Fourth],
+    fifth: type[Fifth],
+    /,
+) -> tuple[One | Other | Third | Fourth | Fifth, memoryview]: ...
 
 
 def read(frames: Sequence[Data], /, *kinds: type[Any]) -> tuple[Any, memoryview]:
