@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from engines import HOST_VERSION, HOSTS, UNPACKED
+from engines import HOST_VERSION
 from vllm_host import HOST
 
 from host_engines import Host
+from host_files import HOSTS, UNPACKED
 from single_quantized import Layers
 
 if version := os.environ.get(HOST_VERSION):

@@ -14,9 +14,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import processes
+from host_files import files_of_vllm
 from processes import AT_ONCE, Finished, Runs, pool, then
 from running import MAX_TOKENS, PROMPTS, expected_tokens, ran
 from sampling import drawn
@@ -46,11 +45,8 @@ OTHER_HOSTS = drawn(("vLLM 0.33", "Ray", "TRL", "NIXL"), 1, "other hosts")
 """Those that ``make hosts`` brings and this run tests."""
 
 
-HOSTS = Path(__file__).parents[2] / ".venv-hosts"
 HOST_VERSION = "FL_HOST_VERSION"
 """The variable that names a version of vLLM whose Python files all engines of these tests run."""
-UNPACKED = {"0.33": "0.33.0"}
-"""Versions whose Python files ``make hosts`` unpacks."""
 
 
 def unpacked(version: str) -> dict[str, str]:
@@ -60,19 +56,12 @@ def unpacked(version: str) -> dict[str, str]:
     """
     if not version:
         return {}
-    return {"PYTHONPATH": os.pathsep.join((str(_files(version)), environment()["PYTHONPATH"]))}
-
-
-def _files(version: str) -> Path:
-    folder = HOSTS / f"vllm-{UNPACKED[version]}"
-    if not folder.exists():
-        pytest.skip(f"vLLM {version} is not unpacked: make hosts")
-    return folder
+    return {"PYTHONPATH": os.pathsep.join((str(files_of_vllm(version)), environment()["PYTHONPATH"]))}
 
 
 def _files_of_host() -> list[str]:
     version = os.environ.get(HOST_VERSION)
-    return [str(_files(version))] if version else []
+    return [str(files_of_vllm(version))] if version else []
 
 
 def environment(**variables: str) -> dict[str, str]:

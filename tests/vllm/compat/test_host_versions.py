@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import OTHER_HOSTS, PROMPTS, STEP, UNPACKED, ran, start, unpacked
+from engines import OTHER_HOSTS, PROMPTS, STEP, ran, start, unpacked
 
+from host_files import UNPACKED
 from vllm_fl.compat import versions
 from vllm_fl.platform import startup
 

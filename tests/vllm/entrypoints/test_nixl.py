@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import HOSTS, MAX_TOKENS, OTHER_HOSTS, environment
+from engines import MAX_TOKENS, OTHER_HOSTS, environment
 from p2p_serving import HOST, TWO, Server, counts, end, gained, served, wait_until_healthy
 
+from host_files import HOSTS
 from processes import free_port
 
 NIXL = HOSTS / "nixl"

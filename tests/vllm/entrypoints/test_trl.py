@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import HOSTS, MAX_TOKENS, OTHER_HOSTS, PROMPTS, Runs, environment, ran, start_script
+from engines import MAX_TOKENS, OTHER_HOSTS, PROMPTS, Runs, environment, ran, start_script
 from p2p_serving import Server, end, listing_nothing, served, wait_until_healthy
 
 import variants
+from host_files import HOSTS
 from processes import free_port
 from sampling import drawn
 

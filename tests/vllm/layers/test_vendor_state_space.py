@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import HERE, HOSTS, UNPACKED, environment
+from engines import HERE, environment
 
 import processes
 from fl_dispatch.backends.vendor.cuda import library
 from fl_dispatch.backends.vendor.cuda.impl import state_space
+from host_files import HOSTS, UNPACKED
 
 ROUNDINGS = {"selective_scan": 4.0, "selective_state_update": 1.0}
 """Shares of the tolerance: the kernel for prompts rounds the state and decayed tokens to a half type."""
