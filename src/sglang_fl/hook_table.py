@@ -152,6 +152,7 @@ def extend_host() -> None:
 
     from . import quantization, report
     from .attention import attention_backend
+    from .platform import model_rules
 
     register_attention_backend(ATTENTION)(attention_backend.create)
     AttentionBackendRegistry.register(ATTENTION, attention_backend.absorb_always)
@@ -159,3 +160,5 @@ def extend_host() -> None:
     for method in report.SCHEDULER_METHODS:
         setattr(Scheduler, method.__name__, method)
     quantization.announce()
+    if host_version() in TESTED_HOSTS:
+        model_rules.register()

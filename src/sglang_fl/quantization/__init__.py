@@ -22,6 +22,7 @@ SERVED: Mapping[str, str] = MappingProxyType(
         "gptq": "GPTQConfigFL",
         "compressed-tensors": "CompressedTensorsConfigFL",
         "fp8": "Fp8ConfigFL",
+        "mxfp4": "Mxfp4ConfigFL",
         "modelopt_fp8": "ModelOptFp8ConfigFL",
         "modelopt_fp4": "ModelOptFp4ConfigFL",
     }
@@ -33,6 +34,8 @@ CONVERTED: Mapping[str, str] = MappingProxyType({"awq_marlin": "awq", "gptq_marl
 """SGLang's methods for NVIDIA GPUs, which it takes for checkpoints of others → those. They run kernels of its own."""
 LATENT_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 """Models with latent attention that are served: SGLang's loader of others splits a weight by code of its own."""
+GPT_OSS = "GptOssForCausalLM"
+"""The one model with experts that ``mxfp4`` quantizes."""
 FP8_CACHE = "fp8_e4m3"
 """SGLang's name of the one type of quantized cache that is served."""
 

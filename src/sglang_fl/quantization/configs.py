@@ -18,6 +18,7 @@ from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.gptq import GPTQConfig
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptFp8Config
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -263,6 +264,15 @@ class AutoRoundConfigFL(AutoRoundConfig):
     def from_config(cls, config: dict[str, Any]) -> Any:
         method, packed = auto_round.as_packed(config, refused)
         return {"gptq": GPTQConfigFL, "awq": AWQConfigFL}[method].from_config(packed)
+
+
+class Mxfp4ConfigFL(Served, Mxfp4Config):
+    """``mxfp4``: the experts of gpt-oss; other layers are not quantized."""
+
+    fl_format = "mxfp4"
+
+    def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
+        return schemes.mxfp4() if isinstance(layer, FusedMoE) else LEFT
 
 
 class ModelOpt(Served):

@@ -9,6 +9,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from torch import nn
 
+from fl_dispatch.hosting.quantized.experts import NAMES
 from fl_dispatch.hosting.quantized.stored_experts import Experts, Parameters, Sizes
 
 from ..bridge.base import Unbridged
@@ -26,8 +27,10 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     Attributes:
         inner: elements of a token.
         dtype: of the model.
+        biased: whether both products have biases.
     """
 
+    biased: bool
     inner: int
     dtype: torch.dtype
 
@@ -48,13 +51,17 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         # Loaders of other forms of a checkpoint, and those of a model's own, know SGLang's methods by name.
         if getattr(loader, "__func__", None) is not FusedMoE.weight_loader:
             raise refused(f"quantized experts that {owner} loads in a way of its own ({layer.layer_name})")
-        if extra_weight_attrs.get("with_bias"):
+        self.biased = bool(extra_weight_attrs.get("with_bias"))
+        if self.biased and self.quant_config.fl_format != "mxfp4":
             raise refused(f"quantized experts with biases ({layer.layer_name})")
         gates = 2 if layer.moe_runner_config.is_gated else 1
         place = hidden_size, intermediate_size_per_partition, gates, layer.moe_tp_size, params_dtype
         parameters = Parameters(layer, {"weight_loader": loader}, reads_order=True)
-        if reason := self.kind.create_weights(parameters, Sizes(num_experts, *place)):
+        sizes = Sizes(num_experts, *place)
+        if reason := self.kind.create_weights(parameters, sizes):
             raise refused(f"{reason} ({layer.layer_name})")
+        for name, columns, _ in sizes.weights() if self.biased else ():
+            parameters.add(f"{name}_weight_bias", torch.zeros(num_experts, columns, dtype=params_dtype))
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
         """Make no runner of SGLang's: ``apply`` is the whole computation."""
@@ -71,6 +78,8 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
                 another.
         """
         self.kind.process_weights_after_loading(layer)
+        for name in NAMES if self.biased else ():
+            layer.register_parameter(f"{name}_bias", layer._parameters.pop(f"{name}_weight_bias"))
         if reason := self.kind.waiting(layer, self.dtype, MIXTURE.of(layer).activation):
             raise refused(f"these experts ({reason}; {layer.layer_name})")
 

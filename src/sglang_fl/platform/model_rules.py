@@ -1,0 +1,52 @@
+"""SGLang's rules for models that it ties to a list of its own attention backends, with ours beside that list.
+
+SGLang reads the list after it has asked the platform, and ends where the backend is none of it. Such a model gets the
+name of a backend that computes what ours does while SGLang applies its rules, and ours again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from ..compat.runtime import ATTENTION
+
+TIED = ("GptOssForCausalLM",)
+"""The models with such a list that are served."""
+LISTED = "triton"
+"""A backend of all lists: it has windows and sinks, as ours."""
+KEPT = ("dtype", "moe_runner_backend")
+"""Arguments that SGLang's rules for gpt-oss set for kernels of its own."""
+
+
+def name_listed(args: Any, config: Any) -> Mapping[str, Any]:
+    """The arguments of a tied model: a backend of the list, and the rest as they are before SGLang's own rules."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(args)
+    if view.attention_backend != ATTENTION:
+        return {}
+    return {"attention_backend": LISTED, **{name: getattr(view, name) for name in KEPT}}
+
+
+def keep_ours(args: Any, apply: Callable[[Any], None]) -> None:
+    """Have SGLang apply its rules for a model, and keep our attention."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+
+    before = resolving_view(args).attention_backend
+    apply(args)
+    changed = before == ATTENTION != resolving_view(args).attention_backend
+    if changed and model_config_of(args).hf_config.architectures[0] in TIED:
+        declare_resolution(args, __name__, attention_backend=ATTENTION)
+
+
+@cache
+def register() -> None:
+    """Register both with SGLang. Idempotent."""
+    from sglang.srt.arg_groups.overrides import register_model_override
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    for architecture in TIED:
+        register_model_override(architecture)(name_listed)
+    register_resolution_hook("handle_model_specific_adjustments")(keep_ours)
