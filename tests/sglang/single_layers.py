@@ -20,7 +20,7 @@ def made(config: Mapping[str, Any]) -> Any:
 
     method = config["quant_method"] if config["quant_method"] in SERVED else "fp8"
     if config["quant_method"] == "modelopt":
-        method = "modelopt_fp4" if "FP4" in config["quant_algo"] else "modelopt_fp8"
+        method = {"FP8": "modelopt_fp8", "MXFP8": "mxfp8"}.get(config["quant_algo"], "modelopt_fp4")
     found = config_class(method)
     assert found is not None
     return found.from_config(dict(config))  # type: ignore[attr-defined]

@@ -31,7 +31,13 @@ from vllm_fl import quantization
 from vllm_fl.quantization.configs import CONFIGS
 from vllm_fl.quantization.expert_method import QuantizedMethod
 
-METHODS = {"auto-round": "inc", "gptq": "auto_gptq", "awq": "auto_awq", "compressed-tensors": "compressed-tensors"}
+METHODS = {
+    "auto-round": "inc",
+    "gptq": "auto_gptq",
+    "awq": "auto_awq",
+    "compressed-tensors": "compressed-tensors",
+    "quark": "quark",
+}
 KINDS: Mapping[str, type[nn.Module]] = {
     "linear": RowParallelLinear,
     "joined": MergedColumnParallelLinear,
@@ -51,7 +57,8 @@ def made(said: Mapping[str, Any]) -> Any:
     """vLLM's configuration object of a checkpoint's."""
     method = METHODS.get(said["quant_method"], "fp8")
     if said["quant_method"] == "modelopt":
-        method = "modelopt_fp4" if "FP4" in said["quant_algo"] else "modelopt"
+        method = {"MXFP8": "modelopt_mxfp8"}.get(said["quant_algo"], "modelopt")
+        method = "modelopt_fp4" if "FP4" in said["quant_algo"] else method
     found: Any = CONFIGS[method].from_config(dict(said))
     found.packed_modules_mapping = JOINED
     return found

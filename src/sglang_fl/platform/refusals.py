@@ -169,7 +169,7 @@ def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]
         return []
     said = (getattr(model.hf_config, name, None) for name in ("quantization_config", "compression_config"))
     latent = bool(runner.use_mla_backend)
-    unquantized = method in ("fp8", "compressed-tensors", "mxfp4") and not any(said)
+    unquantized = method in ("fp8", "compressed-tensors", "mxfp4", "mxfp8") and not any(said)
     other = method == "mxfp4" and model.hf_config.architectures[0] != quantization.GPT_OSS
     return [
         (unquantized, f"'{method}' for a checkpoint that is not quantized"),

@@ -25,9 +25,14 @@ SERVED: Mapping[str, str] = MappingProxyType(
         "mxfp4": "Mxfp4ConfigFL",
         "modelopt_fp8": "ModelOptFp8ConfigFL",
         "modelopt_fp4": "ModelOptFp4ConfigFL",
+        "mxfp8": "ModelOptMxfp8ConfigFL",
+        "quark": "QuarkConfigFL",
     }
 )
-"""The methods that are served, by SGLang's names → the class in :mod:`.configs`; checkpoints say ``modelopt`` alone."""
+"""The methods that are served, by SGLang's names → the class in :mod:`.configs`; checkpoints say ``modelopt`` alone.
+
+``mxfp8`` is SGLang's name for that of ``modelopt`` too.
+"""
 
 
 CONVERTED: Mapping[str, str] = MappingProxyType({"awq_marlin": "awq", "gptq_marlin": "gptq"})
@@ -35,7 +40,7 @@ CONVERTED: Mapping[str, str] = MappingProxyType({"awq_marlin": "awq", "gptq_marl
 LATENT_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 """Models with latent attention that are served: SGLang's loader of others splits a weight by code of its own."""
 GPT_OSS = "GptOssForCausalLM"
-"""The one model with experts that ``mxfp4`` quantizes."""
+"""Model with experts that ``mxfp4`` quantizes; no other has them."""
 FP8_CACHE = "fp8_e4m3"
 """SGLang's name of the one type of quantized cache that is served."""
 

@@ -19,6 +19,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.gptq import GPTQConfig
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptFp8Config
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+from sglang.srt.layers.quantization.quark.quark import QuarkConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -26,7 +27,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import get_server_args
 
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting.quantized import auto_round, layer_parts, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized import auto_round, layer_parts, quark, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
 from fl_dispatch.hosting.quantized.schemes import EXPRESSION, LEFT, Scheme
 from fl_dispatch.hosting.start.first_choices import without_graphs
@@ -266,6 +267,14 @@ class AutoRoundConfigFL(AutoRoundConfig):
         return {"gptq": GPTQConfigFL, "awq": AWQConfigFL}[method].from_config(packed)
 
 
+class QuarkConfigFL(QuarkConfig):
+    """``quark``, read as the format that has the same tensors."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return CompressedTensorsConfigFL.from_config(quark.as_compressed(config, refused))
+
+
 class Mxfp4ConfigFL(Served, Mxfp4Config):
     """``mxfp4``: the experts of gpt-oss; other layers are not quantized."""
 
@@ -276,14 +285,16 @@ class Mxfp4ConfigFL(Served, Mxfp4Config):
 
 
 class ModelOpt(Served):
-    """``modelopt``: fp8 with a scale a weight and one for inputs, NVFP4 with inputs of the same or as they are."""
+    """``modelopt``: fp8 with a scale a weight and one for inputs, MXFP8, NVFP4 with such inputs or as they are."""
 
     fl_format = "modelopt"
     fl_algorithm: str
+    fl_changed: Mapping[str, str] = {}
+    """Words of the configuration that SGLang's class reads in the place of the checkpoint's."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        made = super().from_config(config)
+        made = super().from_config({**config, **cls.fl_changed})
         made.fl_algorithm = schemes.modelopt_algorithm(config)
         return made
 
@@ -305,3 +316,15 @@ class ModelOptFp8ConfigFL(ModelOpt, ModelOptFp8Config):
 
 class ModelOptFp4ConfigFL(ModelOpt, ModelOptFp4Config):
     pass
+
+
+class ModelOptMxfp8ConfigFL(ModelOpt, ModelOptFp8Config):
+    """MXFP8, which SGLang reads by its class for ``fp8``, without the patterns of ``modelopt``."""
+
+    fl_changed: Mapping[str, str] = {"quant_algo": "FP8"}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        if not config.get("quant_algo"):
+            raise refused("quantization 'mxfp8'")
+        return super().from_config(config)

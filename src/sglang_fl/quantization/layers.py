@@ -160,6 +160,7 @@ class _Packed(Layer, layers.PackedLayer):
         super().__init__(scheme)
         weights = scheme.weights
         self.fl_bits, self.fl_zero_points, self._group = weights.bits, not weights.symmetric, weights.group
+        self.fl_rounds = scheme.inputs is not None
 
     def create_weights(
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
@@ -238,18 +239,31 @@ class AwqLayer(_Packed):
         layer.register_parameter("qzeros", self._words(shape, 1, 1, loader, of_groups=True))
 
 
-class Float4Layer(Layer, layers.Float4Layer):
-    """Weights of e2m1."""
+class _Grouped(Layer, layers.GroupedLayer):
+    """Weights with scales of groups, as they are stored."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__(scheme)
         self.fl_read(scheme)
-        self.fl_given, self.fl_joins = self.fl_rounds and bool(self.fl_factors), not self.fl_factors
 
     def create_weights(  # type: ignore[override]
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
     ) -> None:
-        layers.Float4Layer.create_weights(self, layer, parameter, inner, parts, dtype, loader)
+        super(Layer, self).create_weights(layer, parameter, inner, parts, dtype, loader)
+
+
+class Int4Layer(_Grouped, layers.Int4Layer):
+    pass
+
+
+class Mxfp8Layer(_Grouped, layers.Mxfp8Layer):
+    pass
+
+
+class Float4Layer(_Grouped, layers.Float4Layer):  # type: ignore[misc]  # SGLang has one more size
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
+        self.fl_given, self.fl_joins = self.fl_rounds and bool(self.fl_factors), not self.fl_factors
 
 
 KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(
@@ -261,8 +275,10 @@ KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(
         Kind.COMPRESSED: PackedLayer,
         Kind.GPTQ: GptqLayer,
         Kind.AWQ: AwqLayer,
+        Kind.INT4: Int4Layer,
         Kind.MXFP4: Float4Layer,
         Kind.NVFP4: Float4Layer,
+        Kind.MXFP8: Mxfp8Layer,
     }
 )
 """Kinds of layers → the class that makes their parameters."""

@@ -24,6 +24,8 @@ SERVED: Mapping[str, str] = MappingProxyType(
         "inc": "auto-round",
         "modelopt": "modelopt",
         "modelopt_fp4": "modelopt",
+        "modelopt_mxfp8": "modelopt",
+        "quark": "quark",
     }
 )
 """vLLM's names of the methods that are served → the names that checkpoints have."""

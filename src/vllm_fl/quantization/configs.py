@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.compressed_tensors import schemes as vllms
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear import get_linear_transform_schemes
+from vllm.model_executor.layers.quantization.quark import quark as vllms_quark
 from vllm.model_executor.layers.quantization.utils.gptq_utils import is_layer_gptq_quantized
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
@@ -39,13 +40,13 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.scalar_type import scalar_types
 
-from fl_dispatch.hosting.quantized import auto_round, layer_parts, orders, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized import auto_round, layer_parts, orders, quark, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
 
 from . import refused
 from .blocks import create_in_blocks
 from .expert_method import QuantizedMethod
-from .kernels import Float4Layer
+from .kernels import GROUPED
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -237,6 +238,14 @@ class AutoRoundConfigFL(inc.INCConfig):
         return {"gptq": GPTQConfigFL, "awq": AWQConfigFL}[method].from_config(packed)
 
 
+class QuarkConfigFL(vllms_quark.QuarkConfig):
+    """``quark``, read as the format that has the same tensors."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return CompressedTensorsConfigFL.from_config(quark.as_compressed(config, refused))
+
+
 class Mxfp4ConfigFL(Served, mxfp4.GptOssMxfp4Config):
     """``mxfp4``: the experts of gpt-oss; other layers are not quantized."""
 
@@ -248,15 +257,21 @@ class Mxfp4ConfigFL(Served, mxfp4.GptOssMxfp4Config):
 
 
 @register_weight_loader_v2_supported_method
-class Float4MethodFL(LinearMethodBase):
-    """Weights of e2m1: a method of vLLM's, and a scheme of its ``compressed-tensors``; its own ask for CUDA's kernels.
+class GroupedMethodFL(LinearMethodBase):
+    """Kinds of :data:`GROUPED`: a method of vLLM's, and a scheme of its ``compressed-tensors``.
+
+    vLLM's own ask for CUDA's kernels, or leave inputs as they are.
 
     Args:
         scheme: of one layer.
+        kind: its kind.
+        prefix: the layer's.
     """
 
-    def __init__(self, scheme: Scheme) -> None:
-        self.kernel = Float4Layer(scheme)
+    def __init__(self, scheme: Scheme, kind: Kind, prefix: str) -> None:
+        self.kernel = GROUPED[kind](scheme)
+        if lacking := self.kernel.fl_lacking():
+            raise refused(f"the weights of {prefix} ({lacking})")
         self.kernel.fl_read(scheme)
         self.apply_weights = self.apply  # the name that a scheme has
 
@@ -282,7 +297,7 @@ class Float4MethodFL(LinearMethodBase):
 
 
 class ModelOpt(Served):
-    """``modelopt``: fp8 with a scale a weight and one for inputs, NVFP4 with inputs of the same or as they are."""
+    """``modelopt``: fp8 with a scale a weight and one for inputs, MXFP8, NVFP4 with such inputs or as they are."""
 
     fl_format = "modelopt"
     fl_algorithm: str
@@ -300,8 +315,8 @@ class ModelOpt(Served):
         if not isinstance(method, modelopt.ModelOptLinearMethod):
             return method
         scheme = self._scheme()
-        if schemes.served(scheme, prefix, refused) is Kind.NVFP4:
-            return Float4MethodFL(scheme)
+        if (kind := schemes.served(scheme, prefix, refused)) in GROUPED:
+            return GroupedMethodFL(scheme, kind, prefix)
         return Fp8MethodFL(fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="static"))
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
@@ -316,18 +331,22 @@ class ModelOptFp8ConfigFL(ModelOpt, modelopt.ModelOptFp8Config):
     pass
 
 
+class ModelOptMxfp8ConfigFL(ModelOpt, modelopt.ModelOptMxFp8Config):
+    pass
+
+
 class ModelOptNvfp4ConfigFL(ModelOpt, modelopt.ModelOptNvFp4Config):
     pass
 
 
-MAKERS: dict[Kind, tuple[type[Any], str]] = {
+MAKERS: dict[Kind, tuple[Any, str]] = {
     Kind.INT8: (vllms.CompressedTensorsW8A8Int8, "kernel"),
     Kind.FP8: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
     Kind.FP8_WEIGHT: (vllms.CompressedTensorsW8A16Fp8, "linear_kernel"),
     Kind.FP8_BLOCKS: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
-    Kind.COMPRESSED: (vllms.CompressedTensorsWNA16, "kernel"),
+    Kind.COMPRESSED: ((vllms.CompressedTensorsWNA16, vllms.CompressedTensorsWNA8Int), "kernel"),
 }
-"""Kinds of layers in ``compressed-tensors`` → vLLM's class that makes their parameters, and its name of the kernel."""
+"""Kinds of layers in ``compressed-tensors`` → the classes of vLLM that make their parameters, and the kernel's name."""
 
 
 class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConfig):
@@ -355,8 +374,8 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         if isinstance(found, str):
             return None
         kind = schemes.served(found, prefix, refused)
-        if kind in (Kind.MXFP4, Kind.NVFP4):
-            return Float4MethodFL(found)
+        if kind in GROUPED:
+            return GroupedMethodFL(found, kind, prefix)
         scheme: Any = super().get_scheme(layer, layer_name)
         maker, kernel = MAKERS[kind]
         if not isinstance(scheme, maker):
@@ -369,8 +388,10 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
             scheme.create_weights = partial(create_in_blocks, create, block[0], "weight_scale")
         if isinstance(scheme, vllms.CompressedTensorsW8A8Int8):
             scheme.create_weights = partial(_with_scale_of_each_input, create)
-        if isinstance(scheme, vllms.CompressedTensorsWNA16) and not found.weights.symmetric:
-            scheme.create_weights = partial(_with_whole_words, create, found.weights.bits)
+        if kind is Kind.COMPRESSED and not found.weights.symmetric:
+            create = partial(_with_whole_words, create, found.weights.bits)
+        if kind is Kind.COMPRESSED:
+            scheme.create_weights = partial(_with_rows, create, scheme, found.inputs is not None)
         # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
         scheme.process_weights_after_loading = partial(_load, scheme, kernel)
         return scheme
@@ -434,6 +455,12 @@ def _refuse_cut_words(layer: Any, parts: list[int], bits: int) -> None:
         )
 
 
+def _with_rows(create: Callable[..., None], scheme: Any, rounds: bool, **named: Any) -> None:
+    """Register parameters as vLLM does, and tell the kernel whether its rows are quantized, which vLLM does not."""
+    create(**named)
+    scheme.kernel.fl_rounds = rounds
+
+
 def _load(scheme: Any, kernel: str, layer: Any) -> None:
     getattr(scheme, kernel).process_weights_after_loading(layer)
 
@@ -447,6 +474,8 @@ CONFIGS: dict[str, type[QuantizationConfig]] = {
     "inc": AutoRoundConfigFL,
     "modelopt": ModelOptFp8ConfigFL,
     "modelopt_fp4": ModelOptNvfp4ConfigFL,
+    "modelopt_mxfp8": ModelOptMxfp8ConfigFL,
+    "quark": QuarkConfigFL,
 }
 
 

@@ -6,7 +6,7 @@ layer, has it change the loaded weights once, and calls it for the product. It l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -142,8 +142,25 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
         return Scheme(ASKED, weights, rows, schemes.PACKED_FORM)
 
 
+class Int4Layer(VllmKernel, layers.Int4Layer):
+    """vLLM would take them for weights of inputs as they are."""
+
+
+class Mxfp8Layer(VllmKernel, layers.Mxfp8Layer):
+    """vLLM chooses no kernel for these weights but NVIDIA's, and those of e2m1."""
+
+
 class Float4Layer(VllmKernel, layers.Float4Layer):
-    """vLLM chooses no kernel for these weights but NVIDIA's."""
+    """As :class:`Mxfp8Layer`."""
+
+
+GROUPED: Mapping[Kind, type[Int4Layer | Mxfp8Layer | Float4Layer]] = {
+    Kind.INT4: Int4Layer,
+    Kind.MXFP4: Float4Layer,
+    Kind.NVFP4: Float4Layer,
+    Kind.MXFP8: Mxfp8Layer,
+}
+"""Kinds of layers that vLLM is not asked for a kernel of → the class that makes their parameters."""
 
 
 def register() -> None:

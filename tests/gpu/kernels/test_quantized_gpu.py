@@ -269,7 +269,13 @@ ASKED: Mapping[str, Any] = {
     "prompts": PROMPTS,
     "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
 }
-CHECKPOINTS = ("compressed-tensors W8A8 fp8", "fp8, blocks of 128", "gptq", "compressed-tensors W8A8 int8")
+CHECKPOINTS = (
+    "compressed-tensors W8A8 fp8",
+    "fp8, blocks of 128",
+    "gptq",
+    "compressed-tensors W8A8 int8",
+    "compressed-tensors W4A8 int8",
+)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,12 @@ class Layered(Run):
 
 @pytest.mark.gpu
 class TestQuantized(QuantizedGraphs, QuantizedModels):
-    RUNS = (Layered("a scheme a layer"), Run("gptq"))
+    RUNS = (
+        Layered("a scheme a layer"),
+        Run("gptq"),
+        Run("compressed-tensors W4A8 int8"),
+        Run("compressed-tensors MXFP8"),
+    )
 
     def counted(self, run: Run, host: Host) -> Mapping[str, int]:
         if isinstance(run, Layered):

@@ -142,6 +142,24 @@ def nvfp4(weight: Tensor, **given: Tensor) -> tuple[Tensor, Tensor, Stored]:
     )
 
 
+def int4(weight: Tensor) -> Written:
+    """Integers of 4 bits in groups of 32, each in a byte."""
+    parts = weight.unflatten(-1, (-1, 32))
+    scale = symmetric(parts, 7.5).half().float()
+    numbers = (parts / scale).round().clamp(-8, 7)
+    stored = {"weight": numbers.flatten(-2).to(torch.int8), "weight_scale": scale[..., 0].half()}
+    return stored, (numbers * scale).flatten(-2)
+
+
+def mxfp8(weight: Tensor) -> Written:
+    """fp8 with a power of two for 32 elements."""
+    parts = weight.unflatten(-1, (-1, 32))
+    exponents = (parts.abs().amax(-1, keepdim=True) / 448.0).log2().ceil().clamp(min=-127)
+    numbers = (parts / exponents.exp2()).to(FP8)
+    stored = {"weight": numbers.flatten(-2), "weight_scale": (exponents[..., 0] + 127).to(torch.uint8)}
+    return stored, (numbers.float() * exponents.exp2()).flatten(-2)
+
+
 def modelopt_nvfp4(rows: float | None = None) -> Any:
     """NVFP4 as ``modelopt`` stores it; ``rows``: what multiplies all scales of inputs."""
 
@@ -160,7 +178,20 @@ def modelopt(algorithm: str, **said: Any) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **said}
 
 
-def rows_of_e2m1(inputs: Mapping[str, Any], of_all: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+def quark(inputs: bool, **said: Any) -> dict[str, Any]:
+    """The configuration of a ``quark`` checkpoint in fp8 (0.13); ``inputs``: whether their scale is found before."""
+    numbers = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": numbers, "input_tensors": {**numbers, "is_dynamic": not inputs}},
+        "layer_quant_config": {},
+        "exclude": ["lm_head"],
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+        **said,
+    }
+
+
+def rows_of_the_library(inputs: Mapping[str, Any], of_all: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Inputs of a product as the format's own library quantizes them; ``of_all``: the divisor of all their scales."""
     said = QuantizationArgs(**inputs)
 
@@ -184,12 +215,13 @@ def rows_of(kind: torch.dtype, group: int = 0, scale: float | None = None) -> Ca
     return change
 
 
-def compressed(form: str, weights: Mapping[str, Any], rows: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The configuration of a ``compressed-tensors`` checkpoint."""
+def compressed(form: str, weights: Mapping[str, Any], rows: Mapping[str, Any] | None, **said: Any) -> dict[str, Any]:
+    """The configuration of a ``compressed-tensors`` checkpoint; ``said``: of its one group besides."""
     group = {
         "targets": ["Linear"],
         "weights": {"symmetric": True, "dynamic": False, **weights},
         "input_activations": None if rows is None else {"symmetric": True, **rows},
+        **said,
     }
     return {
         "quant_method": "compressed-tensors",
@@ -252,6 +284,8 @@ AUTO_ROUND = {
 """Without settings that no host reads; written by auto_round 0.16.1."""
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 E2M1 = {"num_bits": 4, "type": "float"}
+MXFP8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+MXFP8_ROWS = {**MXFP8, "dynamic": True}
 MXFP4 = {**E2M1, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 NVFP4 = {**E2M1, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 MXFP4_ROWS, NVFP4_ROWS = {**MXFP4, "dynamic": True}, {**NVFP4, "dynamic": "local"}
@@ -312,6 +346,22 @@ SCHEMES: Mapping[str, Scheme] = {
         "PackedLayer",
         operators=ONLY,
     ),
+    "compressed-tensors W4A8 int8": Scheme(
+        compressed("int-quantized", W4, TOKEN8), int4, "Int4Layer", rows_of_the_library(TOKEN8), ONLY
+    ),
+    "compressed-tensors W4A8 int8, packed": Scheme(
+        compressed("pack-quantized", W4, TOKEN8, format="pack-quantized"),  # else the library takes a byte a number
+        few_bits("packed", 4, 32, False),
+        "PackedLayer",
+        rows_of_the_library(TOKEN8),
+        ONLY,
+    ),
+    "compressed-tensors MXFP8": Scheme(
+        compressed("mxfp8-quantized", MXFP8, MXFP8_ROWS), mxfp8, "Mxfp8Layer", rows_of_the_library(MXFP8_ROWS), ONLY
+    ),
+    "compressed-tensors MXFP8A16": Scheme(
+        compressed("mxfp8-quantized", MXFP8, None), mxfp8, "Mxfp8Layer", operators=ONLY
+    ),
     "compressed-tensors MXFP4A16": Scheme(
         compressed("mxfp4-pack-quantized", MXFP4, None), e2m1_weights(mxfp4), "Float4Layer", operators=ONLY
     ),
@@ -322,14 +372,14 @@ SCHEMES: Mapping[str, Scheme] = {
         compressed("mxfp4-pack-quantized", MXFP4, MXFP4_ROWS),
         e2m1_weights(mxfp4),
         "Float4Layer",
-        rows_of_e2m1(MXFP4_ROWS),
+        rows_of_the_library(MXFP4_ROWS),
         ONLY,
     ),
     "compressed-tensors NVFP4": Scheme(
         compressed("nvfp4-pack-quantized", NVFP4, NVFP4_ROWS),
         e2m1_weights(partial(nvfp4, input_global_scale=OF_ALL)),
         "Float4Layer",
-        rows_of_e2m1(NVFP4_ROWS, OF_ALL),
+        rows_of_the_library(NVFP4_ROWS, OF_ALL),
         ONLY,
     ),
     "fp8": Scheme(FP8_CONFIG, eight_bits(FP8, "tensor"), "Fp8Layer", rows_of(FP8)),
@@ -346,6 +396,9 @@ SCHEMES: Mapping[str, Scheme] = {
         rows_of(FP8, group=128),
     ),
     "modelopt FP8": Scheme(modelopt("FP8"), eight_bits(FP8, "tensor", STATIC), "Fp8Layer", rows_of(FP8, scale=STATIC)),
+    "quark fp8": Scheme(quark(False), eight_bits(FP8, "tensor"), "Fp8Layer", rows_of(FP8)),
+    "quark fp8, static": Scheme(quark(True), eight_bits(FP8, "tensor", STATIC), "Fp8Layer", rows_of(FP8, scale=STATIC)),
+    "modelopt MXFP8": Scheme(modelopt("MXFP8"), mxfp8, "Mxfp8Layer", rows_of_the_library(MXFP8_ROWS), ONLY),
     "modelopt W4A16_NVFP4": Scheme(
         modelopt("W4A16_NVFP4", group_size=16), modelopt_nvfp4(), "Float4Layer", operators=ONLY
     ),
@@ -353,7 +406,7 @@ SCHEMES: Mapping[str, Scheme] = {
         modelopt("NVFP4", group_size=16),
         modelopt_nvfp4(1 / float(OF_ALL)),
         "Float4Layer",
-        rows_of_e2m1(NVFP4_ROWS, OF_ALL),
+        rows_of_the_library(NVFP4_ROWS, OF_ALL),
         ONLY,
     ),
     "gptq": Scheme(
@@ -429,6 +482,8 @@ def _leaving_others(scheme: Scheme, stored: Mapping[str, Tensor]) -> Mapping[str
         return quantization
     if quantization["quant_method"] in ("compressed-tensors", "modelopt"):
         return {**quantization, "ignore": [*quantization["ignore"], *left]}
+    if quantization["quant_method"] == "quark":
+        return {**quantization, "exclude": [*quantization["exclude"], *left]}
     if quantization["quant_method"] == "gptq":
         return {**quantization, "dynamic": {f"-:{re.escape(name)}$": {} for name in left}}
     if quantization["quant_method"] == "auto-round":

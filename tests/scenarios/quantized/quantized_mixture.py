@@ -39,6 +39,7 @@ EXPERTS = (
     "fp8",
     "fp8, static",
     "fp8, blocks of 128",
+    "quark fp8, static",
     "modelopt FP8",
     "modelopt W4A16_NVFP4",
     "gptq",
@@ -48,7 +49,7 @@ EXPERTS = (
     "awq",
 )
 """Schemes whose experts both hosts serve."""
-GIVEN = ("compressed-tensors W8A8 int8, static", "fp8, static", "modelopt FP8")
+GIVEN = ("compressed-tensors W8A8 int8, static", "fp8, static", "quark fp8, static", "modelopt FP8")
 """Those of them that have scales of inputs."""
 BOTH_KINDS = ("compressed-tensors W8A8 int8", "awq")
 """Schemes of either operator, which run in every kind of engine."""

@@ -21,6 +21,7 @@ from quantized_checkpoints import (
     FP8_CONFIG,
     GPTQ,
     MXFP4,
+    MXFP8,
     NVFP4,
     SCHEMES,
     TOKEN8,
@@ -28,6 +29,7 @@ from quantized_checkpoints import (
     W4,
     compressed,
     modelopt,
+    quark,
     whole,
 )
 
@@ -88,8 +90,12 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     ),
     "compressed-tensors int8, not packed, for inputs as they are": compressed("int-quantized", INT8_CHANNEL, None),
     "compressed-tensors int4 for inputs of int4": compressed("int-quantized", W4, TOKEN4),
-    "compressed-tensors int4 for inputs of int8": compressed("int-quantized", W4, TOKEN8),
-    "compressed-tensors packed int4 for inputs of int8": compressed("pack-quantized", W4, TOKEN8),
+    "compressed-tensors int4 for inputs of fp8": compressed("int-quantized", W4, TOKEN_FP8),
+    "compressed-tensors int4 with zero points, packed, for inputs of int8": compressed(
+        "pack-quantized", {**W4, "symmetric": False}, TOKEN8
+    ),
+    "compressed-tensors int4 for static inputs of int8": compressed("int-quantized", W4, STATIC_INT8),
+    "compressed-tensors MXFP8, other groups": compressed("mxfp8-quantized", {**MXFP8, "group_size": 64}, None),
     "compressed-tensors W2A16": compressed("pack-quantized", {**W4, "num_bits": 2}, None),
     "compressed-tensors MXFP4 for inputs of fp8": compressed("mxfp4-pack-quantized", MXFP4, TOKEN_FP8),
     "compressed-tensors NVFP4, other groups": compressed("nvfp4-pack-quantized", {**NVFP4, "group_size": 32}, None),
@@ -126,6 +132,9 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "fp8, experts of another type": {**FP8_CONFIG, "store_dtype": "mxfp4"},
     "fp8 in groups of 32 (mxfp8)": {**FP8_CONFIG, "quant_method": "mxfp8"},
     "fp8, a layer left": {**FP8_CONFIG, "modules_to_not_convert": [LAYERS["linear"]]},
+    "quark, mxfp4": quark(False, global_quant_config={"weight": {"dtype": "fp4", "qscheme": "per_group"}}),
+    "quark, a cache": quark(True, kv_cache_quant_config={"*k_proj": {"dtype": "fp8_e4m3"}}),
+    "quark, a layer left": quark(True, exclude=["lm_head", LAYERS["linear"], "re:.*experts.*"]),
     "modelopt, other groups": modelopt("NVFP4", group_size=32),
     "modelopt, other numbers": modelopt("FP8_PB_WO"),
     "modelopt, a layer left": modelopt("FP8", ignore=["lm_head", "*.down_proj"]),
@@ -198,7 +207,7 @@ def described(kernel: Any, layer: Any) -> str:
     said += [f"{read[name]} bits" for name in ("fl_bits", "_bits") if name in read]
     said += [f"blocks of {block}" for block in [read.get("fl_block")] if block]
     said += ["zero points" for name in ("fl_zero_points", "_zero_points") if read.get(name)]
-    said += ["rows rounded to e2m1"] if read.get("fl_rounds") else []
+    said += ["rows quantized"] if read.get("fl_rounds") else []
     parameters = {name.removeprefix("w2_"): one for name, one in layer.named_parameters(recurse=False)}
     scales = next(parameters[name] for name in ("weight_scale_inv", "weight_scale", "scales") if name in parameters)
     said.append(f"scales {'x'.join(str(size) for size in scales.shape if size > 1) or 1}")

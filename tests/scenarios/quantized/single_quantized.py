@@ -119,7 +119,8 @@ def load(layer: Any, scheme: str, size: int = SIZE, without: str = "") -> list[M
 
 METHODS: Mapping[str, str] = {
     "fbgemm_fp8": "quantize with llm-compressor's scheme 'FP8_DYNAMIC'",
-    "quark": "quantize with llm-compressor's scheme 'FP8_DYNAMIC' or 'W8A8'",
+    "torchao": "quantize with llm-compressor's scheme 'FP8_DYNAMIC' or 'W8A8', or 'W4A16', because torchao's files "
+    "have parts of its own classes of tensors",
     "bitsandbytes": "quantize with llm-compressor's scheme 'W4A16'",
 }
 """A method that is not served → what is."""

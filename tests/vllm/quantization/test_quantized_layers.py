@@ -36,10 +36,10 @@ from vllm_fl.quantization.configs import CompressedTensorsConfigFL
 
 
 class TestLayers(QuantizedLayers):
-    METHODS = {**METHODS, "another": f"{METHODS['quark']}, or 'W4A16'"}
+    METHODS = {**METHODS, "another": METHODS["torchao"].partition(", because")[0]}
     REFUSAL = (
         "vllm_fl does not support quantization '{method}' yet (only awq, gptq, compressed-tensors, fp8, mxfp4, "
-        "auto-round, modelopt); {works}"
+        "auto-round, modelopt, quark); {works}"
     )
 
     def refusal(self, method: str) -> str:

@@ -199,13 +199,14 @@ class PackedLayer(QuantizedLayer):
     """Weights of ``fl_bits``, 2, 3, 4 or 8, packed in words, for rows as they are.
 
     ``fl_weights`` names the weight, its scales and its zero points, which count if ``fl_zero_points``; ``fl_places``
-    are those of numbers in words.
+    are those of numbers in words. Rows are quantized to int8 if ``fl_rounds``.
     """
 
     fl_operator = "weight_only_linear"
     fl_bits: int
     fl_zero_points: bool
     fl_places: Sequence[int] | None = None
+    fl_rounds = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Unpack words. A parameter with ``output_dim`` 1 lies transposed."""
@@ -226,32 +227,25 @@ class PackedLayer(QuantizedLayer):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product."""
         weight, scale, zero = (getattr(layer, name) for name in self.fl_weights)
-        return self.fl_call(x, weight, scale, zero, bias)
+        return self.fl_call(rows.int8(x) if self.fl_rounds else x, weight, scale, zero, bias)
 
 
-class Float4Layer(QuantizedLayer):
-    """Weights of e2m1 for rows as they are, or as quantization to e2m1 leaves them.
+class GroupedLayer(QuantizedLayer):
+    """Weights with a scale for each group of a row, for rows as they are, or as quantization leaves them.
 
     ``fl_read`` is called first, then ``create_weights``.
     """
 
     fl_operator = "weight_only_linear"
+    fl_weights = ("weight", "weight_scale")
     fl_dtype: torch.dtype
     fl_group: int
     fl_rounds = False
     """Whether rows are quantized."""
-    fl_factors: tuple[str, ...] = ()
-    """The parameters with the scales of all of a weight, and of its rows."""
-    fl_divides: bool
-    """Whether those divide."""
 
     def fl_read(self, scheme: Scheme) -> None:
         """Prepare for a scheme."""
-        names = FLOAT4_NAMES[scheme.method]
-        self.fl_weights, self.fl_divides = (names.weight, "weight_scale"), names.divides
         self.fl_group, self.fl_rounds = scheme.weights.group, scheme.inputs is not None
-        if scheme.weights.per == TENSOR_GROUP:
-            self.fl_factors = (names.of_weight, names.of_rows)[: 1 + self.fl_rounds]
 
     def create_weights(
         self, layer: Any, kinds: Any, inner: int, parts: list[int], dtype: torch.dtype, loader: Callable[..., None]
@@ -266,18 +260,93 @@ class Float4Layer(QuantizedLayer):
             dtype: of the model.
             loader: the layer's.
         """
-        if inner % self.fl_group:
-            raise ValueError(f"rows of {inner} elements are no whole groups of {self.fl_group} ({self.fl_scope})")
+        group = inner if self.fl_group == -1 else self.fl_group
+        if inner % group:
+            raise ValueError(f"rows of {inner} elements are no whole groups of {group} ({self.fl_scope})")
         layer.logical_widths, self.fl_dtype, columns = parts, dtype, sum(parts)
-        how = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
-        stored = torch.zeros(columns, inner // 2, dtype=torch.uint8)
-        layer.register_parameter(self.fl_weights[0], kinds.ModelWeightParameter(data=stored, **how))
-        kind = torch.float8_e4m3fn if self.fl_factors else torch.uint8
-        scales = orders.unset(columns, inner // self.fl_group, dtype=kind)
-        layer.register_parameter("weight_scale", kinds.GroupQuantScaleParameter(data=scales, **how))
+        how = {"output_dim": 0, "weight_loader": loader}
+        weight, scales = self._stored(columns, inner, inner // group)
+        layer.register_parameter(self.fl_weights[0], kinds.ModelWeightParameter(data=weight, input_dim=1, **how))
+        if self.fl_group == -1:
+            scale = kinds.ChannelQuantScaleParameter(data=scales, **how)
+        else:
+            scale = kinds.GroupQuantScaleParameter(data=scales, input_dim=1, **how)
+        layer.register_parameter("weight_scale", scale)
+
+    def _stored(self, columns: int, inner: int, groups: int) -> tuple[Tensor, Tensor]:
+        """Room for a checkpoint's weight, and for its scales, which are not loaded yet."""
+        raise NotImplementedError
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product."""
+        weight, scale = (getattr(layer, name) for name in self.fl_weights)
+        return self.fl_call(self._rounded(x) if self.fl_rounds else x, weight, scale, None, bias)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """Rows as quantization leaves them."""
+        raise NotImplementedError
+
+
+class Int4Layer(GroupedLayer):
+    """Integers of 4 bits, each in a byte of the checkpoint, for rows as quantization to int8 leaves them."""
+
+    def _stored(self, columns: int, inner: int, groups: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(columns, inner, dtype=torch.int8), orders.unset(columns, groups, dtype=self.fl_dtype)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Two numbers lie in a byte, as the operator has them."""
+        weight = orders.packed_weight(layer.weight.data.int() + 8, 4)
+        self._keep(layer, weight=weight, weight_scale=layer.weight_scale.data.contiguous())
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return rows.int8(x)
+
+
+class Mxfp8Layer(GroupedLayer):
+    """``fp8`` with a power of two for each group, for rows as they are, or as quantization to the same leaves them."""
+
+    fl_float8 = True
+
+    def _stored(self, columns: int, inner: int, groups: int) -> tuple[Tensor, Tensor]:
+        weight = torch.empty(columns, inner, dtype=torch.float8_e4m3fn)
+        return weight, orders.unset(columns, groups, dtype=torch.uint8)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Scales become the same numbers of the model's type."""
+        scale = orders.scales_of_bytes(layer.weight_scale.data, self.fl_dtype)
+        self._keep(layer, weight=layer.weight.data.contiguous(), weight_scale=scale)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return rows.mxfp8(x, self.fl_group)
+
+
+class Float4Layer(GroupedLayer):
+    """Weights of e2m1 for rows as they are, or as quantization to e2m1 leaves them."""
+
+    fl_factors: tuple[str, ...] = ()
+    """The parameters with the scales of all of a weight, and of its rows."""
+    fl_divides: bool
+    """Whether those divide."""
+
+    def fl_read(self, scheme: Scheme) -> None:
+        super().fl_read(scheme)
+        names = FLOAT4_NAMES[scheme.method]
+        self.fl_weights, self.fl_divides = (names.weight, "weight_scale"), names.divides
+        if scheme.weights.per == TENSOR_GROUP:
+            self.fl_factors = (names.of_weight, names.of_rows)[: 1 + self.fl_rounds]
+
+    def create_weights(
+        self, layer: Any, kinds: Any, inner: int, parts: list[int], dtype: torch.dtype, loader: Callable[..., None]
+    ) -> None:
+        """Register the parameters that a checkpoint has, as :class:`GroupedLayer` says."""
+        super().create_weights(layer, kinds, inner, parts, dtype, loader)
         for name in self.fl_factors:
             scale = kinds.PerTensorScaleParameter(data=orders.unset(len(parts)), weight_loader=loader)
             layer.register_parameter(name, scale)
+
+    def _stored(self, columns: int, inner: int, groups: int) -> tuple[Tensor, Tensor]:
+        kind = torch.float8_e4m3fn if self.fl_factors else torch.uint8
+        return torch.zeros(columns, inner // 2, dtype=torch.uint8), orders.unset(columns, groups, dtype=kind)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Bytes stay as they are, and scales become those of groups alone, those of rows among them."""
@@ -299,11 +368,9 @@ class Float4Layer(QuantizedLayer):
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product."""
+        if not (self.fl_rounds and self.fl_factors):
+            return super().apply_weights(layer, x, bias)
         weight, scale = (getattr(layer, name) for name in self.fl_weights)
-        if not self.fl_rounds:
-            return self.fl_call(x, weight, scale, None, bias)
-        if not self.fl_factors:
-            return self.fl_call(rows.mxfp4(x, self.fl_group), weight, scale, None, bias)
         of_rows, widths = getattr(layer, self.fl_factors[1]), list(layer.logical_widths)
         if of_rows.numel() == 1:
             return self.fl_call(rows.nvfp4(x, self.fl_group, of_rows), weight, scale, None, bias)
@@ -315,3 +382,6 @@ class Float4Layer(QuantizedLayer):
             rounded = rows.nvfp4(x, self.fl_group, factor)
             found.append(self.fl_call(rounded, part.view(FP4), scales, None, added))
         return torch.cat(found, -1)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return rows.mxfp4(x, self.fl_group)

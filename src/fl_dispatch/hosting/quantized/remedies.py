@@ -12,6 +12,7 @@ METHODS: Mapping[str, str] = MappingProxyType(
         "fbgemm_fp8": "quantize with llm-compressor's scheme 'FP8_DYNAMIC'",
         "modelopt": _EIGHT_BITS,
         "quark": _EIGHT_BITS,
+        "torchao": f"{_EIGHT_BITS}, or 'W4A16', because torchao's files have parts of its own classes of tensors",
         "bitsandbytes": _FEW_BITS,
         "mxfp4": _FEW_BITS,
         "gguf": _FEW_BITS,

@@ -1,6 +1,7 @@
-"""Inputs of a product as quantization to e2m1 leaves them, for devices without products of such numbers.
+"""Inputs of a product as quantization leaves them, where devices or weights have no products of such numbers.
 
-Each result is a number of e2m1 times a scale of few bits, so that every type of a model has it.
+A float is multiplied by a scale of few bits, so that every type of a model has the result; an integer's is rounded to
+the type.
 """
 
 from __future__ import annotations
@@ -31,12 +32,32 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     return x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
-def mxfp4(x: Tensor, group: int) -> Tensor:
-    """Rows with a power of two for each group: that of its largest magnitude, from 1.75 times on the next, over 4."""
-    groups = _grouped(x, group)
+def _power(groups: Tensor, largest: int) -> Tensor:
+    """A power of two for each group: that of its largest magnitude, from 1.75 times on the next, over ``largest``."""
     bits = groups.abs().amax(-1, keepdim=True).view(torch.int32)
-    scale = ((bits + QUARTER) & EXPONENT).view(torch.float32).div(4).clamp(min=LEAST)
+    return ((bits + QUARTER) & EXPONENT).view(torch.float32).div(largest).clamp(min=LEAST)
+
+
+def mxfp4(x: Tensor, group: int) -> Tensor:
+    """Rows of e2m1 with a power of two for each group."""
+    groups = _grouped(x, group)
+    scale = _power(groups, 4)
     return (_nearest(groups / scale) * scale).view(x.shape).to(x.dtype)
+
+
+def mxfp8(x: Tensor, group: int) -> Tensor:
+    """Rows of float8_e4m3fn with a power of two for each group."""
+    groups = _grouped(x, group)
+    scale, most = _power(groups, 256), torch.finfo(FP8).max
+    return ((groups / scale).clamp(-most, most).to(FP8).float() * scale).view(x.shape).to(x.dtype)
+
+
+def int8(x: Tensor) -> Tensor:
+    """Rows of int8 with a scale for each row: its largest magnitude over 127.5, the half of int8's range."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).div(127.5)
+    numbers = (wide / torch.where(scale > 0, scale, 1.0)).round().clamp(-128, 127)
+    return (numbers * scale).to(x.dtype)
 
 
 def nvfp4(x: Tensor, group: int, factor: Tensor) -> Tensor:

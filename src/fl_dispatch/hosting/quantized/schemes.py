@@ -33,10 +33,11 @@ BITS = (4, 8)
 """Bits of packed weights in ``compressed-tensors``."""
 GPTQ_BITS = (2, 3, 4, 8)
 """Bits of packed weights in ``gptq``."""
-FLOAT4_GROUP = 32
-"""Elements with a scale in common, a power of two, in MXFP4 (OCP Microscaling Formats 1.0)."""
+MX_GROUP = 32
+"""Elements with a scale in common, a power of two, in MXFP4 and MXFP8 (OCP Microscaling Formats 1.0)."""
 PACKED_FORM = "pack-quantized"
-MXFP4_FORM, NVFP4_FORM = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+STORED_FORM = "int-quantized"
+MXFP4_FORM, NVFP4_FORM, MXFP8_FORM = "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized"
 EXPRESSION = "re:"
 """The beginning of a rule that is a regular expression; other rules are names."""
 LEFT = "not quantized"
@@ -113,20 +114,27 @@ class Kind(Enum):
     GPTQ = "packed by gptq"
     AWQ = "packed by awq"
     GPT_OSS = "mxfp4 of gpt-oss"
+    INT4 = "int4, a number in a byte"
     MXFP4 = "mxfp4"
     NVFP4 = "nvfp4"
+    MXFP8 = "mxfp8"
 
 
 _NVFP4 = Kind.NVFP4, Numbers(4, "float", TENSOR_GROUP, 16)
-FLOAT4: Mapping[str, tuple[Kind, Numbers]] = MappingProxyType(
+_MXFP8 = Kind.MXFP8, Numbers(8, "float", GROUP, MX_GROUP)
+FLOATS: Mapping[str, tuple[Kind, Numbers]] = MappingProxyType(
     {
-        MXFP4_FORM: (Kind.MXFP4, Numbers(4, "float", GROUP, FLOAT4_GROUP)),
+        MXFP4_FORM: (Kind.MXFP4, Numbers(4, "float", GROUP, MX_GROUP)),
         NVFP4_FORM: _NVFP4,
         "NVFP4": _NVFP4,
         "W4A16_NVFP4": _NVFP4,
+        MXFP8_FORM: _MXFP8,
+        "MXFP8": _MXFP8,
     }
 )
-"""Forms with weights of e2m1 → the kind of layers, and the weights; inputs of the same numbers have dynamic scales."""
+"""Forms of floats in groups → the kind of layers, and the weights; inputs of the same numbers have dynamic scales."""
+INT8_ROWS = Numbers(8, "int", TOKEN, dynamic=True)
+"""Inputs that weights of integers in groups are multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +253,8 @@ def modelopt(algorithm: str, group: int) -> Scheme:
     if algorithm == "FP8":
         one = Numbers(8, "float", TENSOR)
         return Scheme("modelopt", one, one)
+    if algorithm == "MXFP8":
+        return Scheme("modelopt", _MXFP8[1], replace(_MXFP8[1], dynamic=True), algorithm)
     weights = Numbers(4, "float", TENSOR_GROUP, group)
     inputs = None if algorithm.startswith("W4A16") else replace(weights, dynamic=True)
     return Scheme("modelopt", weights, inputs, algorithm)
@@ -252,10 +262,10 @@ def modelopt(algorithm: str, group: int) -> Scheme:
 
 def mxfp4() -> Scheme:
     """The scheme of gpt-oss's experts, the only layers that ``mxfp4`` quantizes."""
-    return Scheme("mxfp4", Numbers(4, "float", GROUP, FLOAT4_GROUP))
+    return Scheme("mxfp4", FLOATS[MXFP4_FORM][1])
 
 
-MODELOPT = ("FP8", "NVFP4", "W4A16_NVFP4")
+MODELOPT = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4")
 """The names of numbers in ``modelopt`` that are served."""
 
 
@@ -362,7 +372,7 @@ def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
         weights, form = group.get("weights") or {}, group.get("format") or config.get("format")
         if (order := weights.get("actorder")) in orders.REORDERED:
             raise refused(f"compressed-tensors with actorder '{order}'", remedies.ORDER)
-        if weights.get("type") == "int" and form == "int-quantized" and not group.get("input_activations"):
+        if weights.get("type") == "int" and form == STORED_FORM and not group.get("input_activations"):
             raise refused(f"integer weights for inputs as they are in '{form}' of compressed-tensors", remedies.PACK)
     warn_of_powers_of_two(config)
 
@@ -408,14 +418,17 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
         return Kind(f"packed by {scheme.method}")
     if scheme.method == "mxfp4":
         return Kind.GPT_OSS if experts else None
-    if form in FLOAT4:
-        kind, numbers = FLOAT4[form]
+    if form in FLOATS:
+        kind, numbers = FLOATS[form]
         fits = inputs is None or (inputs == replace(numbers, dynamic=True) and not experts)
-        return kind if weights == numbers and fits else None
+        return kind if weights == numbers and fits and not (experts and kind is Kind.MXFP8) else None
+    integers = weights.kind == "int" and weights.per in (CHANNEL, GROUP) and not weights.dynamic
     if form == PACKED_FORM:
         bits = BITS if scheme.method == "compressed-tensors" else GPTQ_BITS  # hosts may not say the format
-        packed = weights.kind == "int" and weights.bits in bits and weights.per in (CHANNEL, GROUP)
-        return Kind.COMPRESSED if packed and inputs is None and not weights.dynamic else None
+        fits = inputs is None or (inputs == INT8_ROWS and not experts)
+        return Kind.COMPRESSED if integers and weights.bits in bits and fits else None
+    if form == STORED_FORM and weights.bits == 4:
+        return Kind.INT4 if integers and weights.symmetric and inputs == INT8_ROWS and not experts else None
     same = inputs is None or (inputs.bits == 8 and inputs.kind == weights.kind and inputs.symmetric)
     if not same or weights.bits != 8 or not weights.symmetric or weights.dynamic:
         return None

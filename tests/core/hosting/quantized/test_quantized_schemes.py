@@ -19,6 +19,8 @@ BLOCKS = schemes.fp8("dynamic", [128, 128])
 MXFP4 = Scheme("compressed-tensors", Numbers(4, "float", "group", 32), form=schemes.MXFP4_FORM)
 NVFP4 = replace(MXFP4, weights=Numbers(4, "float", "tensor_group", 16), form=schemes.NVFP4_FORM)
 PACKED = Scheme("compressed-tensors", Numbers(4, "int", "group", 32), form=schemes.PACKED_FORM)
+STORED = replace(PACKED, form=schemes.STORED_FORM, inputs=schemes.INT8_ROWS)
+MXFP8 = Scheme("compressed-tensors", Numbers(8, "float", "group", 32), form=schemes.MXFP8_FORM)
 GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 
 
@@ -52,6 +54,16 @@ GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
         (PACKED, Kind.COMPRESSED, Kind.COMPRESSED),
         (replace(PACKED, weights=replace(PACKED.weights, bits=2)), None, None),
         (replace(PACKED, inputs=TOKEN), None, None),
+        (replace(PACKED, inputs=schemes.INT8_ROWS), Kind.COMPRESSED, None),
+        (STORED, Kind.INT4, None),
+        (replace(STORED, weights=Numbers(4, "int", "channel")), Kind.INT4, None),
+        (replace(STORED, weights=replace(STORED.weights, symmetric=False)), None, None),
+        (replace(STORED, inputs=TOKEN), None, None),
+        (replace(STORED, inputs=None), None, None),
+        (MXFP8, Kind.MXFP8, None),
+        (replace(MXFP8, inputs=replace(MXFP8.weights, dynamic=True)), Kind.MXFP8, None),
+        (replace(MXFP8, weights=replace(MXFP8.weights, group=64)), None, None),
+        (schemes.modelopt("MXFP8", 0), Kind.MXFP8, None),
         (schemes.gptq(GPTQ), Kind.GPTQ, Kind.GPTQ),
         (schemes.awq(4, 32, zero_point=True), Kind.AWQ, Kind.AWQ),
     ],

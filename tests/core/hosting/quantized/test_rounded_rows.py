@@ -1,4 +1,4 @@
-"""Inputs of products in e2m1 are those that the format's own library rounds to, in every type of a model."""
+"""Inputs of products are those that the format's own library rounds to, in every type of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_dispatch.hosting.quantized import rows
-from quantized_checkpoints import MXFP4_ROWS, NVFP4_ROWS, rows_of_e2m1
+from quantized_checkpoints import MXFP4_ROWS, MXFP8_ROWS, NVFP4_ROWS, TOKEN8, rows_of_the_library
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 SIZES = pytest.mark.parametrize("size", [2.0**-9, 1.0, 30.0])
@@ -25,7 +25,7 @@ def given(dtype: torch.dtype, size: float) -> Tensor:
 @SIZES
 def test_mxfp4(dtype: torch.dtype, size: float) -> None:
     x = given(dtype, size)
-    assert torch.equal(rows.mxfp4(x, 32).float(), rows_of_e2m1(MXFP4_ROWS)(x.float()))
+    assert torch.equal(rows.mxfp4(x, 32).float(), rows_of_the_library(MXFP4_ROWS)(x.float()))
 
 
 @DTYPES
@@ -33,18 +33,41 @@ def test_mxfp4(dtype: torch.dtype, size: float) -> None:
 @pytest.mark.parametrize("factor", [300.0, 12.8], ids=["a small range", "a large range"])
 def test_nvfp4_with_its_factor(dtype: torch.dtype, size: float, factor: float) -> None:
     x, of_all = given(dtype, size), torch.tensor([factor])
-    expected = rows_of_e2m1(NVFP4_ROWS, of_all)(x.float())
+    expected = rows_of_the_library(NVFP4_ROWS, of_all)(x.float())
     torch.testing.assert_close(rows.nvfp4(x, 16, of_all).float() / of_all, expected, rtol=1e-6, atol=0)
 
 
-def test_no_rows() -> None:
-    assert (
-        rows.mxfp4(torch.zeros(0, 64), 32).shape == rows.nvfp4(torch.zeros(0, 64), 16, torch.ones(1)).shape == (0, 64)
-    )
+@DTYPES
+@SIZES
+def test_mxfp8(dtype: torch.dtype, size: float) -> None:
+    x = given(dtype, size)
+    assert torch.equal(rows.mxfp8(x, 32).float(), rows_of_the_library(MXFP8_ROWS)(x.float()).to(dtype).float())
 
 
-def test_a_nan_does_not_vanish() -> None:
+@DTYPES
+@SIZES
+def test_int8_with_a_scale_a_row(dtype: torch.dtype, size: float) -> None:
+    x = given(dtype, size)
+    assert torch.equal(rows.int8(x), rows_of_the_library(TOKEN8)(x.float()[None])[0].to(dtype))
+
+
+EVERY = {
+    "mxfp4": lambda x: rows.mxfp4(x, 32),
+    "nvfp4": lambda x: rows.nvfp4(x, 16, torch.ones(1)),
+    "mxfp8": lambda x: rows.mxfp8(x, 32),
+    "int8": rows.int8,
+}
+"""Numbers → rows in them."""
+every = pytest.mark.parametrize("numbers", EVERY)
+
+
+@every
+def test_no_rows(numbers: str) -> None:
+    assert EVERY[numbers](torch.zeros(0, 64)).shape == (0, 64)
+
+
+@every
+def test_a_nan_does_not_vanish(numbers: str) -> None:
     x = torch.ones(1, 64)
     x[0, 3] = torch.nan
-    assert rows.mxfp4(x, 32)[0, 3].isnan()
-    assert rows.nvfp4(x, 16, torch.ones(1))[0, 3].isnan()
+    assert EVERY[numbers](x)[0, 3].isnan()

@@ -1,0 +1,58 @@
+"""Quark's format where it is that of ``compressed-tensors`` in other words: fp8 with one scale for a weight.
+
+Both hosts read such a checkpoint as one of ``compressed-tensors``: tensors have the same names, and ``exclude`` has
+names, and expressions behind ``re:``, as ``ignore`` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import remedies
+from .schemes import Refused
+
+WEIGHTS = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+"""The numbers of weights, and with either kind of scales those of inputs."""
+MORE = ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config", "softmax_quant_spec", "algo_config")
+"""Settings of some layers, of a cache, and of what is computed besides."""
+ONE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+
+
+def as_compressed(config: Mapping[str, Any], refused: Refused) -> dict[str, Any]:
+    """``quantization_config`` of a ``quark`` checkpoint in the words of ``compressed-tensors``.
+
+    Args:
+        config: of the checkpoint.
+        refused: the host's error.
+
+    Raises:
+        Exception: by ``refused``, for other numbers, and for settings besides those of all layers.
+    """
+    remedy = remedies.of_method("quark")
+    if more := next((key for key in MORE if config.get(key)), ""):
+        raise refused(f"'quark' with '{more}'", remedy)
+    said = config.get("global_quant_config") or {}
+    weights, rows = _numbers(said.get("weight")), _numbers(said.get("input_tensors"))
+    if weights != WEIGHTS or {**rows, "is_dynamic": False} != WEIGHTS:
+        raise refused(f"'quark' with weights {_words(weights)} for inputs {_words(rows)}", remedy)
+    group = {
+        "targets": ["Linear"],
+        "weights": {**ONE, "dynamic": False},
+        "input_activations": {**ONE, "dynamic": rows["is_dynamic"]},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": list(config.get("exclude") or ()),
+    }
+
+
+def _numbers(said: Any) -> dict[str, Any]:
+    """The settings of a part that count; none for what is not quantized, or in several steps."""
+    return {key: said.get(key) for key in WEIGHTS} if isinstance(said, Mapping) else {}
+
+
+def _words(numbers: Mapping[str, Any]) -> str:
+    return "of {dtype} ({qscheme})".format(**numbers) if numbers else "in steps or as they are"
