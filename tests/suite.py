@@ -104,7 +104,7 @@ ENVIRONMENTS = {
         ),
     ),
     "sglang": Environment(".venv-sglang", ("sglang/**/test_*.py",)),
-    "npu": Environment(".venv-npu", ("npu/test_*.py",)),
+    "npu": Environment(".venv-npu", ("npu/**/test_*.py",)),
     "npu-sglang": Environment(".venv-npu-sglang", ("npu_sglang/test_*.py",)),
     "vllm-cpu": Environment(
         ".venv-vllm-cpu",
