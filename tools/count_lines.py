@@ -53,7 +53,7 @@ PARTS = {
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_650, tokens=32_750),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_125, tokens=85_550),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_635, tokens=23_850),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_225, tokens=39_420),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_380, tokens=40_850),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

@@ -27,6 +27,7 @@ PROMPT_GRAPHS = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:Pref
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
+LATENT_ATTENTION = "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 DELTA = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
@@ -107,6 +108,7 @@ def _hooks() -> tuple[Hook, ...]:
 
 def _hooks_of_tested_hosts() -> Iterator[Hook]:
     """Hooks of features that are served on tested versions only: another one may have renamed what they hook."""
+    from .attention import indexer
     from .compat import state_forms
     from .graphs import prompts
     from .layers import rotations
@@ -121,6 +123,9 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{SCHEDULER}.init_req_max_new_tokens", rotations.choose, "around")
     yield _hook(f"{RUNNER}.sample", damage.sample, "around")
     yield _hook(f"{SCHEDULER}.process_batch_result", damage.process_batch_result, "around")
+    yield _hook("sglang.srt.configs.model_config.is_deepseek_dsa", indexer.is_hosts_own, "around")
+    yield _hook(f"{LATENT_ATTENTION}.__init__", indexer.add, "after")
+    yield _hook("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rotations.without_scaling, "around")
     yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
     yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")
     yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")

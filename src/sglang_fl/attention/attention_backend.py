@@ -1,4 +1,4 @@
-"""Attention for SGLang over the operators ``kv_cache_write``, ``paged_attention`` and ``mla_decode``.
+"""Attention for SGLang over the operators ``kv_cache_write``, ``paged_attention``, ``mla_decode`` and ``mla_sparse``.
 
 SGLang's pool is one row a token; its table ``req_to_token`` names the row of each token of each request. Rows are
 grouped into pages, so a page is a block of the operators, and every ``page_size``-th entry of the table names one.
@@ -7,7 +7,7 @@ grouped into pages, so a page is a block of the operators, and every ``page_size
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -15,7 +15,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import Tensor
 
 from ..compat import native_kernels
-from . import draft_trees
+from . import draft_trees, indexer
 from .attention_layers import OPERATORS, window
 from .graph_batch import GraphBatch
 from .metadata import AttentionFLMetadata
@@ -32,7 +32,7 @@ MAY_SKIP = False
 class AttentionFLBackend(AttentionBackend):
     """SGLang's attention backend ``fl``."""
 
-    operator: ClassVar = "paged_attention"
+    operator = "paged_attention"
     forward_metadata: AttentionFLMetadata
     graph_batch: GraphBatch | None = None
 
@@ -228,10 +228,12 @@ class MLAFLBackend(AttentionFLBackend):
     """Our backend for latent attention, in its absorbed form: one latent row a token serves all heads.
 
     A row is ``[rank + rope]``: the latent part, which is the value, too, then the rotary part. A row in
-    fp8 has the scale of the layer's keys.
+    fp8 has the scale of the layer's keys. In models with an indexer a query attends to listed rows alone.
     """
 
-    operator: ClassVar = "mla_decode"
+    operator = "mla_decode"
+    lists: Tensor | None = None
+    """The lists that the last indexer made, ``[tokens, topk]``; a layer without an indexer reads them too."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
@@ -240,6 +242,9 @@ class MLAFLBackend(AttentionFLBackend):
                 plain = layer.attn_type is AttentionType.DECODER and not layer.logit_cap
                 if not plain or layer.sliding_window_size > -1:
                     raise ValueError("sglang_fl supports latent attention only causal, without a window or a cap yet")
+        if indexer.topk_of(model_runner.model_config.hf_text_config) is not None:
+            self.operator = "mla_sparse"
+            indexer.reserve(model_runner.model, self.token_to_kv_pool.get_key_buffer, self.page_size, self)
 
     def attends(self, layer: RadixAttention) -> bool:
         """Whether a layer attends here: DeepSeek's blocks have one more, for keys that are not absorbed and fit no row
@@ -286,8 +291,23 @@ class MLAFLBackend(AttentionFLBackend):
                 scale,
                 may_skip=MAY_SKIP,
             )
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if self.lists is not None:
+            listed: Tensor = OPERATORS.of(layer).attend_listed(
+                query,
+                rows.squeeze(2),
+                self.lists,
+                metadata.block_table,
+                metadata.query_start_loc,
+                metadata.max_query_len,
+                layer.scaling,
+                rank,
+                None,
+                scale,
+            )
+            return listed.reshape(-1, layer.tp_q_head_num * rank)
         result: Tensor = OPERATORS.of(layer).attend_latent(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            query,
             rows.squeeze(2),
             metadata.block_table,
             metadata.query_start_loc,

@@ -23,9 +23,10 @@ class BoundOperators:
     write: Callable[..., Any]
     attend: Callable[..., Any]
     attend_latent: Callable[..., Any]
+    attend_listed: Callable[..., Any]
 
 
-NAMES = ("kv_cache_write", "paged_attention", "mla_decode")
+NAMES = ("kv_cache_write", "paged_attention", "mla_decode", "mla_sparse")
 OPERATORS = Attached[BoundOperators]("fl_operators")
 
 

@@ -110,7 +110,7 @@ NATIVE = {
     "Conv2dLayer": "a convolution; there is no operator for it",
     "Conv3dLayer": "a convolution; there is no operator for it",
     "Compressor": "compressed sparse attention; there is no operator for it",
-    "Indexer": "sparse attention; there is no operator for it",
+    "Indexer": "its layers get an indexer of the plugin's own",
     "IndexerKPool": "sparse attention; there is no operator for it",
     "QSAIndexer": "sparse attention; there is no operator for it",
     "CompressorHip": "compressed sparse attention; there is no operator for it",

@@ -41,6 +41,27 @@ _second: WeakValueDictionary[str, Req] = WeakValueDictionary()
 """Requests that are turned by the second table, by their names."""
 
 
+def without_scaling(
+    original: Callable[..., Any],
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool,
+    rope_scaling: Any,
+    dtype: torch.dtype | None = None,
+    partial_rotary_factor: float = 1.0,
+    device: str | None = None,
+) -> Any:
+    """The rotation of latent attention on a CPU; SGLang's has no tables that are not stretched."""
+    of_all = head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor
+    if rope_scaling is not None:
+        return original(*of_all, device)
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    return get_rope(*of_all)
+
+
 def prepare(runner: ModelRunner) -> None:
     """Correct the tables of a loaded model, and let requests choose between those of LongRoPE."""
     model, config, length = runner.model, stated(runner), runner.model_config.context_len

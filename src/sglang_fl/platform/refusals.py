@@ -12,6 +12,7 @@ from fl_dispatch.hosting.quantized import remedies
 from fl_dispatch.logger_manager import get_logger
 
 from .. import quantization, speculation
+from ..attention import indexer
 from ..compat import state_forms
 from ..compat.runtime import ATTENTION, hosts_own_attention
 from ..host import HOST
@@ -101,6 +102,7 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
     predicts = runner.is_draft_worker and any(name.endswith("NextN") for name in model.hf_config.architectures)
     asked = [
         *_states(runner, device),
+        *_sparse(runner, device),
         *_quantized(runner, device),
         (predicts and device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
         (
@@ -159,6 +161,20 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
         (runner.model_config.quantization is not None and args.tp_size > 1, f"quantized {what} on several ranks"),
         (args.speculative_algorithm is not None, f"drafts beside {what}"),
         (args.enable_dp_attention, f"data-parallel attention beside {what}"),
+    ]
+
+
+def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    config, args, sparse = runner.model_config.hf_config, runner.server_args, "sparse latent attention"
+    if indexer.topk_of(runner.model_config.hf_text_config) is None:
+        return []
+    return [
+        (config.architectures[0] not in indexer.MODELS, f"{sparse} of {config.architectures[0]}"),
+        (device.accelerator, sparse),
+        (host_version() not in TESTED_HOSTS, f"{sparse} under SGLang {host_version()}"),
+        (bool(hosts_own_attention()), f"{sparse} by SGLang's own attention"),
+        (args.speculative_algorithm is not None, f"drafts beside {sparse}"),
+        (args.enable_dp_attention, f"data-parallel attention beside {sparse}"),
     ]
 
 

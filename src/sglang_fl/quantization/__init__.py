@@ -37,7 +37,12 @@ SERVED: Mapping[str, str] = MappingProxyType(
 
 CONVERTED: Mapping[str, str] = MappingProxyType({"awq_marlin": "awq", "gptq_marlin": "gptq"})
 """SGLang's methods for NVIDIA GPUs, which it takes for checkpoints of others → those. They run kernels of its own."""
-LATENT_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+LATENT_MODELS = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+)
 """Models with latent attention that are served: SGLang's loader of others splits a weight by code of its own."""
 GPT_OSS = "GptOssForCausalLM"
 """Model with experts that ``mxfp4`` quantizes; no other has them."""

@@ -40,11 +40,12 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_refused_features_and
     monkeypatch.setattr(compat, "host_version", lambda: "0.5.99")
     left = tested - {hook.target for hook in compat.all_hooks.__wrapped__()}
     of_states = (compat.DELTA, compat.ELEMENTWISE, compat.OVERRIDES)
-    of_features = (compat.LATENT, compat.PROMPT_GRAPHS, compat.UPDATER, *of_states)
+    of_features = (compat.LATENT, compat.LATENT_ATTENTION, compat.PROMPT_GRAPHS, compat.UPDATER, *of_states)
     owners = tuple(owner.replace(":", ".") for owner in of_features)
     single = ("Scheduler.init_req_max_new_tokens", "ModelRunner.check_quantized_moe_compatibility")
     of_damage = ("ModelRunner.sample", "Scheduler.process_batch_result")
-    single_targets = tuple(f".{name}" for name in (*single, *of_damage, "weight_utils.maybe_remap_kv_scale_name"))
+    functions = ("weight_utils.maybe_remap_kv_scale_name", "model_config.is_deepseek_dsa", "factory.get_rope_cpu")
+    single_targets = tuple(f".{name}" for name in (*single, *of_damage, *functions))
     assert left == {target.replace(":", ".") for target, _ in SPECULATIVE} | {
         target for target in tested if target.startswith(owners) or target.endswith(single_targets)
     }

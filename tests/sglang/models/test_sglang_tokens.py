@@ -17,6 +17,7 @@ from running import MAX_TOKENS, PROMPTS
 
 LAYERS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "linear")
 DENSE = (*LAYERS, "paged_attention")
+SPARSE = (*LAYERS, "layer_norm", "index_key_write", "index_topk", "mla_sparse", "grouped_topk", "fused_moe")
 GEMMA = ("gemma_rms_norm", "gelu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention", "linear")
 OPERATORS = {
     "qwen2": DENSE,
@@ -24,15 +25,19 @@ OPERATORS = {
     "llama": DENSE,
     "qwen3_moe": (*(operator for operator in DENSE if operator != "silu_and_mul"), "topk_softmax", "fused_moe"),
     "deepseek_v3": (*LAYERS, "mla_decode", "grouped_topk", "fused_moe"),
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": SPARSE,  # a layer with the lists of the layer before
     "gemma2": GEMMA,
 }
-ATTENTION_LAYERS = {"deepseek_v3": 6}  # elsewhere three; two of DeepSeek's share each cache
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+ATTENTION_LAYERS = dict.fromkeys(LATENT, 6)  # elsewhere three; two of DeepSeek's share each cache
 PAGES = {"llama": 16, "gemma2": 16}  # elsewhere pages of one token
 WRONG = {  # each operator once
     "qwen3": DENSE,
     "gemma2": ("gemma_rms_norm", "gelu_and_mul"),
     "qwen3_moe": ("topk_softmax", "fused_moe"),
     "deepseek_v3": ("mla_decode", "grouped_topk"),
+    "deepseek_v32": ("index_key_write", "index_topk", "mla_sparse"),
 }
 WRONG_CASES = [(family, position) for family, operators in WRONG.items() for position in range(len(operators))]
 HINTED = {name: ["impl:vendor.hinted"] for name in ("kv_cache_write", "paged_attention")}
@@ -95,7 +100,7 @@ def test_every_layer_is_ours_in_the_scheduler_process(family: str, result: Calla
     assert report["fallen_through"] == {}
     assert report["undispatched"] == {}
     assert report["failed"] == {}
-    assert report["attention_backend"] == ("MLAFLBackend" if family == "deepseek_v3" else "AttentionFLBackend")
+    assert report["attention_backend"] == ("MLAFLBackend" if family in LATENT else "AttentionFLBackend")
     assert report["attention"] == {"RadixAttention": ATTENTION_LAYERS.get(family, 3)}
     assert report["layers"]
     assert {key.split(" ")[0] for key in report["counts"]} == {*OPERATORS[family]}

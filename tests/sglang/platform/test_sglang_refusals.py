@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from single_layers import asked_of_sglang
+from torch import nn
 
 pytest.importorskip("sglang")
 
@@ -143,6 +144,50 @@ def test_the_function_is_in_the_file(line: str) -> None:
     source = Path(sglang.srt.__path__[0], found[2]).read_text()
     named = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
     assert found[1] in named
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "architecture", "said"),
+    [
+        (CUDA, {}, "DeepseekV32ForCausalLM", "sparse latent attention on cuda"),
+        (CPU, {}, "HYV4ForCausalLM", "sparse latent attention of HYV4ForCausalLM on cpu"),
+        (
+            CPU,
+            {"speculative_algorithm": "NGRAM"},
+            "GlmMoeDsaForCausalLM",
+            "drafts beside sparse latent attention on cpu",
+        ),
+        (
+            CPU,
+            {"enable_dp_attention": True},
+            "DeepseekV32ForCausalLM",
+            "data-parallel attention beside sparse latent attention on cpu",
+        ),
+    ],
+)
+def test_sparse_latent_attention_is_refused_before_weights_load(
+    device: DeviceSpec,
+    arguments: dict[str, Any],
+    architecture: str,
+    said: str,
+    scheduler: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusals, "hosts_own_attention", list)
+    text = SimpleNamespace(index_topk=20, architectures=[architecture])
+    model = SimpleNamespace(hf_config=text, hf_text_config=text)
+    runner: Any = SimpleNamespace(model_config=model, server_args=SimpleNamespace(**{**PLAIN, **arguments}))
+    asked = [what for present, what in refusals._sparse(runner, device) if present]
+    assert [f"{what} on {device.name}" for what in asked] == [said]
+
+
+def test_the_first_layer_of_a_rank_may_not_take_the_list_of_another_rank() -> None:
+    from sglang_fl.attention import indexer
+
+    layer: Any = nn.Module()
+    layer.use_dsa, layer.indexer = False, None
+    with pytest.raises(ValueError, match="a rank with a first layer that takes the list of a layer before it yet"):
+        indexer.reserve(nn.ModuleList([layer]), torch.zeros, 1, SimpleNamespace())
 
 
 @pytest.mark.parametrize("kind", ["dsa", "mla"])

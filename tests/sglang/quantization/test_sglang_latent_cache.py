@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from host_engines import Answer
 from latent_cache import LatentCaches, Run, read_from_cache
+from quantized_mixture import sparse
 
 ONES = Run("scales of 1", {"kv_cache_dtype": "fp8_e4m3"})
+
+
+@pytest.mark.engine
+class TestSparseCaches(LatentCaches):
+    RUNS = (ONES,)
+    WRONG = ONES
+    OPERATORS = ("kv_cache_write", "mla_sparse")
+    ROUNDINGS = 3  # few draws have a choice that turns
+    READS = staticmethod(read_from_cache)
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return sparse(tmp_path_factory.mktemp("sparse") / "whole")
 
 
 @pytest.mark.engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import nn
@@ -19,7 +19,7 @@ from fl_dispatch.hosting.quantized import schemes
 from host_engines import Call, Engine, Host, Pass, Served
 from quantized_checkpoints import SCHEMES
 from quantized_engines import Run
-from quantized_mixture import KimiK2, QuantizedLatent, latent
+from quantized_mixture import KimiK2, QuantizedLatent, QuantizedSparse, latent
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
@@ -74,6 +74,17 @@ class TestLatent(QuantizedLatent):
             assert not answer.returned[0], way
             assert answer.returned[1].startswith(said), way
             assert answer.tokens == again.tokens, way
+
+
+class TestSparse(QuantizedSparse):
+    """Keys of the indexer are quantized like the others, because SGLang keeps their product as it is."""
+
+    ABSORBED = True
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    ATTENTION = ("index_key_write", "index_topk", "mla_sparse")
+    OF_INDEXER = 2
+    ALONE = [Run(name) for name in (BLOCKS, *drawn((*FINE, *OTHERS), 0, "sparse, SGLang"))]
+    RUNS = [*ALONE, *drawn(RANKS, 1, "sparse, ranks, SGLang")]
 
 
 class TestKimiK2(KimiK2):

@@ -1,0 +1,131 @@
+"""The indexer of sparse latent attention over ``index_key_write`` and ``index_topk``, in the place of SGLang's.
+
+SGLang lists tokens by kernels for its own devices, and chooses pages, a cache and attention that go with them. So it
+takes these models for others with latent attention, and each layer gets this indexer afterwards. Every batch
+lists tokens: of a short context all of them. Index keys have the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fl_dispatch import bind_op
+
+from .metadata import AttentionFLMetadata
+
+MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Models with an indexer that are served."""
+SHARED = "shared"
+"""The name that a configuration has for a layer with the lists of a layer before it."""
+
+
+def topk_of(config: Any) -> int | None:
+    """The most tokens that a query of the model attends to, or ``None`` for all of them."""
+    return getattr(config, "index_topk", None)
+
+
+def is_hosts_own(original: Callable[[Any], bool], config: Any) -> bool:
+    """Whether a model gets SGLang's own sparse latent attention: never."""
+    return False
+
+
+class Reader(Protocol):
+    """The attention that reads lists."""
+
+    forward_metadata: AttentionFLMetadata
+    lists: Tensor | None
+
+
+class IndexerFL(nn.Module):
+    """Writes a small key of each token, and lists the tokens that each query attends to."""
+
+    reader: Reader
+    cache: Tensor
+    """``[pages, page_size, dim]``, once there is a pool."""
+
+    def __init__(self, attention: Any, config: Any, rope_scaling: Any, prefix: str) -> None:
+        from sglang.srt.layers.layernorm import LayerNorm
+        from sglang.srt.layers.linear import ReplicatedLinear
+        from sglang.srt.layers.rotary_embedding import get_rope_wrapper
+
+        super().__init__()
+        self.heads, self.dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.rope, self.layer_id = attention.qk_rope_head_dim, attention.layer_id
+        quantized = {"bias": False, "quant_config": attention.quant_config}
+        self.wq_b = ReplicatedLinear(attention.q_lora_rank, self.heads * self.dim, prefix=f"{prefix}.wq_b", **quantized)
+        self.wk = ReplicatedLinear(attention.hidden_size, self.dim, prefix=f"{prefix}.wk", **quantized)
+        self.weights_proj = ReplicatedLinear(
+            attention.hidden_size, self.heads, bias=False, prefix=f"{prefix}.weights_proj"
+        )
+        self.k_norm = LayerNorm(self.dim)
+        self.rotary_emb = get_rope_wrapper(
+            self.rope,
+            rotary_dim=self.rope,
+            max_position=attention.max_position_embeddings,
+            base=attention.rope_theta,
+            is_neox_style=not getattr(config, "indexer_rope_interleave", False),
+            rope_scaling=rope_scaling,
+            device=next(self.wk.parameters()).device.type,
+        )
+        self.scale = float((self.heads * self.dim) ** -0.5)
+        self.write, self.list = (bind_op(operator, prefix) for operator in ("index_key_write", "index_topk"))
+
+    def reserve(self, rows: Tensor, page_size: int, reader: Reader) -> None:
+        """Make room for as many keys as there are ``rows`` of latents ``[slots, 1, width]``."""
+        self.reader, dtype = reader, next(self.weights_proj.parameters()).dtype
+        self.cache = torch.zeros(len(rows) // page_size, page_size, self.dim, dtype=dtype, device=rows.device)
+
+    def forward(self, *, x: Tensor, q_lora: Tensor, positions: Tensor, forward_batch: Any, layer_id: int) -> None:
+        """Leave lists with the attention, which its layer reads next; SGLang's indexer has them as its result."""
+        query = self.wq_b(q_lora)[0].view(-1, self.heads, self.dim)
+        key = self.k_norm(self.wk(x)[0])
+        weights = self.weights_proj(x)[0].float() * self.scale
+        parts = query[..., : self.rope].contiguous(), key[:, None, : self.rope].contiguous()
+        query_rope, key_rope = self.rotary_emb(positions, *parts)
+        query = torch.cat((query_rope.view_as(parts[0]), query[..., self.rope :]), dim=-1)
+        key = torch.cat((key_rope.view_as(parts[1])[:, 0], key[:, self.rope :]), dim=-1)
+        self.write(key, self.cache, forward_batch.out_cache_loc, None, may_skip=False)
+        batch = self.reader.forward_metadata
+        self.reader.lists = self.list(
+            query,
+            weights,
+            self.cache,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.max_query_len,
+            batch.max_seq_len,
+            self.topk,
+        )
+
+
+def add(
+    result: None, attention: Any, config: Any, *args: Any, rope_scaling: Any = None, prefix: str = "", **kwargs: Any
+) -> None:
+    """Give a layer of latent attention its indexer, where the model has one and the layer no other's lists."""
+    kinds = getattr(config, "indexer_types", None)
+    if topk_of(config) is None or (kinds is not None and kinds[attention.layer_id] == SHARED):
+        return
+    attention.indexer = IndexerFL(attention, config, rope_scaling, f"{prefix}.indexer")
+    attention.use_dsa = True  # its forward asks the indexer
+
+
+def reserve(model: nn.Module, rows_of: Callable[[int], Tensor], page_size: int, reader: Reader) -> None:
+    """Make room for the index keys of a rank's layers; ``rows_of``: a layer's number → its rows of latents.
+
+    Raises:
+        ValueError: its first layer takes the list of a layer that another rank has.
+    """
+    attending = [module for module in model.modules() if hasattr(module, "use_dsa") and hasattr(module, "indexer")]
+    if attending and attending[0].indexer is None:
+        raise ValueError(
+            "sglang_fl does not support a rank with a first layer that takes the list of a layer before it yet; "
+            "leave --pp-size at 1"
+        )
+    for module in attending:
+        if isinstance(module.indexer, IndexerFL):
+            module.indexer.reserve(rows_of(module.indexer.layer_id), page_size, reader)
