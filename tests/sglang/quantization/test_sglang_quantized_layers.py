@@ -49,7 +49,7 @@ def test_a_cache_in_fp8_that_a_checkpoint_asks_for_has_its_scales(
         asking.get_quant_method(attention, "attn")
 
 
-@pytest.mark.parametrize("scheme", [name for name, kind in SCHEMES.items() if kind.layer.startswith("Fp8")])
+@pytest.mark.parametrize("scheme", [name for name, kind in SCHEMES.items() if kind.layer.startswith(("Fp8", "Mxfp8"))])
 def test_fp8_is_refused_on_a_chip_without_it(scheduler: None, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from fl_dispatch.devices import ASCEND
     from fl_dispatch.hosting.quantized import layers

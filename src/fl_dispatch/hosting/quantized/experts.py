@@ -249,6 +249,38 @@ class PackedExperts(QuantizedExperts):
         return tuple(getattr(layer, f"{name}_{self._packing.zero}") for name in NAMES)
 
 
+class Fp8WeightExperts(QuantizedExperts):
+    """Weights of ``fp8`` for rows as they are, in ``fl_dtype``; see :class:`.layers.Fp8WeightLayer`."""
+
+    fl_operator = "weight_only_moe"
+    fl_weights = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    fl_float8 = True
+    fl_dtype: torch.dtype
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """A scale for each column, or each group of it, of each expert."""
+        for name in NAMES:
+            weight, scale = (value.data for value in self.weight_of(layer, name))
+            scales = self._scales(scale, weight.shape[1])
+            self._keep(layer, **{f"{name}_weight": weight.contiguous(), f"{name}_weight_scale": scales})
+
+    def _scales(self, stored: Tensor, columns: int) -> Tensor:
+        return orders.scale_of_experts(stored, columns).to(self.fl_dtype)
+
+    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
+        return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+
+    def _rest(self, layer: Any) -> tuple[Any, ...]:
+        return None, None
+
+
+class Mxfp8Experts(Fp8WeightExperts):
+    """Weights with a power of two for each group; see :class:`.layers.Mxfp8Layer`."""
+
+    def _scales(self, stored: Tensor, columns: int) -> Tensor:
+        return orders.scales_of_bytes(stored, self.fl_dtype)
+
+
 class Float4Experts(QuantizedExperts):
     """Weights of e2m1 for rows as they are: ``weight_only_moe``; see :class:`.layers.Float4Layer`.
 

@@ -421,7 +421,7 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
     if form in FLOATS:
         kind, numbers = FLOATS[form]
         fits = inputs is None or (inputs == replace(numbers, dynamic=True) and not experts)
-        return kind if weights == numbers and fits and not (experts and kind is Kind.MXFP8) else None
+        return kind if weights == numbers and fits else None
     integers = weights.kind == "int" and weights.per in (CHANNEL, GROUP) and not weights.dynamic
     if form == PACKED_FORM:
         bits = BITS if scheme.method == "compressed-tensors" else GPTQ_BITS  # hosts may not say the format
@@ -439,5 +439,5 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
     if weights.per not in (CHANNEL, TENSOR) or weights.kind not in ("int", "float"):
         return None
     if inputs is None:
-        return Kind.FP8_WEIGHT if weights.kind == "float" and not experts else None
+        return Kind.FP8_WEIGHT if weights.kind == "float" else None
     return Kind.FP8 if weights.kind == "float" else Kind.INT8

@@ -102,6 +102,33 @@ class Fp8Experts(_EightBits, experts.Fp8Experts):
     stored = torch.float8_e4m3fn
 
 
+class Fp8WeightExperts(_EightBits, experts.Fp8WeightExperts):
+    stored = torch.float8_e4m3fn
+
+    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
+        self.fl_dtype = sizes.dtype
+        return super().create_weights(parameters, sizes)
+
+
+class Mxfp8Experts(Experts, experts.Mxfp8Experts):
+    """Weights of ``fp8`` with scales of 8 bits."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self._group = scheme.weights.group
+
+    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
+        if reason := experts.indivisible((sizes.hidden, sizes.inner), 8, self._group):
+            return reason
+        self.fl_dtype = sizes.dtype
+        for name, columns, inner in sizes.weights():
+            stored = torch.empty(sizes.count, columns, inner, dtype=torch.float8_e4m3fn)
+            parameters.add(f"{name}_weight", stored, GROUP)
+            scales = orders.unset(sizes.count, columns, inner // self._group, dtype=torch.uint8)
+            parameters.add(f"{name}_weight_scale", scales, GROUP)
+        return ""
+
+
 class Fp8BlockExperts(Experts, experts.Fp8BlockExperts):
     """Blocks of ``fl_block`` by ``fl_block``."""
 
@@ -215,6 +242,7 @@ KINDS: Mapping[Kind, Callable[[Scheme], Experts]] = MappingProxyType(
     {
         Kind.INT8: Int8Experts,
         Kind.FP8: Fp8Experts,
+        Kind.FP8_WEIGHT: Fp8WeightExperts,
         Kind.FP8_BLOCKS: Fp8BlockExperts,
         Kind.COMPRESSED: PackedExperts,
         Kind.GPTQ: GptqExperts,
@@ -222,6 +250,7 @@ KINDS: Mapping[Kind, Callable[[Scheme], Experts]] = MappingProxyType(
         Kind.GPT_OSS: Float4Experts,
         Kind.MXFP4: Float4Experts,
         Kind.NVFP4: Float4Experts,
+        Kind.MXFP8: Mxfp8Experts,
     }
 )
 """Kinds of experts → the class that makes their parameters."""

@@ -29,7 +29,7 @@ GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
     [
         (FLOAT, Kind.FP8, Kind.FP8),
         (replace(FLOAT, weights=WEIGHT), Kind.FP8, Kind.FP8),
-        (replace(FLOAT, inputs=None), Kind.FP8_WEIGHT, None),
+        (replace(FLOAT, inputs=None), Kind.FP8_WEIGHT, Kind.FP8_WEIGHT),
         (replace(FLOAT, inputs=replace(TOKEN, kind="int")), None, None),
         (replace(FLOAT, inputs=replace(TOKEN, bits=4)), None, None),
         (replace(FLOAT, inputs=replace(TOKEN, symmetric=False)), None, None),
@@ -60,7 +60,7 @@ GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
         (replace(STORED, weights=replace(STORED.weights, symmetric=False)), None, None),
         (replace(STORED, inputs=TOKEN), None, None),
         (replace(STORED, inputs=None), None, None),
-        (MXFP8, Kind.MXFP8, None),
+        (MXFP8, Kind.MXFP8, Kind.MXFP8),
         (replace(MXFP8, inputs=replace(MXFP8.weights, dynamic=True)), Kind.MXFP8, None),
         (replace(MXFP8, weights=replace(MXFP8.weights, group=64)), None, None),
         (schemes.modelopt("MXFP8", 0), Kind.MXFP8, None),
