@@ -40,7 +40,7 @@ class Server:
             self.process = processes.begin(arguments, given, output.fileno(), output.fileno())
         self.pid = self.process.pid
         deadline = time.monotonic() + READY_WITHIN
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and _is_alive(self.pid):
             try:
                 self.get("/health")
                 return
@@ -81,7 +81,17 @@ class Server:
         return processes.python("-c", command, *arguments, environment=environment(XDG_STATE_HOME=self.state))
 
     def end(self) -> None:
-        os.kill(self.pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGINT)
         self.process.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # if a process of it is left
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process has not ended; its parent may not have waited for it yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
