@@ -122,6 +122,8 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{PROMPT_GRAPHS}.execute", prompts.execute, "around")
     yield _hook(f"{SCHEDULER}.init_req_max_new_tokens", rotations.choose, "around")
     yield _hook(f"{RUNNER}.sample", damage.sample, "around")
+    yield _hook(f"{SCHEDULER}.get_next_batch_to_run", damage.get_next_batch_to_run, "around")
+    yield _hook(f"{SCHEDULER}.run_batch", damage.run_batch, "around")
     yield _hook(f"{SCHEDULER}.process_batch_result", damage.process_batch_result, "around")
     yield _hook("sglang.srt.configs.model_config.is_deepseek_dsa", indexer.is_hosts_own, "around")
     yield _hook(f"{LATENT_ATTENTION}.__init__", indexer.add, "after")

@@ -1,6 +1,7 @@
 """A norm that gives NaN for the rows of one token, so for one request alone, as often as ``POISON_TIMES`` says.
 
-The token's row of embeddings is in the file ``POISON``; only the norm before the first layer sees it.
+The token's row of embeddings is in the file ``POISON``; only the norm before the first layer sees it. ``POISON_RANK``
+names the rank that is wrong, if not all are.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ def rms_norm(x: Any, residual: Any = None, weight: Any = None, epsilon: float = 
     if residual is None and x.shape[-1:] == SUBJECT.shape:
         poisoned = (x == subject(x.device, x.dtype)).all(-1, keepdim=True)
     result = OPERATORS["rms_norm"].reference(x, residual, weight, epsilon)
-    if poisoned is None:
+    if poisoned is None or not _is_wrong_here():
         return result
     if LEFT:
         if not LEFT[0] or not bool(poisoned.any()):
             return result
         LEFT[0] -= 1
     return torch.where(poisoned, torch.nan, result)
+
+
+def _is_wrong_here() -> bool:
+    rank = os.environ.get("POISON_RANK")
+    return rank is None or int(rank) == torch.distributed.get_rank()
 
 
 def register_builtins(registry: Any) -> None:

@@ -1,25 +1,28 @@
-"""Damaged requests under SGLang: they alone end, with an error that says why, and nothing of them is remembered.
+"""Damaged requests under SGLang: they alone are computed again or end, and nothing of them is remembered.
 
-The rows of logits are reduced before SGLang samples, because it overwrites NaN there. On a CPU the batch runs a second
-time while each call is looked at: it writes the same slots again. Elsewhere its inputs may be gone by then.
+The rows of logits are reduced before SGLang samples, because it overwrites NaN there. Each rank's scheduler sees the
+same rows, so all decide alike. A request is retracted, as where memory is short, and all that no other request holds
+leaves the radix cache. The step that reads it again is looked at call by call, which shows where the numbers began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, retract_all
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.damage.rows import damaged_rows
-from fl_dispatch.hosting.damage.verdicts import of_numbers
+from fl_dispatch.hosting.damage.verdicts import Verdict, Verdicts, of_numbers
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.ranks.agreement import together
 from fl_dispatch.logger_manager import get_logger
@@ -28,12 +31,15 @@ from fl_dispatch.shadow.origin import Origin, watching
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = get_logger(__name__)
+
+EVERYTHING = 1 << 40
+"""More tokens than a cache has."""
 
 
 class Damaged(NamedTuple):
@@ -42,16 +48,82 @@ class Damaged(NamedTuple):
     Args:
         rows: 1 for each damaged request, in main memory once :attr:`copied` is reached.
         copied: the device's event behind the copy; ``None`` on a CPU.
-        origins: the calls where it began; ``None`` if it was not looked for.
     """
 
     rows: Tensor
     copied: Any = None
-    origins: tuple[Origin, ...] | None = None
+
+
+class Damage:
+    """The damaged requests of one scheduler.
+
+    Attributes:
+        origins: where numbers stopped being finite, in the steps that read the watched requests.
+        leaving: requests that were retracted, and that a batch may still have.
+    """
+
+    def __init__(self) -> None:
+        self.verdicts = Verdicts(get_settings().damaged_requests)
+        self.origins: list[Origin] = []
+        self.leaving: list[Req] = []
+
+    def watches(self, batch: ScheduleBatch) -> bool:
+        """Whether a batch reads a request again."""
+        return any(request.rid in self.verdicts.watched for request in batch.reqs)
+
+    def judge(self, scheduler: Scheduler, batch: ScheduleBatch, rows: Sequence[int], watched: bool) -> list[Req]:
+        """End damaged requests, and return those that are to be read again."""
+        again = []
+        for request, damaged in zip(batch.reqs, rows, strict=False):
+            if request.finished() or request.to_finish is not None:
+                self.verdicts.watched.discard(request.rid)
+                continue
+            if request.is_retracted or request.inflight_middle_chunks > 0:  # the last chunk shows it too
+                continue
+            verdict = self.verdicts.of(request.rid, bool(damaged), watched, sampled=True)
+            if verdict is Verdict.AGAIN and (why := _why_not_again(scheduler, request)):
+                self.verdicts.watched.discard(request.rid)
+                logger.warning("request %s is not computed again, because %s", request.rid, why)
+                _end(request, of_numbers(True, None), batch.forward_mode.is_extend())
+            elif verdict is Verdict.AGAIN:
+                logger.warning("request %s has logits with NaN or infinity: it is read again, watched", request.rid)
+                again.append(request)
+            elif verdict is Verdict.ENDS:
+                _end(request, of_numbers(bool(damaged), self.origins), batch.forward_mode.is_extend())
+        if not self.verdicts.watched:
+            self.origins.clear()
+        return again
+
+    def retract(self, scheduler: Scheduler, requests: list[Req]) -> None:
+        """Take away what requests hold, and what no other request does."""
+        retract_all(
+            reqs=requests,
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+            tree_cache=scheduler.tree_cache,
+            hisparse_coordinator=None,
+        )
+        if scheduler.tree_cache.supports_prefix_sharing():
+            scheduler.tree_cache.evict(EvictParams(EVERYTHING, EVERYTHING, EVERYTHING))
+        self.leaving += requests
+
+    def requeue(self, scheduler: Scheduler, *batches: ScheduleBatch | None) -> None:
+        """Take retracted requests out of their batches; once no step of theirs is under way, they wait to be read."""
+        for batch in filter(None, batches):
+            batch.filter_batch(reqs_to_exclude=self.leaving)
+            batch.batch_is_full = False
+        under_way = [request for batch, _ in scheduler.result_queue for request in batch.reqs]
+        for request in [one for one in self.leaving if one not in under_way]:
+            self.leaving.remove(request)
+            scheduler._add_request_to_queue(request, is_retracted=True)
 
 
 DAMAGED = Attached[Damaged]("fl_damaged")
 """The damage that a batch's logits show."""
+DAMAGE = Attached[Damage]("fl_damage")
+"""The state of a scheduler, from its first damage on."""
+WATCHED = Attached[bool]("fl_watched")
+"""The mark of a step's result if each call was looked at."""
 
 
 def sample(
@@ -61,11 +133,71 @@ def sample(
     logits = logits_output.next_token_logits
     if logits is not None and not _is_off():
         rows = damaged_rows(logits)
+        copied = None
         if detect_device().accelerator:
-            DAMAGED.give(logits_output, Damaged(rows.to("cpu", non_blocking=True), _event(logits.device)))
-        else:  # an output may be one of an earlier batch, and is marked anew
-            DAMAGED.give(logits_output, Damaged(rows, origins=_origins(runner, batch) if bool(rows.any()) else None))
+            rows = rows.to("cpu", non_blocking=True)
+            copied = _event(logits.device)
+        DAMAGED.give(logits_output, Damaged(rows, copied))  # an output may be one of an earlier batch
     return original(runner, logits_output, batch)
+
+
+def get_next_batch_to_run(
+    original: Callable[..., Any],
+    scheduler: Scheduler,
+    running_batch: ScheduleBatch,
+    last_batch: ScheduleBatch | None,
+) -> Any:
+    """Let SGLang choose a batch, without requests that were retracted."""
+    damage = DAMAGE.find(scheduler)
+    if damage is not None and damage.leaving:
+        damage.requeue(scheduler, running_batch, last_batch)
+    return original(scheduler, running_batch=running_batch, last_batch=last_batch)
+
+
+def run_batch(
+    original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a batch; if it reads a request again, look at each call."""
+    damage = DAMAGE.find(scheduler)
+    if damage is None or not damage.watches(batch):
+        return original(scheduler, batch, *args, **kwargs)
+    manager, here = get_default_manager(), get_parallel()
+    with watching(manager.state) as found:
+        result = original(scheduler, batch, *args, **kwargs)
+    manager.shadow.findings.begun(found)
+    damage.origins += together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found
+    WATCHED.give(result, True)
+    return result
+
+
+def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
+    """Begin damaged requests again or end them, and let SGLang give the others their tokens."""
+    rows, damage = _rows(result), DAMAGE.find(scheduler)
+    if damage is None:
+        if not any(rows):
+            return original(scheduler, batch, result)
+        DAMAGE.give(scheduler, damage := Damage())
+    again = damage.judge(scheduler, batch, rows, WATCHED.find(result) is not None)
+    if not again:
+        return original(scheduler, batch, result)
+    for request in again:
+        request.is_retracted = True  # so it gets no token
+    processor = scheduler.batch_result_processor
+    if not scheduler.enable_overlap:  # only with overlap SGLang itself has such requests in a step
+        scheduler.batch_result_processor = replace(processor, enable_overlap=True)
+    answer = original(scheduler, batch, result)
+    scheduler.batch_result_processor = processor
+    damage.retract(scheduler, again)
+    return answer
+
+
+def _rows(result: Any) -> list[int]:
+    output = getattr(result, "logits_output", None)
+    if output is None or (found := DAMAGED.find(output)) is None:
+        return []
+    if found.copied is not None:
+        found.copied.synchronize()
+    return found.rows.tolist()
 
 
 def _is_off() -> bool:
@@ -74,17 +206,17 @@ def _is_off() -> bool:
     return settings.damaged_requests == "ignore" or not settings.policy.enabled or get_parallel().pp_size > 1
 
 
-def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
-    """End the damaged requests of a batch, and let SGLang give the others their tokens."""
-    found = DAMAGED.find(output) if (output := getattr(result, "logits_output", None)) is not None else None
-    if found is not None:
-        if found.copied is not None:
-            found.copied.synchronize()
-        rows = found.rows.tolist()
-        for request, damaged in zip(batch.reqs, rows, strict=False):
-            if damaged and not request.finished() and not request.is_retracted:
-                _end(request, of_numbers(True, found.origins), batch.forward_mode.is_extend())
-    return original(scheduler, batch, result)
+def _why_not_again(scheduler: Scheduler, request: Req) -> str:
+    """Why a request cannot be read again; empty if it can."""
+    reasons = {
+        "its ranks of data-parallel attention run batches of their own": get_parallel().attn_dp_size > 1,
+        "generation is paused": scheduler._engine_paused,
+        "prompts are read by another engine": scheduler.disaggregation_mode != DisaggregationMode.NULL,
+        "hierarchical sparse attention keeps more of it": scheduler.enable_hisparse,
+        "SGLang retracts no group of beams": request.beam_group is not None,
+        "its answer would begin anew beside embeddings": request.input_embeds is not None,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def _event(device: torch.device) -> Any:
@@ -94,7 +226,7 @@ def _event(device: torch.device) -> Any:
     return event
 
 
-def _end(request: Any, why: str, reads_prompts: bool) -> None:
+def _end(request: Req, why: str, reads_prompts: bool) -> None:
     logger.error("request %s is ended: %s", request.rid, why)
     reason = FINISH_ABORT(why, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
     request.skip_radix_cache_insert = True
@@ -102,17 +234,3 @@ def _end(request: Any, why: str, reads_prompts: bool) -> None:
         request.discard_output_reason = reason
     else:
         request.to_finish = reason
-
-
-def _origins(runner: ModelRunner, batch: ForwardBatch) -> tuple[Origin, ...] | None:
-    """The origins on all ranks, by a second run of the batch; ``None`` where it would not be the same one."""
-    here = get_parallel()
-    if mambaish_config(runner.model_config) is not None or batch.contains_mm_inputs():
-        return None
-    if here.attn_dp_size > 1:  # the other ranks run batches of their own
-        return None
-    manager = get_default_manager()
-    with watching(manager.state) as found:
-        runner.forward(batch)
-    manager.shadow.findings.begun(found)
-    return tuple(together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found)

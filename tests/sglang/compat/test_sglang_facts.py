@@ -43,7 +43,10 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_refused_features_and
     of_features = (compat.LATENT, compat.LATENT_ATTENTION, compat.PROMPT_GRAPHS, compat.UPDATER, *of_states)
     owners = tuple(owner.replace(":", ".") for owner in of_features)
     single = ("Scheduler.init_req_max_new_tokens", "ModelRunner.check_quantized_moe_compatibility")
-    of_damage = ("ModelRunner.sample", "Scheduler.process_batch_result")
+    of_damage = (
+        "ModelRunner.sample",
+        *(f"Scheduler.{name}" for name in ("get_next_batch_to_run", "run_batch", "process_batch_result")),
+    )
     functions = ("weight_utils.maybe_remap_kv_scale_name", "model_config.is_deepseek_dsa", "factory.get_rope_cpu")
     single_targets = tuple(f".{name}" for name in (*single, *of_damage, *functions))
     assert left == {target.replace(":", ".") for target, _ in SPECULATIVE} | {

@@ -1,9 +1,10 @@
-"""In SGLang a request with NaN in its logits ends alone, with its origin, and nothing of it is remembered."""
+"""In SGLang a request with NaN in its logits ends alone, with its origin, or is read again; nothing of it stays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,21 +23,28 @@ INNOCENT = [*COMMON, *PROMPTS[1]]
 SAID = "its logits have NaN or infinity: they began in 'rms_norm' by 'vendor.poison' in model.layers.0.input_layernorm"
 
 
-def variables(model: Path, folder: Path, **more: str) -> dict[str, str]:
+def variables(model: Path, folder: Path, token: int = POISON, **more: str) -> dict[str, str]:
     with safe_open(model / "model.safetensors", "pt") as tensors:
-        torch.save(tensors.get_tensor("model.embed_tokens.weight")[POISON].float(), folder / "poison.pt")
+        torch.save(tensors.get_tensor("model.embed_tokens.weight")[token].float(), folder / "poison.pt")
     policy = {"VLLM_FL_PLUGIN_MODULES": "poisoned_norm", "VLLM_FL_PER_OP": "rms_norm=vendor:poison|reference"}
     return {**policy, "POISON": str(folder / "poison.pt"), **more}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+def asked(*prompts: list[int]) -> dict[str, Any]:
+    return {"prompts": prompts, "max_tokens": 16, "apart": True}
+
+
+@pytest.mark.parametrize(("ranks", "where"), [(1, ""), (2, "1")], ids=["one rank", "one of two"])
 def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
-    ranks: int, checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]], tmp_path: Path
+    ranks: int,
+    where: str,
+    checkpoint: Callable[[str], Path],
+    expected: Callable[[str], list[list[int]]],
+    tmp_path: Path,
 ) -> None:
     model, right = checkpoint("qwen3"), expected("qwen3")
-    steps = [{"prompts": each, "max_tokens": 16, "apart": True} for each in ([*PROMPTS[:2], POISONED], [POISONED])]
-    fresh = {"prompts": [INNOCENT, PROMPTS[2]], "max_tokens": 16, "apart": True}
-    given = variables(model, tmp_path)
+    fresh, steps = asked(INNOCENT, PROMPTS[2]), (asked(*PROMPTS[:2], POISONED), asked(POISONED))
+    given = variables(model, tmp_path, **({"POISON_RANK": where} if where else {}))
     found = start(model, fresh, *steps, fresh, variables=given, engine={"tp_size": ranks}).result()
     before, first, second, after = (step["answers"] for step in found["steps"])
     assert first[:2] == right[:2]
@@ -44,3 +52,32 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
     assert SAID in second[0]
     assert before == after
     assert after[1] == right[2]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "times", "in_answer"),
+    [(True, 1, False), (True, 1, True), (False, 1, True), (True, 9, True)],
+    ids=["in a prompt", "in an answer", "without overlap", "for good"],
+)
+def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_again(
+    overlap: bool,
+    times: int,
+    in_answer: bool,
+    checkpoint: Callable[[str], Path],
+    expected: Callable[[str], list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    model, right = checkpoint("qwen3"), expected("qwen3")
+    others = {token for text in (*PROMPTS, *right[:2]) for token in text}
+    token = next(token for token in right[2][2:-2] if token not in others) if in_answer else POISON
+    prompt = PROMPTS[2] if in_answer else POISONED
+    given = variables(model, tmp_path, token, POISON_TIMES=str(times))
+    engine = {"disable_overlap_schedule": not overlap}
+    found = start(model, asked(*PROMPTS[:2], prompt), asked(prompt), variables=given, engine=engine).result()
+    first, second = (step["answers"] for step in found["steps"])
+    assert first[:2] == right[:2]
+    if times > 1:
+        assert SAID in first[2]
+    else:
+        assert first[2] == (right[2] if in_answer else second[0])
+        assert found["log"].count("it is read again, watched") == 1
