@@ -48,12 +48,12 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_255, tokens=11_900),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=4_980, tokens=64_140),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_190, tokens=123_500),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_630, tokens=47_990),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_640, tokens=48_080),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_835, tokens=61_300),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_650, tokens=32_750),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_125, tokens=85_550),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_635, tokens=23_850),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_380, tokens=40_850),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_495, tokens=42_040),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.damage.rows import damaged_rows
-from fl_dispatch.hosting.damage.verdicts import Verdict, Verdicts, of_numbers
+from fl_dispatch.hosting.damage.verdicts import Verdict, Verdicts, Wrong, of_numbers, of_wrong
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.ranks.agreement import together
 from fl_dispatch.logger_manager import get_logger
@@ -58,13 +58,17 @@ class Damage:
     """The damaged requests of one scheduler.
 
     Attributes:
-        origins: where numbers stopped being finite, in the steps that read the watched requests.
+        origins: where numbers stopped being finite, in the steps that read the watched requests; ``None`` if calls were
+            not looked at.
+        suspects: requests with prompts that a wrong implementation has read in part, and why they are damaged.
         leaving: requests that were retracted, and that a batch may still have.
     """
 
     def __init__(self) -> None:
         self.verdicts = Verdicts(get_settings().damaged_requests)
-        self.origins: list[Origin] = []
+        self.wrong = Wrong(get_default_manager().shadow.findings)
+        self.origins: list[Origin] | None = None
+        self.suspects: dict[str, str] = {}
         self.leaving: list[Req] = []
 
     def watches(self, batch: ScheduleBatch) -> bool:
@@ -80,19 +84,44 @@ class Damage:
                 continue
             if request.is_retracted or request.inflight_middle_chunks > 0:  # the last chunk shows it too
                 continue
+            if why := self.suspects.pop(request.rid, ""):
+                again += self.again_or_end(scheduler, batch, request, why)
+                continue
             verdict = self.verdicts.of(request.rid, bool(damaged), watched, sampled=True)
             if verdict is Verdict.AGAIN and (why := _why_not_again(scheduler, request)):
                 self.verdicts.watched.discard(request.rid)
                 logger.warning("request %s is not computed again, because %s", request.rid, why)
-                _end(request, of_numbers(True, None), batch.forward_mode.is_extend())
+                _end(request, of_numbers(True, None), batch)
             elif verdict is Verdict.AGAIN:
                 logger.warning("request %s has logits with NaN or infinity: it is read again, watched", request.rid)
                 again.append(request)
             elif verdict is Verdict.ENDS:
-                _end(request, of_numbers(bool(damaged), self.origins), batch.forward_mode.is_extend())
+                _end(request, of_numbers(bool(damaged), self.origins), batch)
         if not self.verdicts.watched:
-            self.origins.clear()
+            self.origins = None
         return again
+
+    def touched(self, scheduler: Scheduler, batch: ScheduleBatch, why: str, known: set[Req]) -> list[Req]:
+        """End requests with keys and values of a wrong implementation, and return those that are to be read again.
+
+        ``known`` are those that are read again anyway.
+        """
+        chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+        everyone = dict.fromkeys((*batch.reqs, *scheduler.running_batch.reqs, *_under_way(scheduler), *chunked))
+        gone = [one for one in everyone if one.finished() or one.to_finish is not None or one.is_retracted]
+        found = [one for one in everyone if one not in gone and one not in known]
+        names = ", ".join(one.rid for one in found) or "none"
+        logger.warning("requests with keys and values of an implementation that was wrong: %s", names)
+        parts = [one for one in found if one in chunked or one.inflight_middle_chunks > 0]
+        self.suspects.update({one.rid: why for one in parts})
+        return [one for each in found if each not in parts for one in self.again_or_end(scheduler, batch, each, why)]
+
+    def again_or_end(self, scheduler: Scheduler, batch: ScheduleBatch, request: Req, why: str) -> list[Req]:
+        """The request if it is to be read again; else it ends."""
+        if self.verdicts.action == "end" or _why_not_again(scheduler, request):
+            _end(request, why, batch)
+            return []
+        return [request]
 
     def retract(self, scheduler: Scheduler, requests: list[Req]) -> None:
         """Take away what requests hold, and what no other request does."""
@@ -112,7 +141,7 @@ class Damage:
         for batch in filter(None, batches):
             batch.filter_batch(reqs_to_exclude=self.leaving)
             batch.batch_is_full = False
-        under_way = [request for batch, _ in scheduler.result_queue for request in batch.reqs]
+        under_way = _under_way(scheduler)
         for request in [one for one in self.leaving if one not in under_way]:
             self.leaving.remove(request)
             scheduler._add_request_to_queue(request, is_retracted=True)
@@ -121,7 +150,7 @@ class Damage:
 DAMAGED = Attached[Damaged]("fl_damaged")
 """The damage that a batch's logits show."""
 DAMAGE = Attached[Damage]("fl_damage")
-"""The state of a scheduler, from its first damage on."""
+"""The state of a scheduler, from its first batch on."""
 WATCHED = Attached[bool]("fl_watched")
 """The mark of a step's result if each call was looked at."""
 
@@ -157,27 +186,32 @@ def get_next_batch_to_run(
 def run_batch(
     original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a batch; if it reads a request again, look at each call."""
+    """Run a batch; if it reads a request again, look at each call, unless choices are frozen and graphs hold calls."""
     damage = DAMAGE.find(scheduler)
     if damage is None or not damage.watches(batch):
         return original(scheduler, batch, *args, **kwargs)
     manager, here = get_default_manager(), get_parallel()
-    with watching(manager.state) as found:
+    if manager.frozen:
         result = original(scheduler, batch, *args, **kwargs)
-    manager.shadow.findings.begun(found)
-    damage.origins += together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found
+    else:
+        with watching(manager.state) as found:
+            result = original(scheduler, batch, *args, **kwargs)
+        manager.shadow.findings.begun(found)
+        everybodys = together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found
+        damage.origins = [*(damage.origins or ()), *everybodys]
     WATCHED.give(result, True)
     return result
 
 
 def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
     """Begin damaged requests again or end them, and let SGLang give the others their tokens."""
-    rows, damage = _rows(result), DAMAGE.find(scheduler)
-    if damage is None:
-        if not any(rows):
-            return original(scheduler, batch, result)
+    if _is_off():
+        return original(scheduler, batch, result)
+    if (damage := DAMAGE.find(scheduler)) is None:
         DAMAGE.give(scheduler, damage := Damage())
-    again = damage.judge(scheduler, batch, rows, WATCHED.find(result) is not None)
+    again = damage.judge(scheduler, batch, _rows(result), WATCHED.find(result) is not None)
+    if wrong := damage.wrong.new():
+        again += damage.touched(scheduler, batch, of_wrong(wrong), set(again))
     if not again:
         return original(scheduler, batch, result)
     for request in again:
@@ -198,6 +232,11 @@ def _rows(result: Any) -> list[int]:
     if found.copied is not None:
         found.copied.synchronize()
     return found.rows.tolist()
+
+
+def _under_way(scheduler: Scheduler) -> list[Req]:
+    """Requests of steps with results that are not processed yet."""
+    return [request for batch, _ in scheduler.result_queue for request in batch.reqs]
 
 
 def _is_off() -> bool:
@@ -226,11 +265,11 @@ def _event(device: torch.device) -> Any:
     return event
 
 
-def _end(request: Req, why: str, reads_prompts: bool) -> None:
+def _end(request: Req, why: str, batch: ScheduleBatch) -> None:
     logger.error("request %s is ended: %s", request.rid, why)
     reason = FINISH_ABORT(why, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
     request.skip_radix_cache_insert = True
-    if reads_prompts:
+    if batch.forward_mode.is_extend() and request in batch.reqs:
         request.discard_output_reason = reason
     else:
         request.to_finish = reason

@@ -10,7 +10,7 @@ from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.hosting.damage.verdicts import Told
+from fl_dispatch.hosting.damage.verdicts import Told, Wrong
 from fl_dispatch.hosting.ranks.agreement import together
 from fl_dispatch.shadow import origin
 
@@ -36,7 +36,7 @@ class WatchedSteps:
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, runner: Any) -> None:
         self.model, self.runner = model, runner
         self.shadow = get_default_manager().shadow
-        self.told = len(self.shadow.findings.banned)
+        self.wrong = Wrong(self.shadow.findings)
         self.watches = False
         replaced = vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE  # the model's own forward
         self.can_watch = not replaced and vllm_config.parallel_config.data_parallel_size == 1  # the others run graphs
@@ -52,18 +52,16 @@ class WatchedSteps:
 
     def tell(self, output: Any) -> None:
         """Give the step's output what the scheduler has to know; nothing while all is right."""
-        banned, origins = self.shadow.findings.banned, None
-        if not self.watches and len(banned) == self.told:
+        origins, wrong = None, self.wrong.new()
+        if not self.watches and not wrong:
             return
         if self.watches:
             self.shadow.findings.begun(self.origins)
             origins = self.origins
             for group in (get_tp_group(), get_pp_group()):
                 origins = together(group.cpu_group, origins)
-        wrong = dict.fromkeys(f"'{op}' by '{impl}'" for op, impl, _ in banned) if len(banned) > self.told else ()
-        self.told = len(banned)
         if output is not None:
-            attach(output, Told(None if origins is None else tuple(origins), tuple(wrong)))
+            attach(output, Told(None if origins is None else tuple(origins), wrong))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

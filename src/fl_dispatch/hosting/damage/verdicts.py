@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ...shadow.findings import Findings
 from ...shadow.origin import Origin
 
 
@@ -61,6 +62,23 @@ class Verdicts:
             return Verdict.GOES_ON
         self.watched.discard(request)
         return Verdict.ENDS if damaged or self.action == "end" else Verdict.GOES_ON
+
+
+class Wrong:
+    """Implementations that shadow mode has taken out of service, as often as it is asked.
+
+    Args:
+        findings: of the process's manager.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings, self.told = findings, 0
+
+    def new(self) -> tuple[str, ...]:
+        """All of them in words if there are more than last time, else nothing."""
+        banned, before = self.findings.banned, self.told
+        self.told = len(banned)
+        return tuple(dict.fromkeys(f"'{op}' by '{impl}'" for op, impl, _ in banned)) if len(banned) > before else ()
 
 
 def of_numbers(damaged: bool, origins: Sequence[Origin] | None) -> str:
