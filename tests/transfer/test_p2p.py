@@ -954,7 +954,7 @@ def test_what_was_sent_is_taken_back_once_and_nothing_more_is_sent(everything: b
 
 
 @pytest.mark.parametrize("when", ["ready", "loaded", "ended"])
-def test_requests_with_what_was_taken_back_are_named_if_they_have_loaded_it(
+def test_blocks_with_what_was_taken_back_are_named_once_even_if_their_request_has_ended(
     when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     half, (first, second) = writer(), [ask(name, PROMPT, ROUTE) for name in "01"]
@@ -964,13 +964,13 @@ def test_requests_with_what_was_taken_back_are_named_if_they_have_loaded_it(
     half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
     half.orders(step())
     if when != "ready":
-        half.allocated(first, lambda: [1, 2, 3], 10)
+        half.allocated(first, lambda: [1, 2, 3], 6)
         half.orders(step())
     if when == "ended":
         half.finished(first.request_id)
     told = Outcomes(taken_back={name: "it is wrong"})
-    both = dict.fromkeys((first.request_id, second.request_id), "it is wrong")
-    assert half.spoiled(told) == (both if when == "loaded" else {})
+    assert half.spoiled(told) == ({} if when == "ready" else dict.fromkeys((2, 3), "it is wrong"))
+    assert half.spoiled(told) == {}, "another worker heard of it later"
     half.heard(told)
     assert half.orders(step()).dropped == ([name] if when == "ready" else [])
     assert half.matched_tokens(first, 0) == 0

@@ -80,8 +80,8 @@ class P2pConnector(KVConnectorBase_V1):
         """Tell receivers that what they were sent for these requests, or for all of the last ones, is wrong."""
         self.fl_in_scheduler.take_back(requests, why)
 
-    def fl_spoiled(self, connector_output: KVConnectorOutput) -> dict[str, str]:
-        """Requests here that have what another engine has taken back, and why it has."""
+    def fl_spoiled(self, connector_output: KVConnectorOutput) -> dict[int, str]:
+        """Blocks here that had what another engine has taken back, and why it has."""
         outcomes = connector_output.kv_connector_worker_meta
         return self.fl_in_scheduler.spoiled(outcomes) if isinstance(outcomes, Outcomes) else {}
 

@@ -41,7 +41,6 @@ class _Arrival:
     transfer: str
     state: _State = _State.AWAITED
     workers: int = 0
-    loaded: bool = False
 
 
 @dataclass
@@ -73,6 +72,7 @@ class Scheduling:
         self._departures: dict[str, _Departure] = {}  # by request
         self._departing: set[str] = set()  # their transfers
         self._left = Remembered[Address]()  # to whom they went
+        self._loaded = Remembered[list[int]]()  # transfer → the blocks here that it went to
         self._routed, self._unrouted = False, 0
         self._orders = Orders()
 
@@ -117,8 +117,9 @@ class Scheduling:
         if loaded > 0:
             known = request.num_prompt_tokens - 1
             first, end = (known - loaded) // self._block_size, -(-known // self._block_size)
-            self._orders.loads.append(Load(arrival.transfer, first, blocks()[first:end]))
-            arrival.state, arrival.loaded = _State.DONE, True
+            self._loaded[arrival.transfer] = ids = blocks()[first:end]
+            self._orders.loads.append(Load(arrival.transfer, first, ids))
+            arrival.state = _State.DONE
         else:
             self._drop(arrival)
 
@@ -133,15 +134,13 @@ class Scheduling:
             self._left.pop(transfer, None)
             self._orders.taken_back.append(TakeBack(transfer, to, why))
 
-    def spoiled(self, outcomes: Outcomes) -> dict[str, str]:
-        """Requests that have what was taken back, and why it was."""
-        found = {}
-        for transfer, why in outcomes.taken_back.items():
-            arrival = self._arrival(transfer)
-            if arrival is not None and arrival.loaded:
-                followers = [request for request, followed in self._followers.items() if followed == transfer]
-                found.update(dict.fromkeys((self._claimed[transfer], *followers), why))
-        return found
+    def spoiled(self, outcomes: Outcomes) -> dict[int, str]:
+        """Blocks that had what was taken back, and why it was; each transfer's once.
+
+        The request that loaded them may have ended: then others have them, or find them in the prefix cache.
+        """
+        taken = outcomes.taken_back.items()
+        return {block: why for transfer, why in taken for block in self._loaded.pop(transfer, ())}
 
     def orders(self, step: SchedulerOutput) -> Orders:
         """The orders for the workers in this step."""

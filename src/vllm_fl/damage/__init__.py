@@ -6,7 +6,7 @@ computed again in an eager step, and each call of it is looked at: this shows th
 began. All ranks do so together, because the step itself says it.
 
 A KV connector may have sent the blocks to another engine meanwhile. By its method ``fl_take_back(requests, why)`` that
-engine learns of it, and ``fl_spoiled(connector_output)`` names requests here with blocks that were taken back.
+engine learns of it, and ``fl_spoiled(connector_output)`` names blocks here with what another one took back.
 
 =============  =========================================================================================================
 ``choice``     whether an engine does so

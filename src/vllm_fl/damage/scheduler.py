@@ -74,12 +74,12 @@ class Damage:
         self.verdicts = Verdicts(get_settings().damaged_requests)
 
     def judge(
-        self, step: SchedulerOutput, output: ModelRunnerOutput, watched: bool, told: Told, spoiled: Mapping[str, str]
+        self, step: SchedulerOutput, output: ModelRunnerOutput, watched: bool, told: Told, spoiled: Mapping[int, str]
     ) -> list[tuple[Request, str]]:
         """Begin damaged requests again, or end them; returns those that ended, and why.
 
-        It comes before vLLM reads the step's tokens, which then are not the requests' any more. ``spoiled`` are those
-        that have wrong keys and values of another engine's, and why these are wrong.
+        It comes before vLLM reads the step's tokens, which then are not the requests' any more. ``spoiled`` are blocks
+        that had wrong keys and values of another engine's, and why these are wrong.
         """
         again: list[Request] = []
         ended: list[tuple[Request, str]] = []
@@ -103,7 +103,7 @@ class Damage:
             elif verdict is Verdict.ENDS:
                 ended.append((request, of_numbers(damaged, told.origins)))
         self._take_back([one.request_id for one in (*again, *dict(ended))], SPOILED)
-        touched = {one: why for name, why in spoiled.items() for one in self._sharing(name)}
+        touched = self._having(spoiled)
         if told.wrong:
             touched = dict.fromkeys(self.scheduler.running, of_wrong(told.wrong))
             self._take_back(None, of_wrong(told.wrong))
@@ -128,12 +128,12 @@ class Damage:
         v1 = not self.scheduler.vllm_config.use_v2_model_runner
         return v1 and output.prompt_logprobs_dict.get(name) is not None
 
-    def _sharing(self, name: str) -> list[Request]:
-        """A running request, and those that have blocks of its own."""
-        manager, running = self.scheduler.kv_cache_manager, self.scheduler.running
-        blocks = {one: {block for ids in manager.get_block_ids(one.request_id) for block in ids} for one in running}
-        own = next((ids for one, ids in blocks.items() if one.request_id == name), set())
-        return [one for one, ids in blocks.items() if not own.isdisjoint(ids)]
+    def _having(self, blocks: Mapping[int, str]) -> dict[Request, str]:
+        """Running requests that have one of these blocks, and what is said of it."""
+        ids = self.scheduler.kv_cache_manager.get_block_ids
+        running = self.scheduler.running if blocks else ()
+        groups = ((one, group) for one in running for group in ids(one.request_id))
+        return {one: blocks[block] for one, group in groups for block in group if block in blocks}
 
     def _take_back(self, requests: list[str] | None, why: str) -> None:
         """Have engines that were sent keys and values of requests throw them away; ``None`` is all that was sent."""
@@ -173,8 +173,8 @@ class Damage:
         self.scheduler.kv_cache_manager.evict_blocks(set(blocks))
 
 
-def _spoiled(scheduler: Scheduler, output: ModelRunnerOutput) -> Mapping[str, str]:
-    """Requests that have keys and values of another engine's which were wrong, and why."""
+def _spoiled(scheduler: Scheduler, output: ModelRunnerOutput) -> Mapping[int, str]:
+    """Blocks that had keys and values of another engine's which were wrong, and why."""
     heard, ask = output.kv_connector_output, getattr(scheduler.connector, "fl_spoiled", None)
     return ask(heard) if heard is not None and ask is not None else {}
 

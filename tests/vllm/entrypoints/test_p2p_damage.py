@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from damaged import POISON, variables
 from engines import PROMPTS, RUNNERS
 from p2p_serving import ask, end, serve, wait_until_healthy
 
+from fl_dispatch.hosting.damage.verdicts import Told, Verdicts
 from fl_transfer.p2p.protocol.route import Route
+from vllm_fl.damage.scheduler import Damage
 
 PROMPT = [*PROMPTS[2][:64], POISON, *PROMPTS[1]]
+
+
+@dataclass(frozen=True)
+class RequestOf:
+    request_id: str
 
 
 def test_blocks_that_were_sent_before_the_damage_was_seen_are_taken_back_before_they_are_used(
@@ -33,3 +44,28 @@ def test_blocks_that_were_sent_before_the_damage_was_seen_are_taken_back_before_
         assert not any(engine.said("is ended: its logits") for engine in (reads, writes))
     finally:
         end([reads, writes])
+
+
+@pytest.mark.parametrize("action", ["recompute", "end"])
+def test_requests_with_blocks_that_were_taken_back_begin_again_or_end_whoever_loaded_them(action: str) -> None:
+    blocks, evicted, changed = {"shares": ([4, 2],), "alone": ([5], [6])}, set[int](), list[str]()
+    running = [RequestOf(name) for name in blocks]
+    manager = SimpleNamespace(
+        get_block_ids=blocks.__getitem__, evict_blocks=evicted.update, block_pool=SimpleNamespace(blocks=range(9))
+    )
+    scheduler: Any = SimpleNamespace(
+        running=running,
+        connector=None,
+        kv_cache_manager=manager,
+        prev_step_scheduled_req_ids=set(),
+        _preempt_request=lambda request, *_, **__: changed.append(request.request_id),
+        finish_requests=lambda name, _: changed.append(name),
+    )
+    step: Any = SimpleNamespace(num_scheduled_tokens={})
+    output: Any = SimpleNamespace(num_nans_in_logits=None)
+    damage = Damage(scheduler)
+    damage.verdicts = Verdicts(action)
+    ended = damage.judge(step, output, False, Told(), {1: "it is wrong", 2: "it is wrong"})
+    assert changed == ["shares"]
+    assert evicted == set(range(9)), "a request that has ended may have shared them, too"
+    assert [(one.request_id, why) for one, why in ended] == ([("shares", "it is wrong")] if action == "end" else [])
