@@ -16,6 +16,8 @@ from torch import Tensor
 from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens
 from fl_dispatch.hosting.layers.attribute import Attached
 
+from . import choice
+
 REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 """The module that verifies drafts in the V2 runner."""
 PLACES = {
@@ -31,7 +33,11 @@ COUNTS = Attached[Tensor]("fl_damaged_tokens")
 
 
 def install(runner: Any, v2: bool, drafts: bool) -> None:
-    """Have a model runner count damaged rows, and with drafts each request's damaged tokens."""
+    """Have a model runner count damaged rows, and with drafts each request's damaged tokens, if it is to count any."""
+    from vllm import envs
+
+    if choice.is_off() or not envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+        return
     for module, name in PLACES[v2]:
         users: Any = importlib.import_module(module)
         setattr(users, name, _counted)

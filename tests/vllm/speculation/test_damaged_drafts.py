@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from engines import PROMPTS, RUNNERS, start_features
 import drafters
 from drafting import LOOK_UP, NGRAM, SPREAD
 from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens
+from fl_dispatch.settings import reset_settings
 from running import expected_tokens, reference_network
+from vllm_fl.damage import detection
 
 SAID = "its logits have NaN or infinity: they began in 'rms_norm' by 'vendor.poison' in model.layers.0.input_layernorm"
 SAMPLES = 300
@@ -113,3 +116,20 @@ def test_rows_of_rejected_drafts_damage_nobody() -> None:
         logits[row, 2 if row < 8 else slice(None)] = value
     ends, tokens = torch.tensor([3, 4, 6, 9], dtype=torch.int32), torch.tensor([1, 1, 0, 3])
     assert damaged_tokens(damaged_rows(logits), ends, tokens).tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("given", [{"VLLM_FL_DAMAGED_REQUESTS": "ignore"}, {"VLLM_COMPUTE_NANS_IN_LOGITS": "0"}])
+def test_logits_stay_as_they_are_where_damage_is_not_looked_for(
+    v2: bool, given: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"VLLM_COMPUTE_NANS_IN_LOGITS": "1", **given}.items():
+        monkeypatch.setenv(name, value)
+    reset_settings()
+    runner = SimpleNamespace(sample=print, _sample=print)
+    try:
+        detection.install(runner, v2, drafts=True)
+    finally:
+        monkeypatch.undo()
+        reset_settings()
+    assert runner == SimpleNamespace(sample=print, _sample=print)
