@@ -642,9 +642,6 @@ def test_what_the_documentation_does_not_quantize_is_declined_by_name(
     assert why in str(supports(*arguments))
 
 
-# -- availability -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("tokens", "layout", "copied"), [(2, "TND", (8, 1, 512)), (64, "PA_BSND", (1, BLOCK, 1, 512))])
 def test_listed_rows_are_copied_or_whole_blocks_where_these_are_fewer(
     npu: Calls, tokens: int, layout: str, copied: tuple[int, ...]
@@ -656,6 +653,21 @@ def test_listed_rows_are_copied_or_whole_blocks_where_these_are_fewer(
     sparse_latent.mla_sparse(query, cache, lists, table, starts, tokens, 0.1, 512)
     (call,) = npu.made
     assert (call.layout_kv, call.args[1].shape) == (layout, copied)
+
+
+def test_whole_blocks_of_several_requests_are_no_more_than_what_is_copied_at_once(
+    npu: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_latent, "COPIED_AT_ONCE", BLOCK)
+    query, cache = torch.randn(64, 2, 576).to(HALF), torch.randn(3, BLOCK, 576).to(HALF)
+    lists, starts, table = (
+        torch.tensor(numbers, dtype=torch.int32) for numbers in ([[5, 7, 1, -1]], [0, 40, 64], [[2], [1]])
+    )
+    sparse_latent.mla_sparse(query, cache, lists.expand(64, 4), table, starts, 40, 0.1, 512)
+    assert [(call.layout_kv, call.args[1].shape[0]) for call in npu.made] == [("TND", BLOCK)] * 2
+
+
+# -- availability -----------------------------------------------------------------------------------------------------
 
 
 def test_without_torch_npu_nothing_is_available_and_the_reason_says_so() -> None:

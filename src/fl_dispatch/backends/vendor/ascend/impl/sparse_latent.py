@@ -135,8 +135,9 @@ def mla_sparse(
     row = torch.arange(tokens, dtype=torch.int32, device=query.device)
     listed = positions.masked_fill((row >= query_start_loc[-1])[:, None], -1)
     parts: list[Tensor] = []
-    if requests * columns * kv_cache.shape[1] <= tokens * topk:
-        copy, table = copied(kv_cache, block_table, columns * kv_cache.shape[1])
+    longest = columns * kv_cache.shape[1]  # a host's table has room for the longest context that it serves
+    if requests * longest <= min(tokens * topk, max(longest, COPIED_AT_ONCE)):
+        copy, table = copied(kv_cache, block_table, longest)
         lengths = torch.full((requests,), table.shape[1] * BLOCK, dtype=torch.int32, device=query.device)
         ends = query_start_loc[1:].contiguous()
         parts.append(_attend(query, query_rope, copy.unsqueeze(2), listed, ends, lengths, scale, table))
