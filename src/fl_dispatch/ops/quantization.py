@@ -277,6 +277,10 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     yield Sample(
         "float8, one scale a column", (source.normal(3, 256), float8, source.scales(128, 1, size=256**-0.5).to(dtype))
     )
+    for rows, columns, inner in ((1, 256, 1024), (6, 192, 256), (80, 96, 256)):
+        given = source.normal(rows, inner), source.normal(columns, inner).to(FP8)
+        scale = source.scales(columns, inner // 32, size=inner**-0.5).to(dtype)
+        yield Sample(f"float8, {rows} of {inner} to {columns}, groups of 32", (*given, scale))
     weight = source.weight(64, 128, 4, 64, True)
     yield Sample("3-d, bias", (source.normal(2, 3, 128), *weight, source.normal(64)), serving=False)
 
