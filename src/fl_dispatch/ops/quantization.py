@@ -273,14 +273,11 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     float4 = source.float4(37, 48, 16)
     yield Sample("float4, groups of 16, odd columns", (source.normal(3, 48), *float4), serving=False)
     yield Sample("float4, groups of 16, one row", (source.normal(1, 48), *float4), serving=False)
-    float8 = source.normal(128, 256).to(FP8)
-    yield Sample(
-        "float8, one scale a column", (source.normal(3, 256), float8, source.scales(128, 1, size=256**-0.5).to(dtype))
-    )
+    floats = quantized.Products(dtype, device, generator, FP8)
+    yield Sample("float8, one scale a column", (source.normal(3, 256), *floats.weight(128, 256, 8, 256)))
     for rows, columns, inner in ((1, 256, 1024), (6, 192, 256), (80, 96, 256)):
-        given = source.normal(rows, inner), source.normal(columns, inner).to(FP8)
-        scale = source.scales(columns, inner // 32, size=inner**-0.5).to(dtype)
-        yield Sample(f"float8, {rows} of {inner} to {columns}, groups of 32", (*given, scale))
+        float8 = floats.weight(columns, inner, 8, 32)
+        yield Sample(f"float8, {rows} of {inner} to {columns}, groups of 32", (source.normal(rows, inner), *float8))
     weight = source.weight(64, 128, 4, 64, True)
     yield Sample("3-d, bias", (source.normal(2, 3, 128), *weight, source.normal(64)), serving=False)
 

@@ -214,6 +214,9 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     yield sample("half of the experts is here", 20, 32, 4, 96, 64, local=range(16, 32))
     groups = _sampler(mixtures.weight_only(dtype, device, generator, 4, 16, kind=FP4), "float4, groups of 16")
     yield groups("9 tokens", 9, 8, 2, 64, 48)
+    sample = _sampler(mixtures.weight_only(dtype, device, generator, 8, 32, kind=FP8), "float8, groups of 32")
+    yield sample("decode, 16 tokens, 32 experts", 16, 32, 4, 128, 32)
+    yield sample("half of the experts is here", 20, 32, 4, 96, 64, local=range(16, 32))
 
 
 @experts(

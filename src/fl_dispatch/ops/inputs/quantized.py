@@ -203,6 +203,9 @@ class Products(Source):
         """``weight``, ``scale`` and ``zero`` of ``weight_only_linear``."""
         if self.quantized is torch.float4_e2m1fn_x2:
             return *self.float4(columns, inner, group), None
+        if self.quantized is not torch.int8:
+            scale = self.scales(columns, inner // group, size=self._unit(inner) * inner**-0.25)
+            return self.matrix(columns, inner), scale.to(self.dtype), None
         if bits == 4:
             drawn = torch.randint(0, 256, (columns, inner // 2), generator=self.generator).to(torch.uint8)
         else:

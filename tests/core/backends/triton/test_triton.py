@@ -298,6 +298,7 @@ SMALL = {
         "4 bits, zero points, groups of 16, 9 tokens",
         "4 bits, one scale a column, one token",
         "8 bits, groups of 32, weights on the input, biases",
+        "float8, groups of 32, half of the experts is here",
         "8 bits, zero points, groups of 16, 9 tokens",
         "8 bits, one scale a column, one token",
     ],
