@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NOTHING = Told()
-SPOILED = "the engine that sent it found NaN or infinity in the logits that come of it"
+SPOILED = "the engine that sent it found NaN or infinity in the logits that it computed from it"
 
 
 def contain() -> None:

@@ -79,7 +79,7 @@ class Served:
     def fl_check_index_keys(self, layer: Any, prefix: str) -> None:
         """Refuse a weight of index keys that vLLM's loader does not dequantize; ``prefix``: its name in checkpoints.
 
-        It does those of fp8 with a scale a block or column, and would load others as if they were plain.
+        It dequantizes fp8 with a scale for each block or column, and would load others as if they were plain.
 
         Raises:
             ValueError: for such a weight.
