@@ -224,7 +224,7 @@ MISTAKES = (
     Mistake(
         "an engine keeps blocks that their sender took back",
         "fl_transfer/p2p/engine/exchange.py",
-        "self._inbox.take_back(message.transfer, message.why)",
+        "self._inbox.take_back(transfer, message.why)",
         "pass",
         "tests/transfer/test_p2p.py::test_a_receiver_is_told_what_its_sender_takes_back",
     ),

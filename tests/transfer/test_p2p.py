@@ -654,6 +654,14 @@ def test_a_receiver_is_told_what_its_sender_takes_back(sent: int) -> None:
         assert eventually(lambda: two.out._pool.taken == two.box._pool.taken == 0)
 
 
+def test_a_receiver_is_told_of_all_that_are_remembered_at_once() -> None:
+    names = [f"{number:0128}" for number in range(LAST)]
+    with pair() as two:
+        for name in names:
+            two.out.take_back(name, two.receiver.address, "ü" * 300)
+        assert eventually(lambda: set(names) == set(two.box._gone))
+
+
 def test_garbage_and_strangers_change_nothing() -> None:
     with pair() as two, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.set(zmq.LINGER, 0)

@@ -26,6 +26,7 @@ from fl_dispatch.logger_manager import get_logger
 from ..links.link import Incoming, Outgoing, close
 from ..links.wires import Wire
 from ..protocol.messages import (
+    AT_ONCE,
     HEADER_BYTES,
     BadMessage,
     Get,
@@ -211,7 +212,8 @@ class Engine:
             return
         if isinstance(message, Void):
             if self._inbox is not None:
-                self._inbox.take_back(message.transfer, message.why)
+                for transfer in message.transfers:
+                    self._inbox.take_back(transfer, message.why)
             return
         if isinstance(message, Meet | Ticket):
             answer: Met | Taken | Go | State = Met(message.name, short(self._meet(message)))
@@ -271,8 +273,9 @@ class Engine:
 
     def _send(self) -> None:
         assert self._outbox is not None
-        for to, transfer, why in self._outbox.taken_back():
-            self._take_back(to, Void(transfer, short(why)))
+        for (to, why), transfers in self._outbox.taken_back().items():
+            for first in range(0, len(transfers), AT_ONCE):
+                self._take_back(to, Void(transfers[first : first + AT_ONCE], short(why)))
         part = None
         if len(self._flying) < FLYING:
             part = self._outbox.next(0 if self._flying else TURN, self._flying)
@@ -306,7 +309,7 @@ class Engine:
         try:
             self._peer(self._peers, to, self._flying).send_multipart(frames(void), zmq.NOBLOCK)
         except Exception as error:  # recorded: that engine is dead or busy, and finds NaN itself
-            logger.warning("P2P: %s does not learn that %s was wrong: %s", to, void.transfer, error)
+            logger.warning("P2P: %s does not learn that %s was wrong: %s", to, ", ".join(void.transfers), error)
 
     def _announce(self, part: Part, peer: zmq.Socket[bytes], link: str) -> None:
         """Send a part's message, with the data unless a link is to carry them."""

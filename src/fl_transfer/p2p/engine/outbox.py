@@ -78,7 +78,7 @@ class Outbox:
         self._leaving: dict[str, _Leaving] = {}
         self._gone = Remembered[str]()
         self._lent: dict[Part, bool] = {}  # whether we are through with it
-        self._taken_back: list[tuple[Address, str, str]] = []
+        self._taken_back: dict[tuple[Address, str], list[str]] = {}
 
     def add(
         self, transfer: str, to: Address, first: int, count: int, total: int, size: int, fill: Callable[[Tensor], None]
@@ -183,12 +183,12 @@ class Outbox:
         with self._changed:
             self._give_up(transfer, why)
             self._gone[transfer] = why  # all of it may have been sent
-            self._taken_back.append((to, transfer, why))
+            self._taken_back.setdefault((to, why), []).append(transfer)
 
-    def taken_back(self) -> list[tuple[Address, str, str]]:
-        """Receivers to tell now, of which transfers, and why."""
+    def taken_back(self) -> dict[tuple[Address, str], list[str]]:
+        """Receivers to tell now, and why → of which transfers."""
         with self._changed:
-            told, self._taken_back = self._taken_back, []
+            told, self._taken_back = self._taken_back, {}
             return told
 
     def wait_until_sent(self, transfer: str) -> None:

@@ -16,6 +16,8 @@ HEADER_BYTES = 4096
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=300)]
+AT_ONCE = 20
+"""The most transfers that one message takes back, as a header has room for; a socket holds 1,000 messages."""
 Layout = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=1, lt=1 << 40)]
 Data = bytes | memoryview
@@ -87,9 +89,9 @@ class State(msgspec.Struct, tag="state", frozen=True, forbid_unknown_fields=True
 
 
 class Void(msgspec.Struct, tag="void", frozen=True, forbid_unknown_fields=True):
-    """A sender takes a transfer back: what came of it is wrong, and no more comes. There is no answer."""
+    """A sender takes transfers back: what came of them is wrong, and no more comes. There is no answer."""
 
-    transfer: Name
+    transfers: Annotated[list[Name], Meta(min_length=1, max_length=AT_ONCE)]
     why: Text
 
 
