@@ -6,31 +6,17 @@ import json
 import urllib.error
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import torch
 from engines import PROMPTS
-from safetensors import safe_open
 from served import Server
 
-POISON = 450
-"""A token of no prompt and of no right answer."""
+from poison import POISON, SAID
+
 COMMON = PROMPTS[2][:64]
 POISONED = [*COMMON, POISON, *PROMPTS[1]]
 INNOCENT = [*COMMON, *PROMPTS[1]]
 ORIGIN = {"operator": "rms_norm", "implementation": "vendor.poison", "layer": "model.layers.0.input_layernorm"}
-
-
-def variables(model: Path, folder: Path, token: int = POISON, **more: str) -> dict[str, str]:
-    """The policy whose norm poisons the rows of one token; its embedding goes to a file in ``folder``.
-
-    Only a network with this model's embedding of the token is poisoned.
-    """
-    with safe_open(model / "model.safetensors", "pt") as tensors:
-        torch.save(tensors.get_tensor("model.embed_tokens.weight")[token].float(), folder / "poison.pt")
-    policy = {"VLLM_FL_PLUGIN_MODULES": "poisoned_norm", "VLLM_FL_PER_OP": "rms_norm=vendor:poison|reference"}
-    return {**policy, "POISON": str(folder / "poison.pt"), **more}
 
 
 def refused(server: Server, prompt: list[int]) -> tuple[int, str]:
@@ -49,9 +35,7 @@ def ends_alone(server: Server, right: Sequence[list[int]]) -> None:
         answers = [other.result() for other in others]
     assert answers == right[:2]
     assert code == 500
-    assert why == (
-        "its logits have NaN or infinity: they began in 'rms_norm' by 'vendor.poison' in model.layers.0.input_layernorm"
-    )
+    assert why == SAID
     assert server.tokens(INNOCENT) == alone  # it has the blocks of the common beginning of both
     assert refused(server, POISONED) == (code, why)
     assert server.tokens(PROMPTS[2]) == right[2]  # in blocks that were the ended requests'

@@ -12,11 +12,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from damaged import ends_alone, variables
+from damaged import ends_alone
 from engines import expected_tokens
 from served import Server
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
+from poison import variables
 
 pytestmark = pytest.mark.gpu
 SHARE = ("--gpu-memory-utilization", "0.1")

@@ -7,27 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors import safe_open
 from serving import start
 
+from poison import POISON, SAID, variables
 from running import PROMPTS
 
 pytestmark = pytest.mark.engine
 
-POISON = 450
-"""A token of no prompt and of no right answer."""
 COMMON = PROMPTS[2][:48]
 POISONED = [*COMMON, POISON, *PROMPTS[1]]
 INNOCENT = [*COMMON, *PROMPTS[1]]
-SAID = "its logits have NaN or infinity: they began in 'rms_norm' by 'vendor.poison' in model.layers.0.input_layernorm"
-
-
-def variables(model: Path, folder: Path, token: int = POISON, **more: str) -> dict[str, str]:
-    with safe_open(model / "model.safetensors", "pt") as tensors:
-        torch.save(tensors.get_tensor("model.embed_tokens.weight")[token].float(), folder / "poison.pt")
-    policy = {"VLLM_FL_PLUGIN_MODULES": "poisoned_norm", "VLLM_FL_PER_OP": "rms_norm=vendor:poison|reference"}
-    return {**policy, "POISON": str(folder / "poison.pt"), **more}
 
 
 def asked(*prompts: list[int]) -> dict[str, Any]:

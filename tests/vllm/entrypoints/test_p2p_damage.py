@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from damaged import POISON, variables
 from engines import PROMPTS, RUNNERS
 from p2p_serving import ask, end, serve, wait_until_healthy
 
 from fl_dispatch.hosting.damage.verdicts import Told, Verdicts
 from fl_transfer.p2p.protocol.route import Route
+from poison import POISON, variables
 from vllm_fl.damage.scheduler import Damage
 
 PROMPT = [*PROMPTS[2][:64], POISON, *PROMPTS[1]]

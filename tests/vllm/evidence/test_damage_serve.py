@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from damaged import POISONED, ends_alone, variables
+from damaged import POISONED, ends_alone
 from served import Server
+
+from poison import variables
 
 WAYS = {
     "V1": ("0",),

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from damaged import variables
 from engines import PROMPTS, RUNNERS, start_features
 
 import drafters
 from drafting import LOOK_UP, NGRAM, SPREAD
 from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens
 from fl_dispatch.settings import reset_settings
+from poison import SAID, variables
 from running import expected_tokens, reference_network
 from vllm_fl.damage import detection
 
-SAID = "its logits have NaN or infinity: they began in 'rms_norm' by 'vendor.poison' in model.layers.0.input_layernorm"
 SAMPLES = 300
 GREEDY = {"do": "generate", "prompts": drafters.TURNS, "sampling": {"max_tokens": drafters.LONG}}
 COUNTS = [{"do": "metrics", "contains": part} for part in ("preemptions", "spec_decode")]

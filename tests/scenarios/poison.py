@@ -1,0 +1,24 @@
+"""A policy whose norm gives NaN for the rows of one token, so for the requests that have it (``poisoned_norm``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+POISON = 450
+"""A token of no prompt and of no right answer."""
+SAID = "its logits have NaN or infinity: they began in 'rms_norm' by 'vendor.poison' in model.layers.0.input_layernorm"
+"""The reason that a client is told."""
+
+
+def variables(model: Path, folder: Path, token: int = POISON, **more: str) -> dict[str, str]:
+    """Write the token's embedding to a file in ``folder``, by which the norm knows it; variables of the engine.
+
+    Only a network with this model's embedding of the token is poisoned.
+    """
+    with safe_open(model / "model.safetensors", "pt") as tensors:
+        torch.save(tensors.get_tensor("model.embed_tokens.weight")[token].float(), folder / "poison.pt")
+    policy = {"VLLM_FL_PLUGIN_MODULES": "poisoned_norm", "VLLM_FL_PER_OP": "rms_norm=vendor:poison|reference"}
+    return {**policy, "POISON": str(folder / "poison.pt"), **more}
