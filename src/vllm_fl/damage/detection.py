@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import importlib
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens
 from fl_dispatch.hosting.layers.attribute import Attached
 
 from . import choice
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 """The module that verifies drafts in the V2 runner."""
@@ -34,9 +38,7 @@ COUNTS = Attached[Tensor]("fl_damaged_tokens")
 
 def install(runner: Any, v2: bool, drafts: bool) -> None:
     """Have a model runner count damaged rows, and with drafts each request's damaged tokens, if it is to count any."""
-    from vllm import envs
-
-    if choice.is_off() or not envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+    if not _is_on():
         return
     for module, name in PLACES[v2]:
         users: Any = importlib.import_module(module)
@@ -48,6 +50,18 @@ def install(runner: Any, v2: bool, drafts: bool) -> None:
             users.RejectionSampler.__call__ = _without_damaged_drafts(users.RejectionSampler.__call__)
     elif drafts:
         runner._sample = _verified(runner._sample)
+
+
+def warm_up(model_config: ModelConfig, device: torch.device) -> None:
+    """Look at a row of logits as the model makes them, so that no request waits for a kernel to compile."""
+    if _is_on():
+        damaged_rows(torch.zeros(1, model_config.get_vocab_size(), dtype=model_config.dtype, device=device))
+
+
+def _is_on() -> bool:
+    from vllm import envs
+
+    return not choice.is_off() and bool(envs.VLLM_COMPUTE_NANS_IN_LOGITS)
 
 
 def _counted(logits: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from fl_dispatch.logger_manager import get_logger
 
 from ..compat import determinism, device_memory, library, streams
 from ..compilation import compile
+from ..damage import detection as damage
 from ..platform import config
 from . import prompt_graphs, ranks, warm_up
 from .base import WorkerFL
@@ -119,10 +120,12 @@ class GPUWorkerFL(WorkerFL):
         with self.fl_weights.settled():
             calls = warm_up.attention(self.fl_models(), self.vllm_config)
             logger.info("attention is warm: %d calls", calls)
-            if self.vllm_config.lora_config is not None and self._makes_logits():
-                from ..layers import lora
+            if self._makes_logits():
+                damage.warm_up(self.model_config, self.device)
+                if self.vllm_config.lora_config is not None:
+                    from ..layers import lora
 
-                lora.warm_up_logits(self.get_model(), self.model_config.get_hidden_size(), self.model_config.dtype)
+                    lora.warm_up_logits(self.get_model(), self.model_config.get_hidden_size(), self.model_config.dtype)
             if runs := warm_up.states(self.get_model(), self.vllm_config):
                 logger.info("layers with a state are warm: %d runs", runs)
             if aten.is_active():
