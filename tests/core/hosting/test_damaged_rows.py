@@ -54,27 +54,32 @@ KERNEL = """
 import json, sys, torch
 sys.path[:0] = {folders!r}
 from test_damaged_rows import check, logits
-from fl_dispatch.hosting.damage import rows
-rows.WITHOUT_KERNEL.clear()
+from fl_dispatch.hosting.damage import rows, rows_kernel
+launch, launched = rows_kernel.damaged_rows_in_one_launch, []
+def counted(logits):
+    launched.append(logits.dtype)
+    return launch(logits)
+rows_kernel.damaged_rows_in_one_launch = counted
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     given = logits(dtype)
     before, behind = given.clone(), given._base[:, -8:].clone()
     check(rows.damaged_rows(given).tolist(), before, given)
     assert torch.equal(given._base[:, -8:], behind)
 assert rows.damaged_rows(given[:0]).tolist() == []
-print(json.dumps(sorted(rows.WITHOUT_KERNEL)))
+print(json.dumps([len(launched), rows.FAILED]))
 """
 
 
 def test_the_kernel_does_the_same_in_the_interpreter() -> None:
     here = Path(__file__).parent
     folders = [str(here), str(here.parents[1] / "support")]
-    assert json.loads(run(KERNEL.format(folders=folders)).splitlines()[-1]) == []
+    assert json.loads(run(KERNEL.format(folders=folders)).splitlines()[-1]) == [4, []]
 
 
 def test_where_the_kernel_fails_pytorchs_operators_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "WITHOUT_KERNEL", set())
+    monkeypatch.setattr(rows, "FAILED", [])
+    monkeypatch.setattr(rows, "why_unavailable", lambda: "")
     given = logits(torch.float32)  # on a CPU, for which Triton has no compiler
     before = given.clone()
     check(rows.damaged_rows(given).tolist(), before, given)
-    assert sorted(rows.WITHOUT_KERNEL) == ["cpu"]
+    assert len(rows.FAILED) == 1

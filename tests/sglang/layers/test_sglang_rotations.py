@@ -113,7 +113,8 @@ def test_dynamic_texts_beyond_the_trained_length_are_refused_before_weights_load
         head_dim=SIZE,
         model_path="model",
     )
-    runner = SimpleNamespace(model_config=model, is_draft_worker=False, use_mla_backend=False)
+    args = SimpleNamespace(json_model_override_args='{"rope_scaling": "given"}')
+    runner = SimpleNamespace(model_config=model, server_args=args, is_draft_worker=False, use_mla_backend=False)
     with pytest.raises(ValueError, match=r"rope_type 'dynamic' .*give --context-length 128"):
         refusals.check_model(runner, CPU)
 

@@ -133,7 +133,10 @@ def test_an_implementation_that_is_not_chosen_does_not_count() -> None:
     assert mode() == FULL
 
 
-@pytest.mark.parametrize(("impl_id", "operators"), [("reference.torch", WAITING), ("vendor.ascend", OUTSIDE_GRAPHS)])
+@pytest.mark.parametrize(
+    ("impl_id", "operators"),
+    [("reference.torch", WAITING), ("vendor.ascend", (*OUTSIDE_GRAPHS, *config.SPARSE_OPERATORS))],
+)
 def test_ours_that_no_graph_can_hold_say_so(impl_id: str, operators: tuple[str, ...]) -> None:
     """Those that read numbers from the device, or take them as integers."""
     impls = {op: get_default_manager().registry.get_implementation(op, impl_id) for op in OPERATORS}

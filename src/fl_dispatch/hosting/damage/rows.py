@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fl_dispatch.devices import detect_device
+from fl_dispatch.devices.triton import why_unavailable
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)
 
-WITHOUT_KERNEL = {"cpu"}
-"""Types of devices on which PyTorch's operators do the work: Triton has no compiler for them, or it failed."""
+FAILED: list[str] = []
+"""The error of the kernel, after which PyTorch's operators do its work."""
 
 
 def damaged_rows(logits: Tensor) -> Tensor:
@@ -26,18 +28,18 @@ def damaged_rows(logits: Tensor) -> Tensor:
     Returns:
         1 for each damaged row, else 0, ``[rows]``, int32.
     """
-    kind = logits.device.type
-    if kind not in WITHOUT_KERNEL and logits.stride(-1) == 1:
+    device = detect_device()
+    if logits.stride(-1) == 1 and logits.device.type == device.torch_type and not (FAILED or why_unavailable()):
         try:
             from .rows_kernel import damaged_rows_in_one_launch
 
             return damaged_rows_in_one_launch(logits)
-        except Exception as error:  # no Triton, or none that compiles it for this chip
-            WITHOUT_KERNEL.add(kind)
+        except Exception as error:  # Triton compiles no such kernel for this chip
+            FAILED.append(str(error))
             logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
     highest = logits.amax(-1)
     damaged = (highest - highest).ne(0)  # NaN from NaN and from infinity
-    if kind != "cpu" or bool(damaged.any()):  # elsewhere the question would wait for the device
+    if device.accelerator or bool(damaged.any()):  # an accelerator would have to be waited for
         logits.masked_fill_(damaged.unsqueeze(-1), 0.0)
     return damaged.int()
 
