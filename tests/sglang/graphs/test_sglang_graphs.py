@@ -162,7 +162,7 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
     sizes = {"page_size": PAGE, "dtype": torch.float32, "kv_lora_rank": rank, "qk_rope_head_dim": rope, "layer_num": 1}
     runner: Any = SimpleNamespace(
         attention_chunk_size=None,
-        model_config=SimpleNamespace(context_len=LENGTH),
+        model_config=SimpleNamespace(context_len=LENGTH, hf_text_config=SimpleNamespace()),
         page_size=PAGE,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, PAGES * PAGE, dtype=torch.int32)),
         token_to_kv_pool=MLATokenToKVPool(PAGES * PAGE, **sizes, device="cpu", enable_memory_saver=False),
