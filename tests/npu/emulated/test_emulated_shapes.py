@@ -144,6 +144,14 @@ CASES: list[Case] = [
      {"pertoken_scale": ones(3, dtype=torch.float32), "output_dtype": torch.bfloat16}),
     ("npu_weight_quant_batchmatmul", (ones(3, 64), ones(64, 8, dtype=INT8), ones(2, 8)), {"antiquant_group_size": 32}),
     ("npu_weight_quant_batchmatmul", (ones(3, 64), ones(8, 64, dtype=INT8).t(), ones(8)), {}),
+    ("npu_lightning_indexer", (ones(3, 4, 128), ones(2, 16, 1, 128), ones(3, 4)),
+     {"actual_seq_lengths_query": ints(1, 3), "actual_seq_lengths_key": ints(5, 9), "block_table": ints([0], [1]),
+      "layout_query": "TND", "layout_key": "PA_BSND", "sparse_count": 8, "sparse_mode": 3}),
+    ("npu_sparse_flash_attention",
+     (ones(3, 4, 512), ones(2, 16, 1, 512), ones(2, 16, 1, 512), ints(*[[[0, 1, -1]]] * 3), 0.1),
+     {"block_table": ints([0], [1]), "actual_seq_lengths_query": ints(1, 3), "actual_seq_lengths_kv": ints(5, 9),
+      "query_rope": ones(3, 4, 64), "key_rope": ones(2, 16, 1, 64), "layout_query": "TND", "layout_kv": "PA_BSND",
+      "sparse_mode": 3, "attention_mode": 2}),
     ("npu_quantize", (ones(3, 16, dtype=torch.float32), ones(1, dtype=torch.float32), None, torch.qint8, -1, True), {}),
 ]  # fmt: skip
 

@@ -343,10 +343,10 @@ def test_what_a_draft_is_made_of_is_asked_too(
     with pytest.raises(ValueError, match="does not support a draft with layers that keep a state on cpu"):
         configure("llama", speculative_config=mamba)
     quantized = json.loads((described("llama") / "config.json").read_text())
-    quantized["quantization_config"] = {"quant_method": "quark"}
+    quantized["quantization_config"] = {"quant_method": "torchao"}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     draft = {"method": "draft_model", "model": str(tmp_path), **SPECULATION}
-    with pytest.raises(ValueError, match="does not support quantization 'quark' yet"):
+    with pytest.raises(ValueError, match="does not support quantization 'torchao' yet"):
         configure("llama", speculative_config=draft, dtype="bfloat16")
 
 
@@ -623,13 +623,12 @@ def test_a_reference_is_no_kernel() -> None:
         assert refusals._has_kernel(operator)
 
 
-@pytest.mark.parametrize("method", ["quark", "torchao"])
-def test_a_quantization_is_named_as_the_checkpoint_does(method: str, configure: Callable[..., Any]) -> None:
-    quantized = {"quantization_config": {"quant_method": method}}
-    with pytest.raises(
-        ValueError, match=rf"'{method}' yet \(only awq, gptq, compressed-tensors, fp8, mxfp4, auto-round, modelopt\)"
-    ):
-        configure(dtype="bfloat16", hf_overrides=quantized)
+def test_a_quantization_is_named_as_the_checkpoint_does(configure: Callable[..., Any]) -> None:
+    known = "awq, gptq, compressed-tensors, fp8, mxfp4, auto-round, modelopt, quark"
+    with pytest.raises(ValueError, match=rf"'torchao' yet \(only {known}\)"):
+        configure(dtype="bfloat16", hf_overrides={"quantization_config": {"quant_method": "torchao"}})
+    with pytest.raises(ValueError, match="'quark' with weights that are not quantized, or in several steps,"):
+        configure(dtype="bfloat16", hf_overrides={"quantization_config": {"quant_method": "quark"}})
     with pytest.raises(ValueError, match=r"does not support 'modelopt' without 'quant_algo' yet"):
         configure(dtype="bfloat16", hf_overrides={"quantization_config": {"quant_method": "modelopt"}})
 
@@ -697,10 +696,10 @@ def test_a_scheme_of_compressed_tensors_is_named() -> None:
     from vllm_fl.quantization.configs import CompressedTensorsConfigFL
 
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
-    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    inputs = {"num_bits": 4, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     config = CompressedTensorsConfigFL.from_config({"format": "int-quantized", "config_groups": groups, "ignore": []})
-    said = "weights of 4 bits (int, groups of 32) for inputs of 8 bits (int, token) in 'int-quantized'"
+    said = "weights of 4 bits (int, groups of 32) for inputs of 4 bits (int, token) in 'int-quantized'"
     with pytest.raises(ValueError, match=re.escape(said)):
         config.get_scheme(torch.nn.Linear(64, 64), "layer")
 

@@ -55,4 +55,4 @@ def _numbers(said: Any) -> dict[str, Any]:
 
 
 def _words(numbers: Mapping[str, Any]) -> str:
-    return "of {dtype} ({qscheme})".format(**numbers) if numbers else "in steps or as they are"
+    return "of {dtype} ({qscheme})".format(**numbers) if numbers else "that are not quantized, or in several steps,"
