@@ -274,8 +274,10 @@ class Engine:
     def _send(self) -> None:
         assert self._outbox is not None
         for (to, why), transfers in self._outbox.taken_back().items():
-            for first in range(0, len(transfers), AT_ONCE):
-                self._take_back(to, Void(transfers[first : first + AT_ONCE], short(why)))
+            while transfers and self._take_back(to, Void(transfers[:AT_ONCE], short(why))):
+                del transfers[:AT_ONCE]
+            if transfers:
+                self._outbox.tell_later(to, why, transfers)
         part = None
         if len(self._flying) < FLYING:
             part = self._outbox.next(0 if self._flying else TURN, self._flying)
@@ -304,12 +306,15 @@ class Engine:
             return
         self._flying[part.to] = _Flight(part, now + self._silence, link)
 
-    def _take_back(self, to: Address, void: Void) -> None:
-        """Tell an engine, behind all that it was sent, what was wrong."""
+    def _take_back(self, to: Address, void: Void) -> bool:
+        """Tell an engine, behind all that it was sent, what was wrong; whether its socket had room."""
         try:
             self._peer(self._peers, to, self._flying).send_multipart(frames(void), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
         except Exception as error:  # recorded: that engine is dead or busy, and finds NaN itself
             logger.warning("P2P: %s does not learn that %s was wrong: %s", to, ", ".join(void.transfers), error)
+        return True
 
     def _announce(self, part: Part, peer: zmq.Socket[bytes], link: str) -> None:
         """Send a part's message, with the data unless a link is to carry them."""

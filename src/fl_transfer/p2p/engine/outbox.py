@@ -191,6 +191,11 @@ class Outbox:
             told, self._taken_back = self._taken_back, {}
             return told
 
+    def tell_later(self, to: Address, why: str, transfers: list[str]) -> None:
+        """Put back what a receiver could not be told yet."""
+        with self._changed:
+            self._taken_back.setdefault((to, why), []).extend(transfers)
+
     def wait_until_sent(self, transfer: str) -> None:
         """Return when everything of a transfer that was put here has arrived, or it is given up."""
         with self._changed:
