@@ -192,7 +192,7 @@ class Outbox:
             return told
 
     def tell_later(self, to: Address, why: str, transfers: list[str]) -> None:
-        """Put back what a receiver could not be told yet."""
+        """Put back what a receiver has not been sent for want of room."""
         with self._changed:
             self._taken_back.setdefault((to, why), []).extend(transfers)
 
