@@ -662,6 +662,24 @@ def test_a_receiver_is_told_of_all_that_are_remembered_at_once() -> None:
         assert eventually(lambda: set(names) == set(two.box._gone))
 
 
+def test_what_a_full_socket_has_no_room_for_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, refused = Engine._peer, []
+
+    class Full:
+        def send_multipart(self, *message: Any) -> None:
+            refused.append(message)
+            raise zmq.Again
+
+    def peer(self: Engine, *of: Any) -> Any:
+        return asked(self, *of) if len(refused) == 3 else Full()
+
+    with pair() as two:
+        monkeypatch.setattr(Engine, "_peer", peer)
+        two.out.take_back("t", two.receiver.address, "it is wrong")
+        assert eventually(lambda: two.box._gone.get("t") == "it is wrong")
+    assert len(refused) == 3
+
+
 def test_garbage_and_strangers_change_nothing() -> None:
     with pair() as two, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.set(zmq.LINGER, 0)
