@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite lint site format bench stress lines changes mistakes clean help
+.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite lint types rules site format bench stress lines changes mistakes clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -58,10 +58,16 @@ test-fast: .venv/.ready .venv-sglang/.ready
 mistakes: environments
 	.venv/bin/python tools/mistakes.py $(ARGS)
 
-lint: .venv/.ready site
+# mypy takes as long as all others.
+lint: .venv/.ready .venv-site/.ready
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types rules
+
+types: .venv/.ready
+	.venv/bin/mypy
+
+rules: .venv/.ready site
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo
 	.venv/bin/python tools/prose.py
 

@@ -34,11 +34,13 @@ from fl_dispatch.manager.process import ROOT
 from fl_dispatch.ops import OPERATORS, Mode, Sample
 from fl_dispatch.ops.quantization import FP4
 from fl_dispatch.settings import TunedRule
+from sampling import drawn
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
 
 INLINE = [op.name for op in OPERATORS.values() if Mode.INLINE in op.modes]
-OPAQUE = [op.name for op in OPERATORS.values() if Mode.OPAQUE in op.modes]
+_ALL_OPAQUE = [op.name for op in OPERATORS.values() if Mode.OPAQUE in op.modes]
+OPAQUE = drawn(_ALL_OPAQUE, len(_ALL_OPAQUE) // 2, "views of operators")
 OP = "mul_and_silu"
 
 

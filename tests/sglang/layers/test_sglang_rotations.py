@@ -147,9 +147,10 @@ def test_layers_that_share_a_table_of_two_rotations_are_refused() -> None:
         rotary_tables.correct(shared, text, LONGEST)
 
 
-NAMES = (
-    "longrope, phi3",
-    *drawn(("dynamic", "yarn, attention_factor", "yarn, factor below the length"), 1, "rotations that SGLang misreads"),
+NAMES = drawn(
+    ("longrope, phi3", "dynamic", "yarn, attention_factor", "yarn, factor below the length"),
+    1,
+    "rotations that SGLang misreads",
 )
 
 

@@ -142,9 +142,13 @@ def test_a_user_decides_whether_llama_4_scales_queries() -> None:
 
 NAMES = (
     "dynamic",
-    "qwen2_moe, layer_types",  # vLLM's class has no window
     *drawn(
-        ("llama, field unread", "yarn, factor below the length", "llama4, attention_chunk_size"),
+        (
+            "qwen2_moe, layer_types",  # vLLM's class has no window
+            "llama, field unread",
+            "yarn, factor below the length",
+            "llama4, attention_chunk_size",
+        ),
         1,
         "fields that vLLM misreads",
     ),

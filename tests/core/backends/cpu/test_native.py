@@ -1,32 +1,24 @@
 """Native code of this project reads nothing before it has been checked, whatever it is called with.
 
-A fault ends the process, so calls are made in processes of their own; ``native_fuzz.py`` makes random ones under the
-sanitizers of addresses and of undefined behaviour.
+A fault ends the process, so calls are made in processes of their own. ``test_native_fuzz.py`` makes random ones.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import native_fuzz
 from fl_dispatch import native
 from fl_dispatch.backends.vendor.cpu.impl import own_attention, own_integers
 from fl_dispatch.backends.vendor.cpu.impl.own_attention import why_unavailable
 from fl_dispatch.errors import NotSupported
-from sampling import ALL, seed
 
 compiled = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
-SAMPLE, EXHAUSTIVE = 10.0, 180.0
-"""Seconds of random calls in ``make test``, and in ``make test-all``."""
 
 FAKE = """
 import json, sys, warnings
@@ -147,15 +139,3 @@ def test_a_scale_that_is_copied_for_a_call_lives_until_the_call_is_over(monkeypa
     monkeypatch.setattr(own_integers, "_function", lambda: called)
     own_integers.scaled_linear(x, scale, weight, torch.rand(24, 1))
     assert alive == [True]
-
-
-@compiled
-@pytest.mark.skipif(shutil.which("nm") is None or shutil.which("g++") is None, reason="needs g++ and nm")
-def test_no_call_of_a_native_entry_reads_or_writes_outside_of_its_tensors(tmp_path: Path) -> None:
-    seconds = EXHAUSTIVE if seed() == ALL else SAMPLE
-    found = native_fuzz.run(seconds, seed(), tmp_path)
-    assert found["wrong"] == []
-    assert found["called"] == found["exported"], "a function that no entry of the fuzz reaches"
-    for name, answers in found["entries"].items():
-        assert answers.get("done"), f"{name} took no call: {json.dumps(answers)}"
-        assert len(answers) > 1, f"{name} declined no call"
