@@ -6,6 +6,7 @@ Drafts are made by a model, a head, a predictor of one more token, or a look-up 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -38,6 +39,8 @@ class Drafting(Scenario):
     RUNS: ClassVar[Sequence[Any]]
     TOLD: ClassVar[Sequence[Any]] = ()
     """Runs whose network tells the probability of each token, so that samples are compared."""
+    JUDGED: ClassVar[Sequence[Any]] = ()
+    """Runs whose tokens a network judges, because rounding turns near choices; both engines score their texts."""
     PASSES: ClassVar[int] = 1
     """How often the standard prompts are asked; from the second time on they are in the prefix cache."""
     SAMPLES: ClassVar[int] = 1500
@@ -47,7 +50,12 @@ class Drafting(Scenario):
     """Further arguments of ``Host.serve``."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
-        return {"told": self.TOLD, "run": self.RUNS}
+        return {
+            "told": self.TOLD,
+            "judged": self.JUDGED,
+            "same": [run for run in self.RUNS if run not in self.JUDGED],
+            "run": self.RUNS,
+        }
 
     def models(self, run: Any, folder: Path) -> Models:
         """Write a run's checkpoints into a folder that is not there yet."""
@@ -79,13 +87,14 @@ class Drafting(Scenario):
         """A run → what its engine with drafts gave, and the one without."""
 
         def begin(run: Any) -> Any:
-            greedy = [SHORT] * self.PASSES
+            short, long = (replace(one, scores=run in self.JUDGED) for one in (SHORT, LONG))
+            greedy = [short] * self.PASSES
             spread = Pass(PROMPTS[:1], 2, samples=self.SAMPLES, sampling=SPREAD)
             told = [spread] if run in self.TOLD else []
-            asked = [*greedy, Pass(LONG.prompts, LONG.max_tokens, drafts=True), *told]
+            asked = [*greedy, replace(long, drafts=True), *told]
             pair = [
                 Engine(made[run].target, [*self.calls(), *asked, *self.calls()], self.options(run, made[run], True)),
-                Engine(made[run].target, [*greedy, LONG], self.options(run, made[run], False)),
+                Engine(made[run].target, [*greedy, long], self.options(run, made[run], False)),
             ]
             groups = [[one] for one in pair] if self.ALONE else [pair]
             return [one for group in groups for one in host.serve(*group, **self.PLACE)]
@@ -105,9 +114,9 @@ class Drafting(Scenario):
         return [[*map(list, answer.tokens)] for answer in passes]
 
     def test_greedy_tokens_are_those_without_drafts(
-        self, run: Any, served: Callable[[Any], tuple[Served, Served]]
+        self, same: Any, served: Callable[[Any], tuple[Served, Served]]
     ) -> None:
-        drafted, plain = served(run)
+        drafted, plain = served(same)
         assert self.greedy(drafted) == self.greedy(plain)
         assert {len(tokens) for tokens in self.greedy(drafted)[0]} == {SHORT.max_tokens}
 

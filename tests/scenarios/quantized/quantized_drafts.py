@@ -8,12 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import drafters
 import quantized_checkpoints as checkpoints
-from drafting import Drafting, Models
+from drafting import LONG, SHORT, Drafting, Models
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from host_engines import Served
 from quantized_checkpoints import SCHEMES
 from quantized_mixture import LATENT
-from quantized_network import network
+from quantized_network import Comparison, network
 from variants import unsure
 
 
@@ -68,6 +68,20 @@ class QuantizedDrafts(Drafting):
         drafted, plain = (engine.reports[0] for engine in served(run))
         assert all(self.used(drafted, scheme) > 0 for scheme in (run.target, run.drafter) if scheme)
         assert not run.drafter or self.used(drafted, run.drafter) > self.used(plain, run.drafter)
+
+    def test_judged_tokens_are_the_networks_where_rounding_does_not_decide(
+        self, judged: Run, made: Mapping[Run, Models], served: Callable[[Any], tuple[Served, Served]]
+    ) -> None:
+        """A step that checks drafts adds up in another order than a step of one token.
+
+        That changes the last place of an input, and its quantization by a whole step.
+        """
+        for engine in served(judged):
+            for asked, answer in zip((SHORT, LONG), engine.answers[:2], strict=True):
+                right = {"model": made[judged].plain, "new": asked.max_tokens}
+                compared = Comparison.of(*answer.scored(), SCHEMES[judged.target], 1, **right)
+                assert compared.agrees
+                assert compared.right.decides(asked.prompts, asked.max_tokens)
 
 
 def models(run: Run, folder: Path) -> Models:

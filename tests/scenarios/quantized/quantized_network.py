@@ -87,11 +87,13 @@ def network(
     dtype: torch.dtype = torch.float32,
     model: Path = small_model.CHECKPOINT,
     absorbed: bool = False,
+    new: int = MAX_TOKENS,
 ) -> Any:
     """The network of a model, as a scheme makes it; ``None``: as the model was trained.
 
     With a narrower ``dtype`` than float32 the dequantized weights and inputs are rounded to it. If latent attention is
-    ``absorbed`` for prompts too, nothing quantizes the input of ``kv_b_proj``.
+    ``absorbed`` for prompts too, nothing quantizes the input of ``kv_b_proj``; else nothing does for the last ``new``
+    tokens of a text.
     """
     made = reference_network(model, dtype)
     for module in [*made.modules()]:
@@ -105,7 +107,7 @@ def network(
         module.weight.data = own.write(module.weight.data.float())[1].to(dtype)
         if own.rows is not None and name.endswith("kv_b_proj"):
             if not absorbed:
-                _read_by_prompts(made.get_submodule(name.removesuffix(".kv_b_proj")), own.rows)
+                _read_by_prompts(made.get_submodule(name.removesuffix(".kv_b_proj")), own.rows, new)
         elif own.rows is not None:
             parts = ranks if name.endswith(DIVIDED) else 1
             module.register_forward_pre_hook(_quantizes_input(own.rows, parts))
@@ -205,11 +207,11 @@ def _quantizes_input(change: Any, parts: int) -> Any:
     return hook
 
 
-def _read_by_prompts(attention: Any, change: Any) -> None:
+def _read_by_prompts(attention: Any, change: Any, new: int) -> None:
     """Quantize what ``kv_b_proj`` makes keys and values of, as far as steps of several tokens of a request read them.
 
-    A step of one token, such as those after the prompt, multiplies queries with the weights instead. So does one at the
-    end of which a request has more tokens than are listed.
+    A step of one token, such as those after the prompt, multiplies queries with the weights instead. So do steps that
+    check drafts, and one at the end of which a request has more tokens than are listed.
     """
     forward = attention.forward
 
@@ -218,7 +220,7 @@ def _read_by_prompts(attention: Any, change: Any) -> None:
         hook = attention.kv_b_proj.register_forward_pre_hook(_quantizes_input(change, 1))
         split, _ = forward(**given)
         hook.remove()
-        prompt = absorbed.shape[1] - MAX_TOKENS
+        prompt = absorbed.shape[1] - new
         if prompt > (topk := getattr(attention.config, "index_topk", prompt)):
             prompt = topk // CHUNK * CHUNK
         prompt = prompt if prompt > 1 else 0
@@ -326,9 +328,10 @@ class Comparison:
         model: Path = small_model.CHECKPOINT,
         unit: float = UNIT,
         absorbed: bool = False,
+        new: int = MAX_TOKENS,
     ) -> Comparison:
         """From an engine's texts, and its log-probabilities of every token after the first of each."""
-        right = computed(network(scheme, ranks, model=model, absorbed=absorbed), texts, unit)
+        right = computed(network(scheme, ranks, model=model, absorbed=absorbed, new=new), texts, unit)
         return cls(right, distance(got, right.scores), distance(got, scores(network(None, model=model), texts)))
 
     @property

@@ -29,6 +29,7 @@ DRAWN = drawn(RUNS, 2, "quantized, who drafts")
 class TestDrafts(QuantizedDrafts):
     RUNS = DRAWN
     TOLD = [run for run in DRAWN if run != RUNS[-1]]  # latent attention quantizes inputs in steps of a prompt only
+    JUDGED = [run for run in DRAWN if run == RUNS[-1]]
     ENGINE = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 
     def drafting(self, run: Run, made: Models) -> Mapping[str, Any]:
