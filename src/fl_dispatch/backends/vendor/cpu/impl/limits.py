@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from ... import compiled_by_vllm
 from .. import library
 
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 VECTOR = 8
 """Elements that the kernels handle at a time, without a remainder."""
-
-
-def problem(name: str, tensor: Tensor, like: Tensor | None = None, contiguous: bool = True) -> str:
-    """Why the kernels cannot take this tensor, or an empty string. With ``like`` both must have one dtype."""
-    if not tensor.is_cpu:
-        return f"{name} is on {tensor.device}, not on the CPU"
-    if like is not None and tensor.dtype is not like.dtype:
-        return f"{name} is {tensor.dtype}, not {like.dtype}"
-    if tensor.dtype not in DTYPES:
-        return f"{name} is {tensor.dtype}, not float32, float16 or bfloat16"
-    if contiguous and not tensor.is_contiguous():
-        return f"{name} is not contiguous"
-    return ""
+problem = partial(compiled_by_vllm.problem, "cpu")
+"""Why the kernels cannot take a tensor, or an empty string."""
 
 
 def rounds(dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,76 +25,49 @@ def supports_gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
     return supports(x)
 
 
+def _filled(out: Tensor, x: Tensor, kernel: Callable[..., None], *rest: float) -> Tensor:
+    """``out`` with the kernel's result."""
+    if x.numel():  # a launch without threads is an error
+        kernel(out, x, *rest)
+    return out
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""
-    out = empty_result(x)
-    if not x.numel():  # a launch without threads is an error
-        return out
-    torch.ops._C.silu_and_mul(out, x)
-    return out
+    return _filled(empty_result(x), x, torch.ops._C.silu_and_mul)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """See :data:`fl_dispatch.ops.activation.gelu_and_mul`."""
-    out = empty_result(x)
-    if not x.numel():  # a launch without threads is an error
-        return out
-    if approximate == "none":
-        torch.ops._C.gelu_and_mul(out, x)
-    else:
-        torch.ops._C.gelu_tanh_and_mul(out, x)
-    return out
+    kernels = torch.ops._C
+    return _filled(empty_result(x), x, kernels.gelu_and_mul if approximate == "none" else kernels.gelu_tanh_and_mul)
 
 
 def mul_and_silu(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.mul_and_silu`."""
-    out = empty_result(x)
-    if not x.numel():  # a launch without threads is an error
-        return out
-    torch.ops._C.mul_and_silu(out, x)
-    return out
+    return _filled(empty_result(x), x, torch.ops._C.mul_and_silu)
 
 
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.fatrelu_and_mul`."""
-    out = empty_result(x)
-    if not x.numel():  # a launch without threads is an error
-        return out
-    torch.ops._C.fatrelu_and_mul(out, x, threshold)
-    return out
+    return _filled(empty_result(x), x, torch.ops._C.fatrelu_and_mul, threshold)
 
 
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.swigluoai_and_mul`."""
-    out = empty_result(x)
-    if not x.numel():  # a launch without threads is an error
-        return out
-    torch.ops._C.swigluoai_and_mul(out, x, alpha, limit)
-    return out
+    return _filled(empty_result(x), x, torch.ops._C.swigluoai_and_mul, alpha, limit)
 
 
 def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul_with_clamp`."""
-    out = empty_result(x)
-    if not x.numel():  # a launch without threads is an error
-        return out
-    torch.ops._C.silu_and_mul_with_clamp(out, x, limit, alpha, beta)
-    return out
+    return _filled(empty_result(x), x, torch.ops._C.silu_and_mul_with_clamp, limit, alpha, beta)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.quick_gelu`."""
-    out = torch.empty_like(x)
-    if not x.numel():  # a launch without threads is an error
-        return out
-    torch.ops._C.gelu_quick(out, x)
-    return out
+    return _filled(torch.empty_like(x), x, torch.ops._C.gelu_quick)
 
 
 def relu2(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.relu2`."""
-    out = torch.empty_like(x)
-    if not x.numel():  # a launch without threads is an error
-        return out
-    torch.ops._C.relu_squared(out, x)
-    return out
+    return _filled(torch.empty_like(x), x, torch.ops._C.relu_squared)

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import functools
 
-import torch
-from torch import Tensor
-
 from fl_dispatch.devices import CUDA
 
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+from ... import compiled_by_vllm
 
-
-def problem(name: str, tensor: Tensor, like: Tensor | None = None, contiguous: bool = True) -> str:
-    """Why the operators cannot take this tensor, or an empty string. With ``like`` both must have one dtype."""
-    if not tensor.is_cuda:
-        return f"{name} is on {tensor.device}, not on a GPU"
-    if like is not None and tensor.dtype is not like.dtype:
-        return f"{name} is {tensor.dtype}, not {like.dtype}"
-    if tensor.dtype not in DTYPES:
-        return f"{name} is {tensor.dtype}, not float32, float16 or bfloat16"
-    if contiguous and not tensor.is_contiguous():
-        return f"{name} is not contiguous"
-    return ""
+problem = functools.partial(compiled_by_vllm.problem, "cuda")
+"""Why the operators cannot take a tensor, or an empty string."""
 
 
 @functools.cache
