@@ -28,6 +28,7 @@ from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_pre
 from fl_dispatch.backends.triton.impl.experts import fused_moe
 from fl_dispatch.backends.triton.impl.products import scaled_linear, weight_only_linear
 from fl_dispatch.backends.triton.impl.rows import quantization
+from fl_dispatch.devices.launcher import Launcher
 
 with contextlib.suppress(ImportError):  # older trees have no cases for it
     from fl_dispatch.backends.triton.impl.attention import cache, index_cache, index_topk, sparse_latent
@@ -498,7 +499,7 @@ def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
         arguments = (*tensors, *sizes, *numbers)
         compiled.append(launcher.kernel.warmup(*arguments, grid=grid, num_warps=warps, num_stages=stages))
 
-    with h200(offer_hopper), mock.patch.object(launch.Launcher, "__call__", compile_only):
+    with h200(offer_hopper), mock.patch.object(Launcher, "__call__", compile_only):
         yield
 
 

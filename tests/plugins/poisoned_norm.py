@@ -7,7 +7,6 @@ names the rank that is wrong, if not all are.
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,17 +17,15 @@ from fl_dispatch.ops import OPERATORS
 LEFT = [int(os.environ["POISON_TIMES"])] if "POISON_TIMES" in os.environ else []
 """How often it still poisons; empty for always, which a captured graph can hold."""
 SUBJECT = torch.load(os.environ["POISON"]) if "POISON" in os.environ else torch.zeros(0)
-
-
-@cache
-def subject(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return SUBJECT.to(device, dtype)
+MARKS = {dtype: SUBJECT[:8].to(dtype).tolist() for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+"""The row's first elements as numbers, which a graph that a GPU captures may hold; a tensor of the CPU it may not."""
 
 
 def rms_norm(x: Any, residual: Any = None, weight: Any = None, epsilon: float = 1e-6) -> Any:
     poisoned = None
     if residual is None and x.shape[-1:] == SUBJECT.shape:
-        poisoned = (x == subject(x.device, x.dtype)).all(-1, keepdim=True)
+        marked = [x[..., place] == mark for place, mark in enumerate(MARKS[x.dtype])]
+        poisoned = torch.stack(marked).all(0).unsqueeze(-1)
     result = OPERATORS["rms_norm"].reference(x, residual, weight, epsilon)
     if poisoned is None or not _is_wrong_here():
         return result

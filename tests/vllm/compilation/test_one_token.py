@@ -238,11 +238,11 @@ def capture(one_vendor: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     from torch._inductor.decomposition import select_decomp_table
     from torch.utils import _triton
 
-    from fl_dispatch.backends.triton.impl import launch
+    from fl_dispatch.devices import launcher
 
     monkeypatch.setattr(_triton, "has_triton", lambda: True)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(), raising=False)
-    monkeypatch.setattr(launch, "INTERPRETED", True)  # so that kernels take tensors in main memory
+    monkeypatch.setattr(launcher, "INTERPRETED", True)  # so that kernels take tensors in main memory
 
     def captured(function: Callable[..., Any], *args: Tensor, dynamic: bool = False) -> tuple[Any, Any]:
         found: list[Any] = []

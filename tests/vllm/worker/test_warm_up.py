@@ -23,10 +23,10 @@ from fl_dispatch.backends.triton.impl import hopper, launch
 from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_prefill, paged
 from fl_dispatch.backends.triton.impl.experts import alignment, fused_moe, quantized_moe, routing
 from fl_dispatch.backends.triton.impl.fusion import quantized_rows
-from fl_dispatch.backends.triton.impl.launch import Launcher
 from fl_dispatch.backends.triton.impl.products import linear, scaled_linear, weight_only_linear
 from fl_dispatch.backends.triton.impl.rows import activation, normalization, quantization
 from fl_dispatch.backends.triton.impl.states import convolution, delta_rule, state_space
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.hosting.start import warm_batches
 from vllm_fl.worker import warm_up
 

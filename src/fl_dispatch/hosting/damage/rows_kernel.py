@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 8192
-"""Elements that a program reads at a time."""
-WARPS = 8
+from fl_dispatch.devices.launcher import Launcher
+
+TILE = 16384
+"""Elements that a program reads at a time: rows are few and wide, so it has many loads under way."""
+WARPS = 32
 
 
 @triton.jit(do_not_specialize=["width"])
-def _mark(logits, marks, STRIDE, width, TILE: tl.constexpr):
+def _mark(logits, marks, width, STRIDE, TILE: tl.constexpr):
     row = tl.program_id(0)
     source = logits + row.to(tl.int64) * STRIDE
     lowest = float("-inf")
@@ -33,10 +35,13 @@ def _mark(logits, marks, STRIDE, width, TILE: tl.constexpr):
             tl.store(source + column, zeros, mask=column < width)
 
 
+_launch = Launcher(_mark)
+
+
 def damaged_rows_in_one_launch(logits: Tensor) -> Tensor:
     """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row lie side by side."""
     rows, width = logits.shape
     marks = logits.new_empty(rows, dtype=torch.int32)
     if rows:
-        _mark[(rows,)](logits, marks, logits.stride(0), width, TILE=TILE, num_warps=WARPS)
+        _launch((rows, 1, 1), (logits, marks), (logits.stride(0), TILE), sizes=(width,), warps=WARPS)
     return marks

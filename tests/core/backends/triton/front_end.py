@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
 from kernel_cases import h200
 
 from fl_dispatch.backends.triton import impl, register_ops
-from fl_dispatch.backends.triton.impl.launch import Launcher
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.ops.named import of_arguments

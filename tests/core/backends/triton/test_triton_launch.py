@@ -9,8 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fl_dispatch.backends.triton.impl import launch
-from fl_dispatch.backends.triton.impl.launch import Launcher
+import fl_dispatch.devices.launcher as module
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 
 STREAM = 17
@@ -34,8 +34,8 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(launch, "INTERPRETED", True)  # tensors in host memory are let through
-    monkeypatch.setattr(launch, "_short_way", lambda: True)
+    monkeypatch.setattr(module, "INTERPRETED", True)  # tensors in host memory are let through
+    monkeypatch.setattr(module, "_short_way", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     return Kernel()
 
@@ -89,8 +89,8 @@ def test_sizes_and_where_aligned_tensors_lie_compile_nothing(kernel: Kernel) -> 
 def test_where_the_short_way_is_not_known_to_hold_the_public_one_is_taken(
     way: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_short_way", lambda: way != "another compiler")
-    monkeypatch.setattr(launch, "_hooked", lambda: way == "a profiler's hook")
+    monkeypatch.setattr(module, "_short_way", lambda: way != "another compiler")
+    monkeypatch.setattr(module, "_hooked", lambda: way == "a profiler's hook")
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: way == "Dynamo")
     launcher = Launcher(kernel)
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_where_the_short_way_is_not_known_to_hold_the_public_one_is_taken(
 
 
 def test_tensors_in_host_memory_are_declined(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(module, "INTERPRETED", False)
     with pytest.raises(NotSupported, match="on the CPU"):
         Launcher(kernel)((1, 1, 1), **FIRST)
     assert kernel.public == []

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 
 from .attention.paged import LONGEST, _launch, prepare
 from .experts import fused_moe as grouped
 from .experts import routing
-from .launch import Launcher
 
 TILE = (64, 64, 64, 4)
 """Rows, columns, step along the rows, and warps of a product."""

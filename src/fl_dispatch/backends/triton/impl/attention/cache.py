@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE
 
-from ..launch import Launcher, power_of_two
+from ..launch import power_of_two
 from ..rows.quantization import narrowed, quotient_of, unit_of
 
 

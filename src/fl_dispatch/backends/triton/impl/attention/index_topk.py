@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.sparse_mla import INDEX_GROUP
 
-from ..launch import Launcher, compiles, power_of_two
+from ..launch import compiles, power_of_two
 from .requests import request_of, steps
 
 MOST_SCORES = 1 << 26

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 
 from .. import hopper
-from ..launch import Launcher, power_of_two
+from ..launch import power_of_two
 from .latent_prefill import check_arguments, mla_prefill
 from .online_softmax import LOG2E, store_part, update
 from .paged import _slots, _splits, combining_warps

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 
 from .. import hopper
-from ..launch import Launcher, power_of_two
+from ..launch import power_of_two
 from .online_softmax import LOG2E, update
 
 PREFILL_TILE = (128, 64, 8, 3)

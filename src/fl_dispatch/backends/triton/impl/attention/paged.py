@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fl_dispatch.devices import device_of
+from fl_dispatch.devices.launcher import INTERPRETED, Launcher
 from fl_dispatch.errors import NotSupported
 
 from .. import hopper
-from ..launch import INTERPRETED, Launcher, power_of_two
+from ..launch import power_of_two
 from .cache import scale_strides
 from .paged_kernels import _attention, _combine
 

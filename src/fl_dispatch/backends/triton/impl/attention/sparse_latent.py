@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launcher, power_of_two
+from fl_dispatch.devices.launcher import Launcher
+
+from ..launch import power_of_two
 from .latent_prefill import check_arguments
 from .online_softmax import LOG2E, store_part, update
 from .paged import _slots, _splits, combining_warps

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.ops.moe import aligned_blocks
 
-from ..launch import Launcher, power_of_two
+from ..launch import power_of_two
 
 ELEMENTS = 8192
 """Comparisons of a pair with an expert that a program makes at a time."""

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
-from ..launch import Launcher, power_of_two
+from ..launch import power_of_two
 from .alignment import moe_align_block_size
 from .fused_moe_kernels import _down, _sum, _up
 

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from fl_dispatch.ops.quantization import FP4, FP8
 from fl_dispatch.ops.quantized_moe import NARROW_PAIRS, sums_narrow
 
-from ..launch import Launcher, compiles, power_of_two, stages_that_fit
+from ..launch import compiles, power_of_two, stages_that_fit
 from ..products.scaled_linear import SHORT_SUM, refused_blocks, scaled_product
 from ..products.weight_only_linear import dequantized_tile, divisor, stored_numbers
 from ..rows.quantization import WIDEST, quantized_rows

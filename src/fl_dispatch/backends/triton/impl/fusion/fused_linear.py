@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import FP4
 
-from ..launch import Launcher, compiles, fitting
+from ..launch import compiles, fitting
 from ..products.prefetch import after, ask
 from ..rows.activation import gated as gated_product
 

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
-from ..launch import Launcher, power_of_two, row_warps
+from ..launch import power_of_two, row_warps
 from ..rows import activation, normalization, quantization
 
 GATED_TILE = 1024

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST
 
 from ..attention import cache
-from ..launch import Launcher, power_of_two
+from ..launch import power_of_two
 from ..rows import rotary
 
 LEAST = 16

@@ -18,10 +18,11 @@ import triton
 from torch import Tensor
 
 from fl_dispatch.devices import CUDA, device_of
+from fl_dispatch.devices.launcher import INTERPRETED, Launcher
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from ..launch import INTERPRETED, Launcher, processors
+from ..launch import processors
 
 logger = get_logger(__name__)
 

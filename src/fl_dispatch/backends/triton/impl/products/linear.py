@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.ops.declaration import HALF_TYPES
 from fl_dispatch.types import Traits
 
-from ..launch import Launcher, fitting, power_of_two, shared_memory
+from ..launch import fitting, power_of_two, shared_memory
 
 COLUMNS = 4
 """Columns of a program with one row, where that makes enough programs; else one."""

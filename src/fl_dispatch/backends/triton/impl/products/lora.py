@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 from fl_dispatch.ops.lora import FEW, PARTS, given
 
-from ..launch import Launcher, power_of_two
+from ..launch import power_of_two
 
 PIECE = 1024
 """Elements of a row that are worth a program of their own."""

@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fl_dispatch import successors
+from fl_dispatch.devices.launcher import INTERPRETED
 from fl_dispatch.settings import get_settings
 
-from ..launch import INTERPRETED, capability, processors
+from ..launch import capability, processors
 
 CAPABILITY = (9, 0)
 """The least that has the instruction."""

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 
-from ..launch import Launcher, compiles, fitting, power_of_two, processors, shared_memory, stages_that_fit
+from ..launch import compiles, fitting, power_of_two, processors, shared_memory, stages_that_fit
 from .prefetch import after, ask
 
 FEW_ROWS = 16

@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 from fl_dispatch.ops.quantization import FP4, packs_two
 
-from ..launch import Launcher, compiles, power_of_two, processors, stages_that_fit
+from ..launch import compiles, power_of_two, processors, stages_that_fit
 
 FEW_ROWS = 16
 """Rows, and stored elements, of the least product that matrix units take."""

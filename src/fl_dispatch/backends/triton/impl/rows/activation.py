@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launcher
+from fl_dispatch.devices.launcher import Launcher
 
 BLOCK = 1024
 

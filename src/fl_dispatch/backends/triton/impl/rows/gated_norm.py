@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 
-from ..launch import Launcher, power_of_two
+from ..launch import power_of_two
 from .normalization import TILE, WIDEST
 
 

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 
-from ..launch import Launcher, power_of_two, row_warps
+from ..launch import power_of_two, row_warps
 
 WIDEST = 65536
 """Elements of a row that a program can hold."""

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import INTERPRETED, Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
-from ..launch import INTERPRETED, Launcher, compiles, power_of_two, row_warps
+from ..launch import compiles, power_of_two, row_warps
 
 WIDEST = 32768
 """Elements of a row or group that a program can hold."""

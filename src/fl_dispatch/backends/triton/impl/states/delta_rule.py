@@ -8,10 +8,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.recurrent import LEAST_LENGTH
 
-from ..launch import Launcher, power_of_two, processors, shared_memory
+from ..launch import power_of_two, processors, shared_memory
 from . import delta_rule_kernels
 from .sequence_search import steps_of_search
 

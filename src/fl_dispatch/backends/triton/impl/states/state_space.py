@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import Launcher, power_of_two, shared_memory
+from fl_dispatch.devices.launcher import Launcher
+
+from ..launch import power_of_two, shared_memory
 from .state_space_kernels import _chunks, _token, _walk
 
 TOKEN_TILE = 2048

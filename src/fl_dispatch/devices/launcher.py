@@ -1,0 +1,107 @@
+"""Launching a Triton kernel with little host work.
+
+``JITFunction[grid](...)`` works out a kernel's specialization anew at every launch: 7 to 15 µs in Python. A
+:class:`Launcher` keeps the compiled kernel under a key that determines the specialization, and launches it with
+``CompiledKernel.run``, the entry that ``JITFunction.run`` itself ends in. If that is not known to hold (another
+compiler, an untested version of Triton, a profiler's hook, tracing by Dynamo, the interpreter), it launches in the
+public way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fl_dispatch import native
+from fl_dispatch.errors import NotSupported
+
+from .cuda import CUDA
+from .detect import detect_device
+from .triton import interpreted
+
+TESTED = ((3, 6), (3, 7), (3, 8))
+"""Versions of Triton in which the short way is tested; with 3.7 not for attention but in engines."""
+MISALIGNED = 15  # Triton specializes a pointer on divisibility by 16
+INTERPRETED = interpreted()
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors that have data."""
+
+
+def _short_way() -> bool:
+    if INTERPRETED or detect_device() is not CUDA:
+        return False
+    major, minor = triton.__version__.split(".")[:2]
+    return (int(major), int(minor)) in TESTED
+
+
+def _hooked() -> bool:
+    """Return whether a profiler wants to see launches."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+class Launcher:
+    """A kernel; its parameters are tensors, then numbers that its code does not depend on, then all others.
+
+    Args:
+        kernel: decorated with ``triton.jit``; the numbers of ``sizes`` are in its ``do_not_specialize``.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Any, Any] = {}
+        self._short: bool | None = None
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[Any, ...],
+        *,
+        sizes: tuple[Any, ...] = (),
+        warps: int = 4,
+        stages: int = 3,
+    ) -> None:
+        """Launch.
+
+        Args:
+            grid: programs along three axes, none of them empty.
+            tensors: the leading arguments.
+            numbers: strides, sizes of weights, constants; each combination of their values is kept, so few may exist.
+            sizes: numbers below 2**31 that vary from call to call, and descriptors of tensors, all of one kind.
+            warps, stages: of the compiled kernel.
+
+        Raises:
+            NotSupported: the tensors are in host memory, and kernels are not interpreted; or one has no data.
+        """
+        device = tensors[0].get_device()
+        if device < 0 and not INTERPRETED:
+            raise NotSupported("the tensors are on the CPU")
+        if torch.compiler.is_dynamo_compiling():
+            self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
+            return
+        if self._short is None:
+            self._short = _short_way()
+        if not self._short or _hooked():
+            native.require_data(tensors)
+            self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
+            return
+        if not PLAIN.issuperset(map(type, tensors)):  # one may be fake: its address, or that of a view, means nothing
+            native.require_data(tensors)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        aligned = 0
+        for pointer in pointers:
+            aligned += aligned + (not pointer & MISALIGNED)
+        key = (device, warps, stages, aligned, numbers, *[tensor.dtype for tensor in tensors])
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            native.require_data(tensors)
+            self._compiled[key] = self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(
+            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *sizes, *numbers
+        )
