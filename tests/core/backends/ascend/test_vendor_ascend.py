@@ -33,10 +33,12 @@ from fl_dispatch.backends.vendor.ascend.register_ops import register_builtins
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.types import OpImpl
+from largest import Largest
 
 HALF = torch.float16
 INT8, FP8, ONE = torch.int8, torch.float8_e4m3fn, torch.ones(1, 1)
 BLOCK = 128
+INDEX_DIM = sparse_latent.INDEX_DIM
 
 
 class Calls:
@@ -665,6 +667,35 @@ def test_whole_blocks_of_several_requests_are_no_more_than_what_is_copied_at_onc
     )
     sparse_latent.mla_sparse(query, cache, lists.expand(64, 4), table, starts, 40, 0.1, 512)
     assert [(call.layout_kv, call.args[1].shape[0]) for call in npu.made] == [("TND", BLOCK)] * 2
+
+
+def test_index_keys_are_copied_in_parts_however_many_requests_there_are(
+    npu: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_latent, "COPIED_AT_ONCE", 2 * BLOCK)
+    torch.manual_seed(0)
+    requests, topk = 9, 4
+    given = [1, 3, 0, 2, 1, 1, 5, 1, 2]
+    starts = torch.tensor([0, *itertools.accumulate(given)], dtype=torch.int32)
+    lengths = torch.randint(5, BLOCK, (requests,), dtype=torch.int32)
+    keys = torch.randn(requests, 2 * BLOCK, INDEX_DIM).to(HALF)[:, :BLOCK]  # blocks lie apart
+    table = torch.randperm(requests, dtype=torch.int32)[:, None]
+    query, weights = torch.randn(int(starts[-1]) + 3, 2, INDEX_DIM).to(HALF), torch.rand(int(starts[-1]) + 3, 2)
+    reference = OPERATORS["index_topk"].reference
+
+    def listed(q: Tensor, keys: Tensor, w: Tensor, **said: Any) -> tuple[Tensor, None]:
+        ends, seen = said["actual_seq_lengths_query"], said["actual_seq_lengths_key"]
+        begins = torch.nn.functional.pad(ends, (1, 0))
+        return reference(q, w, keys[:, :, 0], said["block_table"], begins, seen, 9, BLOCK, topk)[:, None], None
+
+    npu.results["npu_lightning_indexer"] = listed
+    asked = (query, weights, keys, table, starts, lengths, 5, BLOCK, topk)
+    right = reference(*asked)
+    with Largest() as largest:
+        found = sparse_latent.index_topk(*asked)
+    assert torch.equal(found[: starts[-1]], right[: starts[-1]])
+    assert [call.args[1].shape for call in npu.made] == [(2, BLOCK, 1, INDEX_DIM)] * 4 + [(1, BLOCK, 1, INDEX_DIM)]
+    assert largest.elements == 2 * BLOCK * INDEX_DIM
 
 
 # -- availability -----------------------------------------------------------------------------------------------------

@@ -80,27 +80,49 @@ def index_topk(
     out: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.sparse_mla.index_topk`. The kernel lists in any order, so its lists are sorted."""
+    tokens, requests = query.shape[0], block_table.shape[0]
+    if not tokens or not requests:
+        return query.new_full((tokens, topk), -1, dtype=torch.int32) if out is None else out
+    longest = max(1, max_seq_len)
+    together = max(1, COPIED_AT_ONCE // longest)
+    if _fits(key_cache):
+        listed = _list(query, weights, key_cache, block_table, query_start_loc, seq_lens, topk)
+    elif requests <= together:
+        listed = _list(query, weights, *copied(key_cache, block_table, longest), query_start_loc, seq_lens, topk)
+    else:
+        listed = query.new_full((tokens, topk), -1, dtype=torch.int32)
+        row = torch.arange(tokens, dtype=torch.int32, device=query.device)
+        for first in range(0, requests, together):
+            part, start = slice(first, first + together), query_start_loc[first]
+            turned = (row + start) % tokens  # a group's queries come first, because the host does not know its rows
+            starts = query_start_loc[first : first + together + 1] - start
+            copy, table = copied(key_cache, block_table[part], longest)
+            found = _list(query[turned], weights[turned], copy, table, starts, seq_lens[part], topk)
+            listed = torch.where((row >= start)[:, None], found[(row - start) % tokens], listed)
+    ordered = listed.masked_fill(listed < 0, BEHIND).sort(dim=-1).values
+    found = ordered.masked_fill(ordered == BEHIND, -1)
+    return found if out is None else _covered_rows(out, found, query_start_loc)
+
+
+def _list(
+    query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, topk: int
+) -> Tensor:
+    """The kernel's lists ``[tokens, topk]``; rows behind the last request may be anything."""
     import torch_npu
 
-    tokens = query.shape[0]
-    if not tokens or not block_table.shape[0]:
-        return query.new_full((tokens, topk), -1, dtype=torch.int32) if out is None else out
-    keys, table = (key_cache, block_table) if _fits(key_cache) else copied(key_cache, block_table, max(1, max_seq_len))
-    listed = torch_npu.npu_lightning_indexer(
+    listed: Tensor = torch_npu.npu_lightning_indexer(
         query.contiguous(),
         keys.unsqueeze(2),
         weights.contiguous(),
-        actual_seq_lengths_query=query_start_loc[1:].contiguous(),
-        actual_seq_lengths_key=seq_lens.contiguous(),
+        actual_seq_lengths_query=starts[1:].contiguous(),
+        actual_seq_lengths_key=lengths.contiguous(),
         block_table=table.contiguous(),
         layout_query="TND",
         layout_key="PA_BSND",
         sparse_count=topk,
         sparse_mode=CAUSAL,
     )[0].squeeze(1)
-    ordered = listed.masked_fill(listed < 0, BEHIND).sort(dim=-1).values
-    found = ordered.masked_fill(ordered == BEHIND, -1)
-    return found if out is None else _covered_rows(out, found, query_start_loc)
+    return listed
 
 
 def _covered_rows(out: Tensor, found: Tensor, query_start_loc: Tensor) -> Tensor:
