@@ -32,6 +32,8 @@ PLACES = {
     ),
 }
 """Whether it is the V2 runner → the functions by which vLLM counts, under the names that their users have."""
+COPIED_AT_ONCE = 1 << 25
+"""Elements of drafts' logits that are copied at a time."""
 COUNTS = Attached[Tensor]("fl_damaged_tokens")
 """The count of each request in the V1 runner, on the logits of a step with drafts."""
 
@@ -108,8 +110,9 @@ def _without_damaged_drafts(verify: Any) -> Any:
     ) -> Any:
         if draft_logits is not None:  # chosen at random, with which vLLM compares the target's
             step = input_batch.expanded_local_pos.long() - 1  # before a request's drafts there is a token of its own
-            chosen_from = draft_logits[input_batch.expanded_idx_mapping.long(), step.clamp(min=0)]
-            damaged = damaged_rows(chosen_from).bool() & (step >= 0)
+            places = torch.stack((input_batch.expanded_idx_mapping.long(), step.clamp(min=0)))
+            parts = places.split(max(1, COPIED_AT_ONCE // draft_logits.shape[-1]), dim=1)
+            damaged = torch.cat([damaged_rows(draft_logits[tuple(part)]) for part in parts]).bool() & (step >= 0)
             invalid = damaged if invalid is None else damaged | invalid
         return verify(self, logits, input_batch, draft_logits, invalid)
 

@@ -15,6 +15,7 @@ import drafters
 from drafting import LOOK_UP, NGRAM, SPREAD
 from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens
 from fl_dispatch.settings import reset_settings
+from largest import Largest
 from poison import SAID, variables
 from running import expected_tokens, reference_network
 from vllm_fl.damage import detection
@@ -115,6 +116,26 @@ def test_rows_of_rejected_drafts_damage_nobody() -> None:
         logits[row, 2 if row < 8 else slice(None)] = value
     ends, tokens = torch.tensor([3, 4, 6, 9], dtype=torch.int32), torch.tensor([1, 1, 0, 3])
     assert damaged_tokens(damaged_rows(logits), ends, tokens).tolist() == [0, 0, 1, 1]
+
+
+def test_logits_of_drafts_are_copied_in_parts_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, steps, words, drafts = 6, 3, 50, 2
+    logits = torch.zeros(requests, steps, words)
+    logits[4, 1, 7], logits[5, 2, 0] = torch.nan, torch.inf  # the latter is of a draft that nobody has
+    before = logits.clone()
+    batch = SimpleNamespace(
+        expanded_local_pos=torch.arange(1 + drafts).repeat(requests),
+        expanded_idx_mapping=torch.arange(requests).repeat_interleave(1 + drafts),
+    )
+    given: list[torch.Tensor] = []
+    verify = detection._without_damaged_drafts(lambda self, target, batch, logits, invalid: given.append(invalid))
+    monkeypatch.setattr(detection, "COPIED_AT_ONCE", 4 * words)
+    target = torch.zeros(len(batch.expanded_local_pos), words)
+    with Largest() as largest:
+        verify(None, target, batch, logits)
+    assert given[0].nonzero().flatten().tolist() == [4 * (1 + drafts) + 2]
+    assert torch.allclose(logits, before, equal_nan=True)
+    assert largest.elements == 4 * words
 
 
 @pytest.mark.parametrize("v2", [False, True])

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import remedies
-from .schemes import Refused
+from .schemes import Refused, check
 
 WEIGHTS = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
 """The numbers of weights, and with either kind of scales those of inputs."""
 MORE = ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config", "softmax_quant_spec", "algo_config")
 """Settings of some layers, of a cache, and of what is computed besides."""
+BESIDE = ("output_tensors", "bias")
+"""Parts of all layers that may be quantized beside weights and inputs."""
 ONE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 
 
@@ -30,9 +32,10 @@ def as_compressed(config: Mapping[str, Any], refused: Refused) -> dict[str, Any]
         Exception: by ``refused``, for other numbers, and for settings besides those of all layers.
     """
     remedy = remedies.of_method("quark")
-    if more := next((key for key in MORE if config.get(key)), ""):
-        raise refused(f"'quark' with '{more}'", remedy)
+    check("quark", config, refused)
     said = config.get("global_quant_config") or {}
+    if more := [*filter(config.get, MORE), *filter(said.get, BESIDE)]:
+        raise refused(f"'quark' with '{more[0]}'", remedy)
     weights, rows = _numbers(said.get("weight")), _numbers(said.get("input_tensors"))
     if weights != WEIGHTS or {**rows, "is_dynamic": False} != WEIGHTS:
         raise refused(f"'quark' with weights {_words(weights)} for inputs {_words(rows)}", remedy)

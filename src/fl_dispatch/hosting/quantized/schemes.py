@@ -297,7 +297,8 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("desc_act", "sym", "zero_point"), lambda value: isinstance(value, bool), "true or false"),
     (("quant_method", "packing_format", "data_type"), lambda value: isinstance(value, str), "a text"),
     (("block_name_to_quantize", "to_quant_block_names"), _is_names, "names"),
-    (("config_groups", "sparsity_config", "dynamic", "extra_config"), _is_table, "a table"),
+    (("exclude",), lambda value: value is None or (isinstance(value, list) and _is_names(value)), "a list of names"),
+    (("config_groups", "sparsity_config", "dynamic", "extra_config", "global_quant_config"), _is_table, "a table"),
     (("activation_scheme",), lambda value: value in ("static", "dynamic"), "static or dynamic"),
     (
         ("weight_block_size",),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fl_dispatch.hosting.quantized import schemes
+from fl_dispatch.hosting.quantized import quark, schemes
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
@@ -57,6 +57,9 @@ def test_what_tools_write_passes(method: str, config: Mapping[str, Any]) -> None
             "'config_groups.g.weights': 'int', not a table,",
         ),
         ("compressed-tensors", {**COMPRESSED, "sparsity_config": "dense"}, "'sparsity_config': 'dense', not a table,"),
+        ("quark", {"global_quant_config": ["fp8"]}, "'global_quant_config': ['fp8'], not a table,"),
+        ("quark", {"exclude": "lm_head"}, "'exclude': 'lm_head', not a list of names,"),
+        ("quark", {"exclude": [1]}, "'exclude': [1], not a list of names,"),
         ("fp8", {**FP8, "quant_method": None}, "'quant_method': None, not a text,"),
         ("fp8", {**FP8, "activation_scheme": "stattic"}, "'activation_scheme': 'stattic', not static or dynamic,"),
         ("fp8", {**FP8, "weight_block_size": [128]}, "'weight_block_size': [128], not two whole numbers,"),
@@ -66,3 +69,28 @@ def test_a_malformed_value_is_named_with_its_key(method: str, config: Mapping[st
     with pytest.raises(ValueError, match="quantization_config") as found:
         schemes.check(method, config, refused)
     assert str(found.value) == f"{said} in 'quantization_config'"
+
+
+TENSORS = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+QUARK: dict[str, Any] = {
+    "quant_method": "quark",
+    "global_quant_config": {"weight": TENSORS, "input_tensors": TENSORS, "bias": None},
+}
+
+
+def test_a_checkpoint_of_quark_is_read_in_the_words_of_another_format() -> None:
+    found = quark.as_compressed({**QUARK, "exclude": ["lm_head"], "layer_quant_config": {}}, refused)
+    assert found["ignore"] == ["lm_head"]
+    assert found["config_groups"]["group_0"]["input_activations"]["dynamic"] is False
+
+
+@pytest.mark.parametrize("part", quark.BESIDE)
+def test_what_quark_quantizes_beside_weights_and_inputs_is_refused(part: str) -> None:
+    config = {**QUARK, "global_quant_config": {**QUARK["global_quant_config"], part: TENSORS}}
+    with pytest.raises(ValueError, match=f"^'quark' with '{part}'$"):
+        quark.as_compressed(config, refused)
+
+
+def test_a_malformed_value_of_quark_is_named_too() -> None:
+    with pytest.raises(ValueError, match="'exclude': 'lm_head', not a list of names, in 'quantization_config'"):
+        quark.as_compressed({**QUARK, "exclude": "lm_head"}, refused)
