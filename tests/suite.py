@@ -279,6 +279,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fast", action="store_true", help="without tests that start engines")
     parser.add_argument("--all", action="store_true", help="what is exhaustive in full length, and not a sample of it")
     parser.add_argument("--record", action="store_true", help=f"write the seconds of each file to {RECORDED.name}")
+    parser.add_argument(
+        "--expect", type=int, metavar="COMMITS", help="print the recorded seconds of runs of so many imaginary commits"
+    )
     parser.add_argument("--pytest", default="", metavar="OPTIONS", help="options of pytest, such as '-k tokens'")
     return parser.parse_args()
 
@@ -311,12 +314,29 @@ def chosen(names: list[str]) -> dict[str, list[str]]:
     return {name: files for name, files in found.items() if files}
 
 
+def expected(recorded: Mapping[str, Mapping[str, float]], commits: int) -> list[float]:
+    """The seconds of a run of everything for each of so many imaginary commits, by the record."""
+    found = []
+    for number in range(commits):
+        os.environ["FL_SAMPLE"] = f"commit {number}"
+        sampling.seed.cache_clear()
+        ends = [0.0] * AT_ONCE
+        for unit in units(recorded, chosen([])):
+            ends[ends.index(min(ends))] += unit.expected
+        found.append(max(ends))
+    return found
+
+
 def main() -> int:
     given = arguments()
     if given.all:
         os.environ["FL_SAMPLE"] = sampling.ALL
     options = given.pytest.split() + (["-m", "not engine"] if given.fast else [])
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    if given.expect:
+        seconds = expected(recorded, given.expect)
+        print(f"{sum(seconds) / len(seconds):.0f} s on average, {min(seconds):.0f} to {max(seconds):.0f} s")
+        return 0
     queue = units(recorded, chosen(given.files))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fl-suite-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:

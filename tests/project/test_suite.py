@@ -10,7 +10,7 @@ import pytest
 
 import sampling
 from rotations import ROTATIONS, resting
-from suite import ENVIRONMENTS, ROOT, chosen
+from suite import AT_ONCE, ENVIRONMENTS, ROOT, UNKNOWN, chosen, expected
 
 PAGE = Path(ROOT, "docs/evidence/testing.md").read_text(encoding="utf-8")
 MOST = 20
@@ -75,6 +75,12 @@ def test_an_exhaustive_environment_runs_only_there_or_by_its_name(commit: pytest
     assert not exhaustive & set(chosen([]))
     assert not exhaustive & set(chosen(["tests/vllm/layers/test_moe.py"]))
     assert chosen(["vllm-newest"]) == {"vllm-newest": ENVIRONMENTS["vllm-newest"].files()}
+
+
+def test_what_a_run_takes_is_known_from_the_record(commit: pytest.MonkeyPatch) -> None:
+    commit.setenv("FL_SAMPLE", "")  # so that it comes back
+    everything = sum(len(environment.files()) for environment in ENVIRONMENTS.values())
+    assert all(0 < seconds < everything * UNKNOWN / AT_ONCE for seconds in expected({}, 3))
 
 
 def test_the_page_has_the_numbers() -> None:
