@@ -103,6 +103,7 @@ ROTATIONS = {
             "tests/vllm/speculation/test_damaged_drafts.py",
             "tests/sglang/evidence/test_sglang_damage.py",
             "tests/sglang/evidence/test_sglang_perplexity.py",
+            "tests/sglang/speculation/test_sglang_damaged_drafts.py",
         ),
     ),
     "engines of vLLM": Rotation(

@@ -53,7 +53,7 @@ PARTS = {
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_650, tokens=32_750),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_135, tokens=85_620),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_960),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_495, tokens=42_040),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_550, tokens=42_650),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

@@ -28,12 +28,14 @@ BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
 LATENT_ATTENTION = "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA"
+POOL_SIZES = "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigurator"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 DELTA = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
 ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
 OVERRIDES = "sglang.srt.arg_groups.overrides"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
+PIPELINE = "sglang.srt.managers.scheduler_pp_mixin:SchedulerPPMixin"
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
 
@@ -122,11 +124,15 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{PROMPT_GRAPHS}.execute", prompts.execute, "around")
     yield _hook(f"{SCHEDULER}.init_req_max_new_tokens", rotations.choose, "around")
     yield _hook(f"{RUNNER}.sample", damage.sample, "around")
+    yield _hook("sglang.srt.speculative.eagle_utils.eagle_sample", damage.eagle_sample, "around")
     yield _hook(f"{SCHEDULER}.get_next_batch_to_run", damage.get_next_batch_to_run, "around")
     yield _hook(f"{SCHEDULER}.run_batch", damage.run_batch, "around")
+    yield _hook(f"{PIPELINE}._pp_prepare_tensor_dict", damage.to_other_stages, "around")
+    yield _hook(f"{PIPELINE}._pp_prep_batch_result", damage.from_last_stage, "around")
     yield _hook(f"{SCHEDULER}.process_batch_result", damage.process_batch_result, "around")
     yield _hook("sglang.srt.configs.model_config.is_deepseek_dsa", indexer.is_hosts_own, "around")
     yield _hook(f"{LATENT_ATTENTION}.__init__", indexer.add, "after")
+    yield _hook(f"{POOL_SIZES}._compute_cell_size", indexer.bytes_of_token, "around")
     yield _hook("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rotations.without_scaling, "around")
     yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
     yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")

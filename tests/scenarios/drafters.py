@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from running import PROMPTS
-from variants import WEIGHTS, changed, unsure
+from variants import WEIGHTS, changed, said, unsure
 
 NOISE = 0.02
 
@@ -169,6 +169,16 @@ def pairs(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, tuple[Pa
         "mtp": (predicting, predicting),
         "several predictors": (several, several),
     }
+
+
+def under_sglang(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, tuple[Path, Path | None]]:
+    """The same for SGLang, which reads heads with other words; ``ngram`` has no model that drafts."""
+    found = pairs(checkpoint, folder)
+    (llama, head), (_, third) = found["eagle"], found["eagle3"]
+    size = json.loads((llama / "config.json").read_text())["hidden_size"]
+    said(head, {"fc.bias": torch.zeros(size)}, architectures=["LlamaForCausalLMEagle"])
+    said(third, {}, draft_vocab_size=None)
+    return {**found, "ngram": (found["draft_model"][0], None)}
 
 
 TOP, TEMPERATURE = 3, 2.0

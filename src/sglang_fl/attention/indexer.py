@@ -74,10 +74,15 @@ class IndexerFL(nn.Module):
         self.scale = float((self.heads * self.dim) ** -0.5)
         self.write, self.list = (bind_op(operator, prefix) for operator in ("index_key_write", "index_topk"))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of index keys."""
+        return next(self.weights_proj.parameters()).dtype
+
     def reserve(self, rows: Tensor, page_size: int, reader: Reader) -> None:
         """Make room for as many keys as there are ``rows`` of latents ``[slots, 1, width]``."""
-        self.reader, dtype = reader, next(self.weights_proj.parameters()).dtype
-        self.cache = torch.zeros(len(rows) // page_size, page_size, self.dim, dtype=dtype, device=rows.device)
+        self.reader = reader
+        self.cache = torch.zeros(len(rows) // page_size, page_size, self.dim, dtype=self.dtype, device=rows.device)
 
     def forward(self, *, x: Tensor, q_lora: Tensor, positions: Tensor, forward_batch: Any, layer_id: int) -> None:
         """Leave lists with the attention, which its layer reads next; SGLang's indexer has them as its result."""
@@ -112,6 +117,12 @@ def add(
         return
     attention.indexer = IndexerFL(attention, config, rope_scaling, f"{prefix}.indexer")
     attention.use_dsa = True  # its forward asks the indexer
+
+
+def bytes_of_token(original: Callable[..., int], sizes: Any, configurator: Any, layers: int) -> int:
+    """What a token takes of a rank's memory: SGLang's number, and the index keys beside its pool."""
+    indexers = (module for module in configurator.model.modules() if isinstance(module, IndexerFL))
+    return original(sizes, configurator, layers) + sum(one.dim * one.dtype.itemsize for one in indexers)
 
 
 def reserve(model: nn.Module, rows_of: Callable[[int], Tensor], page_size: int, reader: Reader) -> None:

@@ -75,6 +75,11 @@ class Damage:
         """Whether a batch reads a request again."""
         return any(request.rid in self.verdicts.watched for request in batch.reqs)
 
+    def add(self, origins: Sequence[Origin] | None) -> None:
+        """Keep origins that a watched step found; ``None`` if calls were not looked at."""
+        if origins is not None:
+            self.origins = list(dict.fromkeys((*(self.origins or ()), *origins)))
+
     def judge(self, scheduler: Scheduler, batch: ScheduleBatch, rows: Sequence[int], watched: bool) -> list[Req]:
         """End damaged requests, and return those that are to be read again."""
         again = []
@@ -153,6 +158,10 @@ DAMAGE = Attached[Damage]("fl_damage")
 """The state of a scheduler, from its first batch on."""
 WATCHED = Attached[bool]("fl_watched")
 """The mark of a step's result if each call was looked at."""
+ROWS = "fl_damaged_rows"
+"""The name of damaged rows beside the tensors that a pipeline's last stage sends, because it alone has logits."""
+ORIGINS = "fl_origins"
+"""The name of origins beside the tensors that stages of a pipeline send."""
 
 
 def sample(
@@ -161,13 +170,38 @@ def sample(
     """Look at the rows of logits, and let SGLang sample."""
     logits = logits_output.next_token_logits
     if logits is not None and not _is_off():
-        rows = damaged_rows(logits)
-        copied = None
-        if detect_device().accelerator:
-            rows = rows.to("cpu", non_blocking=True)
-            copied = _event(logits.device)
-        DAMAGED.give(logits_output, Damaged(rows, copied))  # an output may be one of an earlier batch
+        _give(logits_output, damaged_rows(logits))  # an output may be one of an earlier batch
     return original(runner, logits_output, batch)
+
+
+def eagle_sample(
+    original: Callable[..., Any],
+    verify_input: Any,
+    batch: ScheduleBatch,
+    logits_output: LogitsProcessorOutput,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Look at the rows of logits that judge drafts; a request has those that its tokens were chosen from.
+
+    A row behind a rejected draft says nothing about the request.
+    """
+    if _is_off() or batch.forward_mode.is_idle():
+        return original(verify_input, batch, logits_output, *args, **kwargs)
+    rows = damaged_rows(logits_output.next_token_logits)
+    tokens, lengths, places = original(verify_input, batch, logits_output, *args, **kwargs)
+    _give(logits_output, (rows[places.clamp(min=0).long()] * (places >= 0)).amax(-1))
+    return tokens, lengths, places
+
+
+def without_damaged_drafts(runner: ModelRunner, output: Any) -> Any:
+    """The output of a pass; from NaN or infinity a model that drafts proposes every token alike.
+
+    That costs acceptance and no answer. SGLang can draw no draft from NaN, nor weigh the branches of a tree by it.
+    """
+    if runner.is_draft_worker and not _is_off() and output.logits_output.next_token_logits is not None:
+        damaged_rows(output.logits_output.next_token_logits)
+    return output
 
 
 def get_next_batch_to_run(
@@ -184,22 +218,48 @@ def get_next_batch_to_run(
 
 
 def run_batch(
-    original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
+    original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, pp_proxy_tensors: Any = None
 ) -> Any:
     """Run a batch; if it reads a request again, look at each call, unless choices are frozen and graphs hold calls."""
     damage = DAMAGE.find(scheduler)
+    before = None if pp_proxy_tensors is None else pp_proxy_tensors.tensors.pop(ORIGINS, None)
     if damage is None or not damage.watches(batch):
-        return original(scheduler, batch, *args, **kwargs)
+        return original(scheduler, batch, pp_proxy_tensors)
+    damage.add(before)
     manager, here = get_default_manager(), get_parallel()
     if manager.frozen:
-        result = original(scheduler, batch, *args, **kwargs)
+        result = original(scheduler, batch, pp_proxy_tensors)
     else:
         with watching(manager.state) as found:
-            result = original(scheduler, batch, *args, **kwargs)
+            result = original(scheduler, batch, pp_proxy_tensors)
         manager.shadow.findings.begun(found)
-        everybodys = together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found
-        damage.origins = [*(damage.origins or ()), *everybodys]
+        damage.add(together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found)
     WATCHED.give(result, True)
+    if (behind := getattr(result, "pp_hidden_states_proxy_tensors", None)) is not None:
+        behind.tensors[ORIGINS] = damage.origins
+    return result
+
+
+def to_other_stages(original: Callable[..., Any], scheduler: Scheduler, result: Any, batch: ScheduleBatch) -> Any:
+    """What the last stage of a pipeline sends the others, with what it found damaged."""
+    tensors = original(scheduler, result, batch)
+    if (output := result.logits_output) is not None and (found := DAMAGED.find(output)) is not None:
+        tensors[ROWS] = found.rows
+    if WATCHED.find(result):
+        tensors[ORIGINS] = DAMAGE.of(scheduler).origins
+    return tensors
+
+
+def from_last_stage(
+    original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, metadata: Any, outputs: Any
+) -> Any:
+    """A step's result as a stage makes it of what the last one sent."""
+    rows, result = outputs.tensors.get(ROWS), original(scheduler, batch, metadata, outputs)
+    if rows is not None:
+        DAMAGED.give(result, Damaged(rows.to("cpu", non_blocking=True)))  # SGLang waits for its own copies next
+    if ORIGINS in outputs.tensors:
+        WATCHED.give(result, True)
+        DAMAGE.of(scheduler).add(outputs.tensors[ORIGINS])
     return result
 
 
@@ -226,8 +286,10 @@ def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, bat
 
 
 def _rows(result: Any) -> list[int]:
-    output = getattr(result, "logits_output", None)
-    if output is None or (found := DAMAGED.find(output)) is None:
+    found = DAMAGED.find(result)
+    if found is None and (output := getattr(result, "logits_output", None)) is not None:
+        found = DAMAGED.find(output)
+    if found is None:
         return []
     if found.copied is not None:
         found.copied.synchronize()
@@ -240,9 +302,9 @@ def _under_way(scheduler: Scheduler) -> list[Req]:
 
 
 def _is_off() -> bool:
-    """Whether damage is not looked for; stages of a pipeline pass no such mark on."""
+    """Whether damage is not looked for."""
     settings = get_settings()
-    return settings.damaged_requests == "ignore" or not settings.policy.enabled or get_parallel().pp_size > 1
+    return settings.damaged_requests == "ignore" or not settings.policy.enabled
 
 
 def _why_not_again(scheduler: Scheduler, request: Req) -> str:
@@ -258,11 +320,17 @@ def _why_not_again(scheduler: Scheduler, request: Req) -> str:
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _event(device: torch.device) -> Any:
-    """An event behind what a device was given last."""
-    event = torch.get_device_module(device).Event()
-    event.record()
-    return event
+def _give(logits_output: LogitsProcessorOutput, rows: Tensor) -> None:
+    """Leave the damage of a batch on its logits; a device's copy is waited for by an event.
+
+    A pipeline's last stage sends it on from where it is.
+    """
+    copied = None
+    if detect_device().accelerator and get_parallel().pp_size == 1:
+        copied = torch.get_device_module(rows.device).Event()
+        rows = rows.to("cpu", non_blocking=True)
+        copied.record()
+    DAMAGED.give(logits_output, Damaged(rows, copied))
 
 
 def _end(request: Req, why: str, batch: ScheduleBatch) -> None:

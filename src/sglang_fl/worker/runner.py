@@ -24,6 +24,7 @@ from ..platform import refusals
 from ..ranks import communicator
 from ..runner_state import LOADED, LoadedModel
 from ..version import host_version
+from . import damage
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -69,7 +70,7 @@ def forward(
     loaded = LOADED.of(runner)
     rotations.shift(runner, forward_batch)
     if loaded.served or forward_batch.forward_mode.is_idle():
-        return original(runner, forward_batch, *args, **kwargs)
+        return damage.without_damaged_drafts(runner, original(runner, forward_batch, *args, **kwargs))
     unseen = loaded.undispatched is None
     result = first_pass.watched(runner, lambda: original(runner, forward_batch, *args, **kwargs))
     loaded.served = True
@@ -79,7 +80,7 @@ def forward(
     _leave_record(runner, first_pass.missed(runner))
     if unseen:
         first_pass.judge(first_pass.missed(runner), get_settings().policy.strict)
-    return result
+    return damage.without_damaged_drafts(runner, result)
 
 
 def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("sglang")
 
 from fl_dispatch.hosting.memory import kv_layout
 from fl_dispatch.hosting.memory.kv_layout import KVLayout, Wish
-from sglang_fl.attention import pools
+from sglang_fl.attention import indexer, pools
 
 WANTED = KVLayout.parse("HDN/HND")
 
@@ -55,3 +55,28 @@ def test_sglangs_own_attention_finds_its_rows(stated: list[KVLayout]) -> None:
     assert torch.equal(cache.get_key_buffer(0)[slots], rows)
     assert torch.equal(cache.get_value_buffer(0)[slots], rows + 1)
     assert stated == [pools.DEFAULT]
+
+
+def test_a_token_is_counted_with_all_of_its_rows_and_index_keys(scheduler: None) -> None:
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+    layers, slots, page = torch.nn.ModuleList(), 64, 16
+    rows = torch.zeros(slots, 1, 32 + 8, dtype=torch.bfloat16)
+    for number in range(2):  # of three layers, because the last one takes the second's lists
+        layer = indexer.IndexerFL.__new__(indexer.IndexerFL)
+        torch.nn.Module.__init__(layer)
+        layer.dim, layer.layer_id = 128, number
+        layer.weights_proj = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        layer.reserve(rows, page, SimpleNamespace(lists=None))
+        layers.append(layer)
+    sizes = SimpleNamespace(
+        model=layers,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(), kv_lora_rank=32, qk_rope_head_dim=8),
+        kv_cache_dtype=torch.bfloat16,
+        use_mla_backend=True,
+        server_args=SimpleNamespace(enable_hisparse=True),
+        is_draft_worker=False,
+    )
+    configurator = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
+    used = 3 * rows.nbytes + sum(layer.cache.nbytes for layer in layers)
+    assert configurator._compute_cell_size(sizes, 3) * slots == used

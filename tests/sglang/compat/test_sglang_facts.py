@@ -40,11 +40,13 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_refused_features_and
     monkeypatch.setattr(compat, "host_version", lambda: "0.5.99")
     left = tested - {hook.target for hook in compat.all_hooks.__wrapped__()}
     of_states = (compat.DELTA, compat.ELEMENTWISE, compat.OVERRIDES)
-    of_features = (compat.LATENT, compat.LATENT_ATTENTION, compat.PROMPT_GRAPHS, compat.UPDATER, *of_states)
+    of_latents = (compat.LATENT, compat.LATENT_ATTENTION, compat.POOL_SIZES)
+    of_features = (*of_latents, compat.PROMPT_GRAPHS, compat.UPDATER, compat.PIPELINE, *of_states)
     owners = tuple(owner.replace(":", ".") for owner in of_features)
     single = ("Scheduler.init_req_max_new_tokens", "ModelRunner.check_quantized_moe_compatibility")
     of_damage = (
         "ModelRunner.sample",
+        "eagle_utils.eagle_sample",
         *(f"Scheduler.{name}" for name in ("get_next_batch_to_run", "run_batch", "process_batch_result")),
     )
     functions = ("weight_utils.maybe_remap_kv_scale_name", "model_config.is_deepseek_dsa", "factory.get_rope_cpu")

@@ -23,9 +23,13 @@ def asked(*prompts: list[int]) -> dict[str, Any]:
     return {"prompts": prompts, "max_tokens": 16, "apart": True}
 
 
-@pytest.mark.parametrize(("ranks", "where"), [(1, ""), (2, "1")], ids=["one rank", "one of two"])
+@pytest.mark.parametrize(
+    ("engine", "where"),
+    [({}, ""), ({"tp_size": 2}, "1"), ({"pp_size": 2}, "")],
+    ids=["one rank", "one of two", "two stages"],
+)
 def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
-    ranks: int,
+    engine: dict[str, int],
     where: str,
     checkpoint: Callable[[str], Path],
     expected: Callable[[str], list[list[int]]],
@@ -34,7 +38,7 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
     model, right = checkpoint("qwen3"), expected("qwen3")
     fresh, steps = asked(INNOCENT, PROMPTS[2]), (asked(*PROMPTS[:2], POISONED), asked(POISONED))
     given = variables(model, tmp_path, **({"POISON_RANK": where} if where else {}))
-    found = start(model, fresh, *steps, fresh, variables=given, engine={"tp_size": ranks}).result()
+    found = start(model, fresh, *steps, fresh, variables=given, engine=engine).result()
     before, first, second, after = (step["answers"] for step in found["steps"])
     assert first[:2] == right[:2]
     assert SAID in first[2]
@@ -44,12 +48,19 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
 
 
 @pytest.mark.parametrize(
-    ("overlap", "times", "in_answer"),
-    [(True, 1, False), (True, 1, True), (False, 1, True), (True, 9, True)],
-    ids=["in a prompt", "in an answer", "without overlap", "for good"],
+    ("engine", "times", "in_answer"),
+    [
+        ({}, 1, False),
+        ({}, 1, True),
+        ({"disable_overlap_schedule": True}, 1, True),
+        ({}, 9, True),
+        ({"pp_size": 2}, 1, True),
+        ({"pp_size": 2}, 9, True),
+    ],
+    ids=["in a prompt", "in an answer", "without overlap", "for good", "two stages", "two stages, for good"],
 )
 def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_again(
-    overlap: bool,
+    engine: dict[str, Any],
     times: int,
     in_answer: bool,
     checkpoint: Callable[[str], Path],
@@ -61,7 +72,6 @@ def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_agai
     token = next(token for token in right[2][2:-2] if token not in others) if in_answer else POISON
     prompt = PROMPTS[2] if in_answer else POISONED
     given = variables(model, tmp_path, token, POISON_TIMES=str(times))
-    engine = {"disable_overlap_schedule": not overlap}
     found = start(model, asked(*PROMPTS[:2], prompt), asked(prompt), variables=given, engine=engine).result()
     first, second = (step["answers"] for step in found["steps"])
     assert first[:2] == right[:2]
@@ -69,4 +79,4 @@ def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_agai
         assert SAID in first[2]
     else:
         assert first[2] == (right[2] if in_answer else second[0])
-        assert found["log"].count("it is read again, watched") == 1
+        assert found["log"].count("it is read again, watched") == engine.get("pp_size", 1)

@@ -5,7 +5,6 @@ One engine for each way to draft. SGLang counts how often drafts are checked, an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,25 +74,16 @@ def models(
 ) -> dict[str, tuple[Path, Path | None]]:
     """Method → the target and what drafts for it."""
     folder = tmp_path_factory.mktemp("drafters")
-    families = {run.target for run in RUNS.values()}
-    unsure = {name: variants.unsure(checkpoint(name), folder / name) for name in families}
-    qwen, llama = unsure["qwen3"], unsure["llama"]
-    predicting = drafters.with_mtp(unsure["deepseek_v3"], folder / "mtp")
-    size = json.loads((llama / "config.json").read_text())["hidden_size"]
-    no_bias, head = {"fc.bias": torch.zeros(size)}, {"architectures": ["LlamaForCausalLMEagle"]}
-    eagle = variants.said(drafters.eagle(llama, folder / "eagle"), no_bias, **head)
+    found = drafters.under_sglang(checkpoint, folder)
+    qwen = found["draft_model"][0]
     return {
-        "draft_model": (qwen, drafters.noisy(qwen, folder / "noisy")),
+        **found,
         "itself": (qwen, qwen),
         "stranger": (qwen, variants.other_weights(qwen, folder / "other")),
-        "tree": (qwen, drafters.noisy(qwen, folder / "noisy tree")),
-        "branches": (llama, eagle),
-        "eagle": (llama, eagle),
-        "rejection": (llama, eagle),
-        "eagle3": (llama, variants.said(drafters.eagle3(llama, folder / "eagle3"), {}, draft_vocab_size=None)),
-        "mtp": (predicting, predicting),
-        "mtp_tree": (predicting, predicting),
-        "ngram": (qwen, None),
+        "tree": found["draft_model"],
+        "branches": found["eagle"],
+        "rejection": found["eagle"],
+        "mtp_tree": found["mtp"],
     }
 
 
