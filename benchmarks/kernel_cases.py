@@ -346,6 +346,8 @@ CASES = (
     Case("latent decode 128 heads, keys split", lambda: _latent(128, 1, 4)),
     Case("latent decode 16 heads, 4 new", lambda: _latent(16, 4, 256)),
     Case("latent decode 64 heads, not causal", lambda: _latent(64, 1, 256, causal=False)),
+    Case("latent listed 128 heads, prompts", lambda: _listed(128, 4096, 4)),
+    Case("latent listed 128 heads, decode", lambda: _listed(128, 32, 32)),
     Case("plain prefill 128", lambda: _paged(128, 32, 8, 512), hopper=False),
     Case("plain prefill 128, window, cap, sinks", lambda: _paged(
         128, 32, 8, 512, sliding_window=1024, softcap=30.0, sinks=_empty(32), alibi_slopes=_empty(32, dtype=WIDE)
@@ -483,6 +485,7 @@ def h200(offer_hopper: bool) -> Iterator[None]:
         mock.patch.object(paged, "device_of", return_value=gpu, create=True),  # older trees ask torch.cuda
         mock.patch.object(hopper, "device_of", return_value=gpu, create=True),
         mock.patch.object(launch, "device_of", return_value=gpu, create=True),
+        mock.patch.object(hopper, "TESTED_LISTS", (hopper._version(),), create=True),
         mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),
     ):

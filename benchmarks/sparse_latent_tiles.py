@@ -10,9 +10,10 @@ copy, and the sums at the rate of a matrix product, both measured first. A last 
 tokens, with the making of the list, with dense latent attention to all of them.
 
     python benchmarks/sparse_latent_tiles.py [--parts attention,lists,dense] [--contexts 32768 131072]
-        [--requests 1 8 32] [--chunk 2048] [--heads 128 16] [--as-it-is] [--json FILE]
+        [--requests 1 8 32] [--chunk 2048] [--heads 128 16] [--as-it-is] [--hopper-lists] [--json FILE]
 
-``--as-it-is``: no candidates. Needs a GPU.
+``--as-it-is``: no candidates. ``--hopper-lists``: attention by the kernel for Hopper, which is not taken otherwise
+until a GPU has tested it. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from fl_dispatch.backends.triton.impl import hopper
 from fl_dispatch.backends.triton.impl.attention import index_topk, latent_decode, sparse_latent
 from fl_dispatch.evidence.bench import calls_of
 from fl_dispatch.evidence.origin import write
@@ -242,9 +244,12 @@ def main() -> None:
     parser.add_argument("--cache", choices=("bfloat16", "float8_e4m3fn"), default="bfloat16", help="of latent rows")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--as-it-is", action="store_true", help="no candidates")
+    parser.add_argument("--hopper-lists", action="store_true", help="attention by the kernel for Hopper")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.manual_seed(0)
+    if given.hopper_lists:
+        hopper.TESTED_LISTS = (hopper._version(),)
     clock = Clock(torch.device(given.device))
     rates, found, total = Rates(clock), [], dict[tuple[int, str], dict[str, float]]()
     print(f"copy {rates.moved / 1e12:.2f} TB/s, product {rates.summed / 1e12:.0f} TFLOP/s", flush=True)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.backends.triton.impl import hopper, launch
-from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_prefill, paged
+from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_prefill, paged, sparse_latent
 from fl_dispatch.backends.triton.impl.rows import activation
 from fl_dispatch.backends.triton.register_ops import IMPL_ID, ROWS
 from fl_dispatch.devices.launcher import _short_way
@@ -190,6 +190,39 @@ def test_latent_decoding_on_hopper(
         torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
         assert torch.equal(result, special[0])
     assert torch.equal(latent_decode.mla_decode(*whole), special[0])
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("width", [2048, 200])
+@pytest.mark.parametrize(
+    ("heads", "requests", "block_size", "dtype"),
+    [(128, 9, 64, "bfloat16"), (128, 88, 64, "bfloat16"), (64, 9, 16, "float16"), (96, 90, 1, "bfloat16")],
+)
+@pytest.mark.parametrize("divided", [True, False])
+def test_listed_rows_on_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    requests: int,
+    block_size: int,
+    dtype: str,
+    divided: bool,
+    width: int,
+) -> None:
+    """Lists of all lengths, none among them, of a query in two parts."""
+    monkeypatch.setattr(hopper, "TESTED_LISTS", (hopper._version(),))
+    monkeypatch.setattr(sparse_latent, "_splits", lambda slots, programs, most: 3 if divided else 1)
+    whole, cache, table, starts, lengths, *_ = latent_batch(heads, requests, block_size, dtype, True)
+    lists = torch.full((len(whole), width), -1, dtype=torch.int32, device=CUDA)
+    for request, length in enumerate(lengths.tolist()):
+        for token in range(int(starts[request]), int(starts[request + 1])):
+            some = torch.randperm(length, device=CUDA)[: token * 37 % (width + 1)]
+            lists[token, : len(some)] = some.sort().values
+    query, rope = whole[..., :512].contiguous(), torch.cat((whole[..., :128], whole[..., 512:]), dim=-1)[..., 128:]
+    args = (query, cache, lists, table, starts, 3, 192**-0.5, 512, None, None, rope)
+    special, plain = by_both(sparse_latent.mla_sparse, args, "fits_listed", (0, 10, 1))
+    for result in special:
+        torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
+        assert torch.equal(result, special[0])
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -55,7 +55,7 @@ def test_spills_and_tensor_cores_are_counted(tool: ModuleType) -> None:
     assert (counts["tensor cores"], counts["spills"], counts["shared loads"]) == (1, 2, 1)
 
 
-HOPPER, STATES = ("prefill 64", "latent decode 16"), ("scan, ", "state update, ", "gated norm, ")
+HOPPER, STATES = ("prefill 64", "latent decode 16", "latent listed"), ("scan, ", "state update, ", "gated norm, ")
 
 
 @pytest.mark.parametrize("case", [*HOPPER, *STATES])

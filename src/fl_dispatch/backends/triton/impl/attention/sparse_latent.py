@@ -1,7 +1,8 @@
 """Latent attention over listed rows of the cache.
 
 A program takes some heads of one query, and a share of its list; it loads each listed row once, as a key and as a
-value. A second kernel adds up the shares.
+value. A second kernel adds up the shares. On Hopper many heads of many queries have a kernel of their own, in
+:mod:`..hopper`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fl_dispatch.devices.launcher import Launcher
 
+from .. import hopper
 from ..launch import power_of_two
 from .latent_prefill import check_arguments
 from .online_softmax import LOG2E, store_part, update
@@ -190,27 +192,44 @@ def mla_sparse(
     wide = query.dtype is torch.float32
     many = TILE_FEW if tokens * heads <= FEW_ROWS else TILE_LARGE
     block_m, block_n, warps, stages = TILE_WIDE if wide else TILE if heads < MANY_HEADS else many
+    slots = _slots(query.device)
+    special = heads >= MANY_HEADS and many is TILE_LARGE and hopper.fits_listed(query, query_rope, kv_cache)
+    if special:
+        block_m, slots = hopper.LATENT_ROWS, hopper.latent_slots(query.device)
     tiles = -(-heads // block_m)
     most = max(1, min(MOST_SPLITS, listed // LEAST_ROWS))
-    splits = _splits(_slots(query.device), tokens * tiles, most)
+    splits = _splits(slots, tokens * tiles, most)
     parts = tokens * heads * splits if splits > 1 else 0
     partial = query.new_empty(parts * (kv_lora_rank + 2), dtype=torch.float32) if parts else out
     statistics = partial[parts * kv_lora_rank :] if parts else out
     block_rank = max(16, power_of_two(kv_lora_rank))
-    _launch(
-        (tokens, tiles, splits),
-        (query, query_rope, kv_cache, positions, block_table, query_start_loc, out, partial, statistics),
-        (
-            query.stride(0), query.stride(1), query_rope.stride(0), query_rope.stride(1), kv_cache.stride(0),
-            kv_cache.stride(1), positions.stride(0), out.stride(0), out.stride(1),
-            scale if cache_scale is None else scale * cache_scale, 1.0 if cache_scale is None else cache_scale,
-            cache_scale is not None, heads, listed, kv_lora_rank, rope, kv_cache.shape[1], steps(requests), splits > 1,
-            block_m, block_n, block_rank, max(16, power_of_two(rope)), "ieee" if wide else "tf32",
-        ),
-        sizes=(requests, splits, block_table.stride(0)),
-        warps=warps,
-        stages=stages,
+    sources = query, query_rope, kv_cache, positions
+    targets = block_table, query_start_loc, out, partial, statistics
+    strides = (
+        query.stride(0), query.stride(1), query_rope.stride(0), query_rope.stride(1), kv_cache.stride(0),
+        kv_cache.stride(1), positions.stride(0), out.stride(0), out.stride(1),
     )  # fmt: skip
+    sizes = requests, splits, block_table.stride(0)
+    if special:
+        counts = positions.ge(0).sum(-1, dtype=torch.int32)
+        hopper.attend_listed(
+            (*sources, counts, *targets), (*strides, scale, heads), sizes=sizes, tiles=tiles,
+            block_size=kv_cache.shape[1], halvings=steps(requests),
+        )  # fmt: skip
+    else:
+        _launch(
+            (tokens, tiles, splits),
+            (*sources, *targets),
+            (
+                *strides, scale if cache_scale is None else scale * cache_scale,
+                1.0 if cache_scale is None else cache_scale, cache_scale is not None, heads, listed, kv_lora_rank,
+                rope, kv_cache.shape[1], steps(requests), splits > 1, block_m, block_n, block_rank,
+                max(16, power_of_two(rope)), "ieee" if wide else "tf32",
+            ),
+            sizes=sizes,
+            warps=warps,
+            stages=stages,
+        )  # fmt: skip
     if splits > 1:
         block_splits = power_of_two(splits)
         _launch_sum(

@@ -28,6 +28,8 @@ logger = get_logger(__name__)
 
 TESTED = ((3, 6), (3, 8))
 """Versions of Triton with which the kernels are tested and measured on a GPU."""
+TESTED_LISTS: tuple[tuple[int, int], ...] = ()
+"""Tested versions for listed latent rows: none, because that kernel did not run on a GPU yet, so it is not taken."""
 TESTED_IN_BULK = ((3, 8),)
 """Tested versions for keys in a row; the tensor memory accelerator copies their tiles."""
 CAPABILITY = 9
@@ -52,6 +54,8 @@ ENDS = 0x7FFF0000
 """Bound of the dimensions that make up for ``ENDLESS``."""
 FAR = 1 << 34
 """Bound of a tensor's stride from row to row; a descriptor's outermost stride is the rest of it."""
+MOST_PROGRAMS = 65_535
+"""Programs along a grid's second axis, at most."""
 LIMIT = 1 << 31
 """Bound of places and of a row's extent that fit 32 bits."""
 
@@ -149,6 +153,14 @@ def _latent_launcher() -> Launcher:
     return Launcher(latent_attention)
 
 
+@functools.cache
+def _listed_launcher() -> Launcher:
+    """Import the kernel, and Gluon with it, because not every Triton has Gluon."""
+    from .latent_decode.listed import listed_attention
+
+    return Launcher(listed_attention)
+
+
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether a prefill kernel takes these tensors; their last dimension is a head's."""
     if why_unavailable(query.device):
@@ -178,6 +190,11 @@ def fits_latent(query: Tensor, query_rope: Tensor, kv_cache: Tensor) -> bool:
     if (query.shape[-1], query_rope.shape[-1]) != (LATENT_RANK, LATENT_ROPE):
         return False
     return _aligned_halves(query, query_rope, kv_cache)
+
+
+def fits_listed(query: Tensor, query_rope: Tensor, kv_cache: Tensor) -> bool:
+    """Return whether the kernel for listed latent rows takes these tensors."""
+    return len(query) <= MOST_PROGRAMS and _version() in TESTED_LISTS and fits_latent(query, query_rope, kv_cache)
 
 
 def _aligned_halves(*tensors: Tensor) -> bool:
@@ -286,3 +303,27 @@ def decode_latent(
         (tiles, requests, splits), tensors, (*numbers, block_size, causal, most_new, splits > 1), sizes=(splits,),
         warps=WARPS,
     )  # fmt: skip
+
+
+def attend_listed(
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[object, ...],
+    *,
+    sizes: tuple[int, ...],
+    tiles: int,
+    block_size: int,
+    halvings: int,
+) -> None:
+    """Latent attention over listed rows, if :func:`fits_listed`.
+
+    Args:
+        tensors, numbers: query, its rotary part, cache, positions, how many of each query's count, block table, query
+            starts, out, partial results, their statistics; then strides, scale and heads.
+        sizes: requests, splits, and the stride of the block table.
+        tiles: of ``LATENT_ROWS`` heads.
+        block_size, halvings: slots of a block of the cache, and steps in which a token's request is found.
+    """
+    query, splits = tensors[0], sizes[1]
+    _listed_launcher()(
+        (tiles, len(query), splits), tensors, (*numbers, block_size, halvings, splits > 1), sizes=sizes, warps=WARPS
+    )

@@ -128,7 +128,7 @@ def consume(config, pipeline, query_starts, lengths, out, partial, SCALE, WHICH:
         acc = scale_rows(acc, inverse(m_i, l_i))
         token, head, _valid = work.rows(gl.SliceLayout(1, W))
         store_rows(out, acc, work, token, head, WHICH * HALF, W)
-    elif work.start < work.length:  # a part that causality hides adds nothing, but is read
+    elif config.listed or work.start < work.length:  # a part that causality hides adds nothing, but is read
         column = WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, A))
         place, valid = partial.places(config, work, gl.SliceLayout(1, A))
         gl.store(partial.sums + (place * (2 * HALF))[:, None] + column[None, :], acc, mask=valid[:, None])

@@ -82,7 +82,7 @@ def latent_attention(
 
     Each program has all of a processor's memory.
     """
-    config = Config(HEADS, BLOCK_SIZE, CAUSAL, MOST_NEW, DIVIDED)
+    config = Config(HEADS, BLOCK_SIZE, CAUSAL, MOST_NEW, DIVIDED, False)
     pipeline = alloc(query.dtype.element_ty)
     # A stride of 1, which a tensor with one head may have, is a constant until it is made a tensor.
     queries = Rows(query, gl.to_tensor(QUERY_TOKEN), gl.to_tensor(QUERY_HEAD))

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from ..aggregates import aggregate
 from ..products import ROWS
-from ..requests import load_request
+from ..requests import load_request, load_token
 
 KEYS = gl.constexpr(64)
 """Keys of a tile; parts of a request's keys are multiples of it."""
@@ -27,6 +27,7 @@ class Config:
     causal: gl.constexpr
     most_new: gl.constexpr  # new tokens of a request, at most: rows of the partial results
     divided: gl.constexpr  # whether programs share a request's keys
+    listed: gl.constexpr  # whether each token is a request of its own, with a list of keys
 
 
 @aggregate
@@ -56,9 +57,12 @@ class Work:
 
 @gluon.jit
 def find_work(config, query_starts, lengths, splits):
-    """The program's work."""
+    """The program's work. With ``listed`` keys ``query_starts`` is where the number of covered tokens stands."""
     index = gl.program_id(1)
-    request = load_request(query_starts, lengths, index, index >= 0, True)
+    if config.listed:
+        request = load_token(query_starts, lengths, index)
+    else:
+        request = load_request(query_starts, lengths, index, index >= 0, True)
     new = request.new
     length = request.length
     first = gl.program_id(0) * ROWS

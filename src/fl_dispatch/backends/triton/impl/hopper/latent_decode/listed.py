@@ -1,0 +1,97 @@
+"""The kernel for latent attention over listed rows: a query is a request of one token, and its list are the keys."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..aggregates import aggregate
+from ..pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from ..requests import request_of
+from ..rows import Rows
+from .consumer import Partial, consume
+from .kernel import alloc
+from .producer import produce
+from .work import KEYS, PRODUCER_WARPS, Config
+
+
+@aggregate
+class ListedRows:
+    """Latent rows ``[block, slot, rank + rotary]``, and those that the program's query lists."""
+
+    pointer: gl.tensor
+    block_stride: gl.tensor
+    slot_stride: gl.tensor
+    table: gl.tensor  # of the query's request
+    listed: gl.tensor  # of the query
+
+    @gluon.jit
+    def blocks(self, start, stop, tile, BLOCK_SIZE: gl.constexpr, L: gl.constexpr):
+        """Numbers of the slots with a tile's keys, of all slots of the cache."""
+        place = start + tile * KEYS + gl.arange(0, KEYS, layout=L)
+        inside = (tile >= 0) & (place < stop)
+        position = gl.load(self.listed + place, mask=inside, other=0).to(gl.int32)
+        block = gl.load(self.table + position // BLOCK_SIZE, mask=inside, other=0).to(gl.int32)
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+    @gluon.jit
+    def rows(self, slots, place, BLOCK_SIZE: gl.constexpr):
+        """Offsets of the keys' rows."""
+        block = (slots // BLOCK_SIZE).to(gl.int64) * self.block_stride
+        return block + (slots % BLOCK_SIZE).to(gl.int64) * self.slot_stride
+
+
+# Triton's launcher takes numbers and tensors alone, so the aggregates are made here.
+@gluon.jit(do_not_specialize=["requests", "splits", "TABLE_ROW"])
+def listed_attention(
+    query,
+    query_rope,
+    cache,
+    positions,
+    counts,
+    block_table,
+    query_starts,
+    out,
+    partial,
+    statistics,
+    requests,
+    splits,
+    TABLE_ROW,
+    QUERY_TOKEN,
+    QUERY_HEAD,
+    ROPE_TOKEN,
+    ROPE_HEAD,
+    CACHE_BLOCK,
+    CACHE_SLOT,
+    LIST_TOKEN,
+    OUT_TOKEN,
+    OUT_HEAD,
+    SCALE,
+    HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    STEPS: gl.constexpr,
+    DIVIDED: gl.constexpr,
+):
+    """Grid: tiles of ``ROWS`` heads, queries, splits. A query attends to the first ``counts`` rows of its list.
+
+    Each program has all of a processor's memory.
+    """
+    config = Config(HEADS, BLOCK_SIZE, False, 1, DIVIDED, True)
+    pipeline = alloc(query.dtype.element_ty)
+    queries = Rows(query, gl.to_tensor(QUERY_TOKEN), gl.to_tensor(QUERY_HEAD))
+    rotary = Rows(query_rope, gl.to_tensor(ROPE_TOKEN), gl.to_tensor(ROPE_HEAD))
+    results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
+    parts = Partial(partial, statistics, splits)
+    token = gl.program_id(1)
+    table = block_table + request_of(query_starts, token, requests, STEPS).to(gl.int64) * TABLE_ROW
+    listed = positions + token.to(gl.int64) * LIST_TOKEN
+    latents = ListedRows(cache, gl.to_tensor(CACHE_BLOCK), gl.to_tensor(CACHE_SLOT), table, listed)
+    covered = query_starts + requests
+    gl.warp_specialize(
+        [
+            (consume, (config, pipeline, covered, counts, results, parts, SCALE, 0)),
+            (consume, (config, pipeline, covered, counts, results, parts, SCALE, 1)),
+            (produce, (config, pipeline, covered, counts, splits, queries, rotary, latents, 0)),
+            (produce, (config, pipeline, covered, counts, splits, queries, rotary, latents, 1)),
+        ],
+        [4, PRODUCER_WARPS, PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
