@@ -334,3 +334,68 @@ def unpacked(weight: Tensor) -> Tensor:
         return codes
     signed = torch.tensor(E2M1 + tuple(-number for number in E2M1), device=weight.device)
     return signed[codes.long()]
+
+
+# -- rows as quantization leaves them ---------------------------------------------------------------------------------
+
+_EXPONENT = 0x7F800000
+"""The bits of float32's exponent."""
+_QUARTER = 1 << 21
+"""A quarter of the step from a power of two to the next, in float32's bits."""
+_LEAST = 2.0**-126
+"""The least scale of a group, that of zeros too."""
+ROUNDINGS = MappingProxyType({"int8": 0, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16})
+"""Numbers that rows are rounded to → elements with a scale in common; 0: a row."""
+
+
+def rounded(x: Tensor, numbers: str, factor: Tensor | None = None) -> Tensor:
+    """Rows as quantization leaves them, for devices or weights that have no products of such numbers.
+
+    A float is multiplied by a scale of few bits, so that every half type has the result; an integer's is rounded to
+    the type.
+
+    Args:
+        x: ``[..., inner]``, floating point.
+        numbers: a name of :data:`ROUNDINGS`. ``"int8"``: see :func:`int8_rows`; ``"mxfp4"`` and ``"mxfp8"``: e2m1 and
+            float8_e4m3fn, with a power of two for each group; ``"nvfp4"``: e2m1, with a scale in fp8 for each.
+        factor: of ``"nvfp4"``: ``[1]`` or ``[rows]``, float32. The rows are rounded with it, and keep it.
+    """
+    if numbers == "int8":
+        integers, scale = int8_rows(x)
+        return (integers * scale).to(x.dtype)
+    if numbers not in ROUNDINGS:
+        raise NotImplementedError(f"rows rounded to '{numbers}'")
+    wide = x.float() if factor is None else x.float() * factor[:, None]
+    groups = wide.reshape(*x.shape[:-1], x.shape[-1] // ROUNDINGS[numbers], ROUNDINGS[numbers])
+    largest, most = groups.abs().amax(-1, keepdim=True), torch.finfo(FP8).max
+    if numbers == "nvfp4":
+        scale = (largest / E2M1[-1]).clamp(max=most).to(FP8).float()
+        found = _nearest(groups / torch.where(scale > 0, scale, 1.0))
+    elif numbers == "mxfp4":
+        scale = _power(largest, 4)
+        found = _nearest(groups / scale)
+    else:
+        scale = _power(largest, 256)
+        found = (groups / scale).clamp(-most, most).to(FP8).float()
+    return (found * scale).view(x.shape).to(x.dtype)
+
+
+def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in integers of 8 bits, and a scale for each: its largest magnitude over 127.5, the half of int8's range."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).div(127.5)
+    return (wide / torch.where(scale > 0, scale, 1.0)).round().clamp(-128, 127), scale
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """The nearest numbers of e2m1, ties to even ones."""
+    x = x.clamp(-E2M1[-1], E2M1[-1])
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (x / step).round() * step
+
+
+def _power(magnitude: Tensor, largest: int) -> Tensor:
+    """A power of two for each magnitude: its own, from 1.75 times on the next, over ``largest``."""
+    bits = magnitude.view(torch.int32)
+    return ((bits + _QUARTER) & _EXPONENT).view(torch.float32).div(largest).clamp(min=_LEAST)

@@ -12,7 +12,7 @@ from .declaration import Sample, Work
 from .inputs import mixtures, shapes
 from .inputs.mixtures import Mixture
 from .moe import PLAIN_ACTIVATIONS, Product, experts, mixture, read_experts
-from .quantization import FP4, FP8, ROW, TENSOR, quantize, scaled_linear, weight_only_linear
+from .quantization import FP4, FP8, ROW, TENSOR, quantize, rounded, scaled_linear, weight_only_linear
 
 ScaledLinear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, str, int], Tensor]
 """As the operator ``scaled_linear``."""
@@ -217,6 +217,18 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     sample = _sampler(mixtures.weight_only(dtype, device, generator, 8, 32, kind=FP8), "float8, groups of 32")
     yield sample("decode, 16 tokens, 32 experts", 16, 32, 4, 128, 32)
     yield sample("half of the experts is here", 20, 32, 4, 96, 64, local=range(16, 32))
+    for rounding, bits, group, kind in (
+        ("int8", 4, 32, torch.int8),
+        ("mxfp4", 4, 32, FP4),
+        ("mxfp8", 8, 32, FP8),
+        ("nvfp4", 4, 16, FP4),
+    ):
+        arguments = mixtures.weight_only(dtype, device, generator, bits, group, kind=kind, rounding=rounding)
+        sample = _sampler(arguments, f"rows of {rounding}")
+        yield sample("9 tokens", 9, 8, 2, 64, 96)
+        yield sample("one token, half of the experts is here", 1, 16, 4, 96, 64, local=range(8, 16))
+        yield sample("weights on the input, biases", 5, 4, 2, 64, 32, on_input=True, biases=True, serving=False)
+        yield sample("no gate, padding tokens with out", 8, 6, 2, 64, 32, "relu2_no_mul", padding=3, out=True)
 
 
 @experts(
@@ -225,6 +237,7 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     samples=_weight_only_samples,
     shapes=shapes.packed_mixture,
     aliases=("wna16_moe", "w4a16_moe", "fused_moe_wna16"),
+    later=("x13_factor", "x2_factor", "rounding"),
 )
 def weight_only_moe(
     hidden_states: Tensor,
@@ -241,9 +254,15 @@ def weight_only_moe(
     w2_bias: Tensor | None = None,
     w13_zero: Tensor | None = None,
     w2_zero: Tensor | None = None,
+    x13_factor: Tensor | None = None,
+    x2_factor: Tensor | None = None,
+    rounding: str = "",
     out: Tensor | None = None,
 ) -> Tensor:
     """As :data:`fused_moe`, with weights, scales and zero points of :data:`weight_only_linear`.
+
+    With ``rounding`` the rows of each product are first rounded as quantization leaves them, those of the second one in
+    float32 at least, because a half type would decide how they are rounded.
 
     Args:
         hidden_states: ``[tokens, hidden]``, floating point.
@@ -261,19 +280,29 @@ def weight_only_moe(
         w2_bias: as for ``fused_moe``.
         w13_zero: shape of ``w13_scale``, int8, or ``None``, see ``weight_only_linear``.
         w2_zero: shape of ``w2_scale``, int8, or ``None``, see ``weight_only_linear``.
+        x13_factor: ``[local experts]``, float32: what the rows of the first product are multiplied with before they are
+            rounded to NVFP4; the scales of its weights have the inverse. Or ``None``.
+        x2_factor: the same of the second product.
+        rounding: ``"int8"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``, see
+            :func:`~fl_dispatch.ops.quantization.rounded`; or nothing, for rows as they are.
         out: as for ``fused_moe``.
 
     Returns:
         Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
     """
 
-    def product(weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Product:
+    def product(
+        weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None
+    ) -> Product:
         def of(expert: int, x: Tensor) -> Tensor:
             zeros, added = (None if one is None else one[expert] for one in (zero, bias))
+            if rounding:
+                x = rounded(x, rounding, None if factor is None else factor[expert : expert + 1])
             return weight_only_linear.reference(x, weight[expert], scale[expert], zeros, added)
 
         return of
 
     routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
-    first, second = product(w13, w13_scale, w13_zero, w13_bias), product(w2, w2_scale, w2_zero, w2_bias)
+    first = product(w13, w13_scale, w13_zero, w13_bias, x13_factor)
+    second = product(w2, w2_scale, w2_zero, w2_bias, x2_factor)
     return mixture(hidden_states, w13.shape[0], *routing, first, second)

@@ -160,7 +160,7 @@ class _Packed(Layer, layers.PackedLayer):
         super().__init__(scheme)
         weights = scheme.weights
         self.fl_bits, self.fl_zero_points, self._group = weights.bits, not weights.symmetric, weights.group
-        self.fl_rounds = scheme.inputs is not None
+        self.fl_rounding = scheme.rounding
 
     def create_weights(
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
@@ -263,7 +263,7 @@ class Mxfp8Layer(_Grouped, layers.Mxfp8Layer):
 class Float4Layer(_Grouped, layers.Float4Layer):  # type: ignore[misc]  # SGLang has one more size
     def __init__(self, scheme: Scheme) -> None:
         super().__init__(scheme)
-        self.fl_given, self.fl_joins = self.fl_rounds and bool(self.fl_factors), not self.fl_factors
+        self.fl_given, self.fl_joins = self.fl_rounding == layers.NVFP4, not self.fl_factors
 
 
 KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(

@@ -391,7 +391,7 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         if kind is Kind.COMPRESSED and not found.weights.symmetric:
             create = partial(_with_whole_words, create, found.weights.bits)
         if kind is Kind.COMPRESSED:
-            scheme.create_weights = partial(_with_rows, create, scheme, found.inputs is not None)
+            scheme.create_weights = partial(_with_rows, create, scheme, found.rounding)
         # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
         scheme.process_weights_after_loading = partial(_load, scheme, kernel)
         return scheme
@@ -455,10 +455,10 @@ def _refuse_cut_words(layer: Any, parts: list[int], bits: int) -> None:
         )
 
 
-def _with_rows(create: Callable[..., None], scheme: Any, rounds: bool, **named: Any) -> None:
-    """Register parameters as vLLM does, and tell the kernel whether its rows are quantized, which vLLM does not."""
+def _with_rows(create: Callable[..., None], scheme: Any, rounding: str, **named: Any) -> None:
+    """Register parameters as vLLM does, and tell the kernel how its rows are quantized, which vLLM does not."""
     create(**named)
-    scheme.kernel.fl_rounds = rounds
+    scheme.kernel.fl_rounding = rounding
 
 
 def _load(scheme: Any, kernel: str, layer: Any) -> None:

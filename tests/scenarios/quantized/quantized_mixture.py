@@ -35,7 +35,12 @@ EXPERTS = (
     "compressed-tensors W4A16, zero points",
     "compressed-tensors W8A16 int8",
     "compressed-tensors W8A16 int8, groups",
+    "compressed-tensors W4A8 int8",
+    "compressed-tensors W4A8 int8, packed",
+    "compressed-tensors MXFP8",
     "compressed-tensors MXFP8A16",
+    "compressed-tensors MXFP4",
+    "compressed-tensors NVFP4",
     "compressed-tensors MXFP4A16",
     "compressed-tensors NVFP4A16",
     "fp8",
@@ -43,6 +48,8 @@ EXPERTS = (
     "fp8, blocks of 128",
     "quark fp8, static",
     "modelopt FP8",
+    "modelopt MXFP8",
+    "modelopt NVFP4",
     "modelopt W4A16_NVFP4",
     "gptq",
     "gptq, 2 bits",
@@ -51,7 +58,14 @@ EXPERTS = (
     "awq",
 )
 """Schemes whose experts both hosts serve."""
-GIVEN = ("compressed-tensors W8A8 int8, static", "fp8, static", "quark fp8, static", "modelopt FP8")
+GIVEN = (
+    "compressed-tensors W8A8 int8, static",
+    "compressed-tensors NVFP4",
+    "fp8, static",
+    "quark fp8, static",
+    "modelopt FP8",
+    "modelopt NVFP4",
+)
 """Those of them that have scales of inputs."""
 BOTH_KINDS = ("compressed-tensors W8A8 int8", "awq")
 """Schemes of either operator, which run in every kind of engine."""

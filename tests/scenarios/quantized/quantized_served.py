@@ -207,7 +207,7 @@ def described(kernel: Any, layer: Any) -> str:
     said += [f"{read[name]} bits" for name in ("fl_bits", "_bits") if name in read]
     said += [f"blocks of {block}" for block in [read.get("fl_block")] if block]
     said += ["zero points" for name in ("fl_zero_points", "_zero_points") if read.get(name)]
-    said += ["rows quantized"] if read.get("fl_rounds") else []
+    said += ["rows quantized"] if read.get("fl_rounding") else []
     parameters = {name.removeprefix("w2_"): one for name, one in layer.named_parameters(recurse=False)}
     scales = next(parameters[name] for name in ("weight_scale_inv", "weight_scale", "scales") if name in parameters)
     said.append(f"scales {'x'.join(str(size) for size in scales.shape if size > 1) or 1}")

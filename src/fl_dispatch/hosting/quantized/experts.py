@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import explain
 from ...ops.quantization import FP4
 from . import blocks, orders
-from .layers import QuantizedKernel
+from .layers import NVFP4, QuantizedKernel
 from .schemes import Float4Names
 
 NAMES = ("w13", "w2")
@@ -200,16 +200,30 @@ AWQ = Packing("qweight", "scales", "qzeros", 1, 1, transposed=True, places=order
 COMPRESSED = Packing("weight_packed", "weight_scale", "weight_zero_point", 1, 0, transposed=False)
 
 
-class PackedExperts(QuantizedExperts):
-    """Weights of 4 or 8 bits, packed in words, for rows as they are: ``weight_only_moe``.
+class WeightOnlyExperts(QuantizedExperts):
+    """Weights for rows as they are, or rounded as ``fl_rounding`` says: ``weight_only_moe``."""
+
+    fl_operator = "weight_only_moe"
+    fl_weights: tuple[str, ...] = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    fl_dtype: torch.dtype
+    """The model's."""
+
+    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
+        weight, scale = (name_of for name_of in self.fl_weights if name_of.startswith(f"{name}_"))
+        return getattr(layer, weight), getattr(layer, scale)
+
+    def _rest(self, layer: Any) -> tuple[Any, ...]:
+        return None, None, None, None, self.fl_rounding
+
+
+class PackedExperts(WeightOnlyExperts):
+    """Weights of 4 or 8 bits, packed in words.
 
     Args:
         packing: as the checkpoint has it.
         bits: of a number.
         zero_points: whether those of the checkpoint count.
     """
-
-    fl_operator = "weight_only_moe"
 
     def __init__(self, packing: Packing, bits: int, zero_points: bool) -> None:
         super().__init__()
@@ -246,16 +260,25 @@ class PackedExperts(QuantizedExperts):
         return getattr(layer, f"{name}_{self._packing.weight}"), getattr(layer, f"{name}_{self._packing.scale}")
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
-        return tuple(getattr(layer, f"{name}_{self._packing.zero}") for name in NAMES)
+        zeros = (getattr(layer, f"{name}_{self._packing.zero}") for name in NAMES)
+        return *zeros, None, None, self.fl_rounding
 
 
-class Fp8WeightExperts(QuantizedExperts):
-    """Weights of ``fp8`` for rows as they are, in ``fl_dtype``; see :class:`.layers.Fp8WeightLayer`."""
+class Int4Experts(WeightOnlyExperts):
+    """Integers of 4 bits; see :class:`.layers.Int4Layer`."""
 
-    fl_operator = "weight_only_moe"
-    fl_weights = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Two numbers lie in a byte, as the operator has them."""
+        for name in NAMES:
+            weight, scale = (value.data for value in self.weight_of(layer, name))
+            packed = torch.cat([orders.packed_weight(one + 8, 4) for one in torch.split(weight, 1)])
+            self._keep(layer, **{f"{name}_weight": packed, f"{name}_weight_scale": scale.contiguous()})
+
+
+class Fp8WeightExperts(WeightOnlyExperts):
+    """Weights of ``fp8``; see :class:`.layers.Fp8WeightLayer`."""
+
     fl_float8 = True
-    fl_dtype: torch.dtype
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """A scale for each column, or each group of it, of each expert."""
@@ -267,12 +290,6 @@ class Fp8WeightExperts(QuantizedExperts):
     def _scales(self, stored: Tensor, columns: int) -> Tensor:
         return orders.scale_of_experts(stored, columns).to(self.fl_dtype)
 
-    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
-        return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
-
-    def _rest(self, layer: Any) -> tuple[Any, ...]:
-        return None, None
-
 
 class Mxfp8Experts(Fp8WeightExperts):
     """Weights with a power of two for each group; see :class:`.layers.Mxfp8Layer`."""
@@ -281,16 +298,13 @@ class Mxfp8Experts(Fp8WeightExperts):
         return orders.scales_of_bytes(stored, self.fl_dtype)
 
 
-class Float4Experts(QuantizedExperts):
-    """Weights of e2m1 for rows as they are: ``weight_only_moe``; see :class:`.layers.Float4Layer`.
+class Float4Experts(WeightOnlyExperts):
+    """Weights of e2m1; see :class:`.layers.Float4Layer`.
 
     Args:
         names: those of the format, behind ``w13_``.
         of_weight: whether a weight has a scale besides those of groups.
     """
-
-    fl_operator = "weight_only_moe"
-    fl_dtype: torch.dtype
 
     def __init__(self, names: Float4Names, of_weight: bool) -> None:
         super().__init__()
@@ -298,23 +312,32 @@ class Float4Experts(QuantizedExperts):
         self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in (names.weight, "weight_scale"))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bytes stay as they are, and scales become those of groups alone."""
+        """Bytes stay as they are, and scales become those of groups alone, those of rows among them."""
         for name in NAMES:
-            (weight, scale), factor = self.weight_of(layer, name), None
+            weight, scale = self.weight_of(layer, name)
+            factor: Tensor | None = None
             if self._of_weight:
-                owner = f"{name}_{self._names.of_weight}"
-                factor = orders.scale_of_experts(getattr(layer, owner).data, weight.shape[1])
-                self._check(owner, factor)
-                factor = factor.reciprocal() if self._names.divides else factor
-                setattr(layer, owner, None)
+                factor = self._factors(layer, f"{name}_{self._names.of_weight}", weight.shape[1])
+            if self.fl_rounding == NVFP4:
+                owner = f"{name}_{self._names.of_rows}"
+                of_rows = self._factors(layer, owner, 2)
+                if not bool((of_rows == of_rows[:, :1]).all()):
+                    raise ValueError(f"'{owner}' differs for the gate and for 'up' of an expert ({self.fl_scope})")
+                factor = of_rows[:, :1] if factor is None else factor * of_rows[:, :1]
+                setattr(layer, owner, nn.Parameter(1 / of_rows[:, 0, 0], requires_grad=False))
             scales, stored = orders.scales_of_bytes(scale.data, self.fl_dtype, factor), weight.data.view(FP4)
             self._keep(layer, **{f"{name}_{self._names.weight}": stored, f"{name}_weight_scale": scales})
 
-    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
-        return getattr(layer, f"{name}_{self._names.weight}"), getattr(layer, f"{name}_weight_scale")
+    def _factors(self, layer: Any, owner: str, columns: int) -> Tensor:
+        """Take from a layer what multiplies all scales of each expert: ``[experts, columns, 1]``."""
+        factor = orders.scale_of_experts(getattr(layer, owner).data, columns)
+        self._check(owner, factor)
+        setattr(layer, owner, None)
+        return factor.reciprocal() if self._names.divides else factor
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
-        return None, None
+        factors = (getattr(layer, f"{name}_{self._names.of_rows}", None) for name in NAMES)
+        return None, None, *factors, self.fl_rounding
 
 
 OPERATORS = (ScaledExperts.fl_operator, PackedExperts.fl_operator)

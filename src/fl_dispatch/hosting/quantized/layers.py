@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from ... import bind_op
 from ...devices import detect_device
-from ...ops.quantization import FP4, TENSOR
+from ...ops.quantization import FP4, TENSOR, rounded
 from ..layers.layer_kernels import KERNEL, LayerKernel
-from . import blocks, orders, rows
+from . import blocks, orders
 from .schemes import FLOAT4_NAMES, TENSOR_GROUP, Scheme
 
+NVFP4 = "nvfp4"
+"""The rounding with a factor for all rows."""
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -27,6 +29,8 @@ class QuantizedKernel(LayerKernel):
 
     fl_float8 = False
     """Whether weights are float8_e4m3fn."""
+    fl_rounding = ""
+    """The numbers that rows are rounded to before they meet weights that stay as they are stored; or nothing."""
 
     @classmethod
     def fl_lacking(cls) -> str:
@@ -66,6 +70,10 @@ class QuantizedLayer(QuantizedKernel):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product."""
         raise NotImplementedError
+
+    def fl_rows(self, x: Tensor) -> Tensor:
+        """Rows as they are multiplied."""
+        return rounded(x, self.fl_rounding) if self.fl_rounding else x
 
 
 class ScaledLayer(QuantizedLayer):
@@ -199,14 +207,13 @@ class PackedLayer(QuantizedLayer):
     """Weights of ``fl_bits``, 2, 3, 4 or 8, packed in words, for rows as they are.
 
     ``fl_weights`` names the weight, its scales and its zero points, which count if ``fl_zero_points``; ``fl_places``
-    are those of numbers in words. Rows are quantized to int8 if ``fl_rounds``.
+    are those of numbers in words.
     """
 
     fl_operator = "weight_only_linear"
     fl_bits: int
     fl_zero_points: bool
     fl_places: Sequence[int] | None = None
-    fl_rounds = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Unpack words. A parameter with ``output_dim`` 1 lies transposed."""
@@ -227,7 +234,7 @@ class PackedLayer(QuantizedLayer):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product."""
         weight, scale, zero = (getattr(layer, name) for name in self.fl_weights)
-        return self.fl_call(rows.int8(x) if self.fl_rounds else x, weight, scale, zero, bias)
+        return self.fl_call(self.fl_rows(x), weight, scale, zero, bias)
 
 
 class GroupedLayer(QuantizedLayer):
@@ -240,12 +247,10 @@ class GroupedLayer(QuantizedLayer):
     fl_weights = ("weight", "weight_scale")
     fl_dtype: torch.dtype
     fl_group: int
-    fl_rounds = False
-    """Whether rows are quantized."""
 
     def fl_read(self, scheme: Scheme) -> None:
         """Prepare for a scheme."""
-        self.fl_group, self.fl_rounds = scheme.weights.group, scheme.inputs is not None
+        self.fl_group, self.fl_rounding = scheme.weights.group, scheme.rounding
 
     def create_weights(
         self, layer: Any, kinds: Any, inner: int, parts: list[int], dtype: torch.dtype, loader: Callable[..., None]
@@ -280,11 +285,7 @@ class GroupedLayer(QuantizedLayer):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product."""
         weight, scale = (getattr(layer, name) for name in self.fl_weights)
-        return self.fl_call(self._rounded(x) if self.fl_rounds else x, weight, scale, None, bias)
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        """Rows as quantization leaves them."""
-        raise NotImplementedError
+        return self.fl_call(self.fl_rows(x), weight, scale, None, bias)
 
 
 class Int4Layer(GroupedLayer):
@@ -297,9 +298,6 @@ class Int4Layer(GroupedLayer):
         """Two numbers lie in a byte, as the operator has them."""
         weight = orders.packed_weight(layer.weight.data.int() + 8, 4)
         self._keep(layer, weight=weight, weight_scale=layer.weight_scale.data.contiguous())
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        return rows.int8(x)
 
 
 class Mxfp8Layer(GroupedLayer):
@@ -316,9 +314,6 @@ class Mxfp8Layer(GroupedLayer):
         scale = orders.scales_of_bytes(layer.weight_scale.data, self.fl_dtype)
         self._keep(layer, weight=layer.weight.data.contiguous(), weight_scale=scale)
 
-    def _rounded(self, x: Tensor) -> Tensor:
-        return rows.mxfp8(x, self.fl_group)
-
 
 class Float4Layer(GroupedLayer):
     """Weights of e2m1 for rows as they are, or as quantization to e2m1 leaves them."""
@@ -333,7 +328,7 @@ class Float4Layer(GroupedLayer):
         names = FLOAT4_NAMES[scheme.method]
         self.fl_weights, self.fl_divides = (names.weight, "weight_scale"), names.divides
         if scheme.weights.per == TENSOR_GROUP:
-            self.fl_factors = (names.of_weight, names.of_rows)[: 1 + self.fl_rounds]
+            self.fl_factors = (names.of_weight, names.of_rows)[: 1 + bool(self.fl_rounding)]
 
     def create_weights(
         self, layer: Any, kinds: Any, inner: int, parts: list[int], dtype: torch.dtype, loader: Callable[..., None]
@@ -358,9 +353,9 @@ class Float4Layer(GroupedLayer):
             if name != self.fl_factors[0]:
                 of_rows = 1 / self._factor(name, orders.scale_of_rows(given, len(widths)))
         weight, scale = (getattr(layer, name).data for name in self.fl_weights)
-        scale = orders.scales_of_bytes(scale, self.fl_dtype, factor)
+        scale, weight = orders.scales_of_bytes(scale, self.fl_dtype, factor), weight.contiguous().view(FP4)
         factors = dict(zip(self.fl_factors, (None, of_rows), strict=False))
-        self._keep(layer, **dict(zip(self.fl_weights, (weight.contiguous().view(FP4), scale), strict=True)), **factors)
+        self._keep(layer, **dict(zip(self.fl_weights, (weight, scale), strict=True)), **factors)
 
     def _factor(self, name: str, scales: Tensor) -> Tensor:
         self._check(name, scales)
@@ -368,20 +363,16 @@ class Float4Layer(GroupedLayer):
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product."""
-        if not (self.fl_rounds and self.fl_factors):
+        if self.fl_rounding != NVFP4:
             return super().apply_weights(layer, x, bias)
         weight, scale = (getattr(layer, name) for name in self.fl_weights)
         of_rows, widths = getattr(layer, self.fl_factors[1]), list(layer.logical_widths)
         if of_rows.numel() == 1:
-            return self.fl_call(rows.nvfp4(x, self.fl_group, of_rows), weight, scale, None, bias)
+            return self.fl_call(rounded(x, NVFP4, of_rows), weight, scale, None, bias)
         biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
         # Bytes, because not every operation of PyTorch knows e2m1.
         weights = zip(torch.split(weight.view(torch.uint8), widths), torch.split(scale, widths), biases, strict=True)
         found = []
         for factor, (part, scales, added) in zip(torch.split(of_rows, 1), weights, strict=True):
-            rounded = rows.nvfp4(x, self.fl_group, factor)
-            found.append(self.fl_call(rounded, part.view(FP4), scales, None, added))
+            found.append(self.fl_call(rounded(x, NVFP4, factor), part.view(FP4), scales, None, added))
         return torch.cat(found, -1)
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        return rows.mxfp4(x, self.fl_group)

@@ -99,8 +99,26 @@ class Scheme:
         """Whether the checkpoint has scales of inputs."""
         return self.inputs is not None and not self.inputs.dynamic
 
+    @property
+    def rounding(self) -> str:
+        """The numbers that inputs are rounded to, where weights alone are multiplied as they are stored; or nothing."""
+        if self.inputs is None:
+            return ""
+        return ROUNDINGS.get((self.inputs.bits, self.inputs.kind, self.inputs.per), "")
+
     def __str__(self) -> str:
         return str(self.weights)
+
+
+ROUNDINGS: Mapping[tuple[int, str, str], str] = MappingProxyType(
+    {
+        (4, "float", GROUP): "mxfp4",
+        (4, "float", TENSOR_GROUP): "nvfp4",
+        (8, "float", GROUP): "mxfp8",
+        (8, "int", TOKEN): "int8",
+    }
+)
+"""Bits, kind and scales of inputs → a name of :data:`~fl_dispatch.ops.quantization.ROUNDINGS`."""
 
 
 class Kind(Enum):
@@ -421,15 +439,15 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
         return Kind.GPT_OSS if experts else None
     if form in FLOATS:
         kind, numbers = FLOATS[form]
-        fits = inputs is None or (inputs == replace(numbers, dynamic=True) and not experts)
+        fits = inputs is None or inputs == replace(numbers, dynamic=True)
         return kind if weights == numbers and fits else None
     integers = weights.kind == "int" and weights.per in (CHANNEL, GROUP) and not weights.dynamic
     if form == PACKED_FORM:
         bits = BITS if scheme.method == "compressed-tensors" else GPTQ_BITS  # hosts may not say the format
-        fits = inputs is None or (inputs == INT8_ROWS and not experts)
+        fits = inputs in (None, INT8_ROWS)
         return Kind.COMPRESSED if integers and weights.bits in bits and fits else None
     if form == STORED_FORM and weights.bits == 4:
-        return Kind.INT4 if integers and weights.symmetric and inputs == INT8_ROWS and not experts else None
+        return Kind.INT4 if integers and weights.symmetric and inputs == INT8_ROWS else None
     same = inputs is None or (inputs.bits == 8 and inputs.kind == weights.kind and inputs.symmetric)
     if not same or weights.bits != 8 or not weights.symmetric or weights.dynamic:
         return None

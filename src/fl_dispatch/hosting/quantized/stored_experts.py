@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import experts, orders
+from .layers import NVFP4
 from .schemes import BLOCK, CHANNEL, FLOAT4_NAMES, GROUP, TENSOR, TENSOR_GROUP, Kind, Scheme
 
 
@@ -110,25 +111,6 @@ class Fp8WeightExperts(_EightBits, experts.Fp8WeightExperts):
         return super().create_weights(parameters, sizes)
 
 
-class Mxfp8Experts(Experts, experts.Mxfp8Experts):
-    """Weights of ``fp8`` with scales of 8 bits."""
-
-    def __init__(self, scheme: Scheme) -> None:
-        super().__init__()
-        self._group = scheme.weights.group
-
-    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
-        if reason := experts.indivisible((sizes.hidden, sizes.inner), 8, self._group):
-            return reason
-        self.fl_dtype = sizes.dtype
-        for name, columns, inner in sizes.weights():
-            stored = torch.empty(sizes.count, columns, inner, dtype=torch.float8_e4m3fn)
-            parameters.add(f"{name}_weight", stored, GROUP)
-            scales = orders.unset(sizes.count, columns, inner // self._group, dtype=torch.uint8)
-            parameters.add(f"{name}_weight_scale", scales, GROUP)
-        return ""
-
-
 class Fp8BlockExperts(Experts, experts.Fp8BlockExperts):
     """Blocks of ``fl_block`` by ``fl_block``."""
 
@@ -158,7 +140,7 @@ class _Packed(Experts, experts.PackedExperts):
     def __init__(self, scheme: Scheme) -> None:
         weights = scheme.weights
         super().__init__(self.packing, weights.bits, not weights.symmetric)
-        self._group = weights.group
+        self._group, self.fl_rounding = weights.group, scheme.rounding
 
     def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
         if reason := experts.indivisible((sizes.hidden, sizes.inner), self._bits, self._group):
@@ -215,27 +197,74 @@ class AwqExperts(_Packed):
     packing, has_zeros = experts.AWQ, True
 
 
-class Float4Experts(Experts, experts.Float4Experts):
+class _Grouped(Experts):
+    """Weights with scales of groups, as they are stored."""
+
+    fl_dtype: torch.dtype
+
+    def _read(self, scheme: Scheme, weight: str = "weight") -> None:
+        """Prepare for a scheme; ``weight``: the name of a weight behind ``w13_``."""
+        self._bits, self._group, self.fl_rounding = scheme.weights.bits, scheme.weights.group, scheme.rounding
+        self._weight = weight
+
+    def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
+        if reason := experts.indivisible((sizes.hidden, sizes.inner), self._bits, self._group):
+            return reason
+        self.fl_dtype, scale_of = sizes.dtype, CHANNEL if self._group == -1 else GROUP
+        for name, columns, inner in sizes.weights():
+            groups = 1 if self._group == -1 else inner // self._group
+            weight, scales = self._stored((sizes.count, columns), inner, groups)
+            parameters.add(f"{name}_{self._weight}", weight, GROUP)
+            parameters.add(f"{name}_weight_scale", scales, scale_of)
+        return ""
+
+    def _stored(self, columns: tuple[int, int], inner: int, groups: int) -> tuple[Tensor, Tensor]:
+        """Room for a checkpoint's weights, and for their scales, which are not loaded yet."""
+        raise NotImplementedError
+
+
+class Int4Experts(_Grouped, experts.Int4Experts):
+    """A number in a byte."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self._read(scheme)
+
+    def _stored(self, columns: tuple[int, int], inner: int, groups: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(*columns, inner, dtype=torch.int8), orders.unset(*columns, groups, dtype=self.fl_dtype)
+
+
+class Mxfp8Experts(_Grouped, experts.Mxfp8Experts):
+    """Weights of ``fp8`` with scales of 8 bits."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self._read(scheme)
+
+    def _stored(self, columns: tuple[int, int], inner: int, groups: int) -> tuple[Tensor, Tensor]:
+        weight = torch.empty(*columns, inner, dtype=torch.float8_e4m3fn)
+        return weight, orders.unset(*columns, groups, dtype=torch.uint8)
+
+
+class Float4Experts(_Grouped, experts.Float4Experts):
     """Weights of e2m1 with scales of 8 bits."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__(FLOAT4_NAMES[scheme.method], scheme.weights.per == TENSOR_GROUP)
-        self._group = scheme.weights.group
+        self._read(scheme, self._names.weight)
 
     def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
-        if reason := experts.indivisible((sizes.hidden, sizes.inner), 4, self._group):
-            return reason
-        self.fl_dtype = sizes.dtype
-        for name, columns, inner in sizes.weights():
-            stored = torch.zeros(sizes.count, columns, inner // 2, dtype=torch.uint8)
-            parameters.add(f"{name}_{self._names.weight}", stored, GROUP)
-            kind = torch.float8_e4m3fn if self._of_weight else torch.uint8
-            scales = orders.unset(sizes.count, columns, inner // self._group, dtype=kind)
-            parameters.add(f"{name}_weight_scale", scales, GROUP)
-            if self._of_weight:
-                of_weights = orders.unset(sizes.count, sizes.gates if name == "w13" else 1)
-                parameters.add(f"{name}_{self._names.of_weight}", of_weights, TENSOR)
-        return ""
+        reason = super().create_weights(parameters, sizes)
+        owners = [self._names.of_weight] if self._of_weight else []
+        owners += [self._names.of_rows] if self.fl_rounding == NVFP4 else []
+        for name, gates in (("w13", sizes.gates), ("w2", 1)) if not reason else ():
+            for owner in owners:
+                parameters.add(f"{name}_{owner}", orders.unset(sizes.count, gates), TENSOR)
+        return reason
+
+    def _stored(self, columns: tuple[int, int], inner: int, groups: int) -> tuple[Tensor, Tensor]:
+        kind = torch.float8_e4m3fn if self._of_weight else torch.uint8
+        return torch.zeros(*columns, inner // 2, dtype=torch.uint8), orders.unset(*columns, groups, dtype=kind)
 
 
 KINDS: Mapping[Kind, Callable[[Scheme], Experts]] = MappingProxyType(
@@ -248,6 +277,7 @@ KINDS: Mapping[Kind, Callable[[Scheme], Experts]] = MappingProxyType(
         Kind.GPTQ: GptqExperts,
         Kind.AWQ: AwqExperts,
         Kind.GPT_OSS: Float4Experts,
+        Kind.INT4: Int4Experts,
         Kind.MXFP4: Float4Experts,
         Kind.NVFP4: Float4Experts,
         Kind.MXFP8: Mxfp8Experts,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..quantization import LARGEST
-from .quantized import Products, Settled
+from ..quantization import LARGEST, rounded, unpacked
+from .quantized import APART, SUMMED, Products, Settled
 
 PLAIN = "_no_mul"
 """The end of an activation's name for experts without a gate."""
@@ -128,7 +128,18 @@ class Scaled:
         for scale in () if given[0] is None else given[0]:
             x = self._settled.settle(x, scale.double())
         out = products.normal(mixture.tokens, hidden) if mixture.out else None
-        self._settle(x, *w13, biases[0], given, routing)
+        (weight, scale), (first, second) = w13, given
+
+        def numbers(expert: int) -> Tensor:
+            return weight[expert].double() * _spread(scale[expert].double(), self.block, weight.shape[1:])
+
+        def rows(x: Tensor, expert: int) -> Tensor:
+            return self._settled.quantized_rows(x, None if first is None else first[expert].double(), self.block)
+
+        def undecided(x: Tensor, expert: int) -> Tensor:
+            return self._settled.undecided(x, None if second is None else second[expert].double(), self.block)
+
+        _settle(x, weight, biases[0], routing, numbers, rows, undecided)
         return x, *w13, *w2, *routing, *biases, *given, self.block, out
 
     @property
@@ -136,36 +147,45 @@ class Scaled:
         largest = LARGEST[str(self.quantized).removeprefix("torch.")]
         return Settled(self.dtype, torch.device("cpu"), self.generator, self.quantized, largest)
 
-    def _settle(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        given: Sequence[Tensor | None],
-        routing: Any,
-    ) -> None:
-        """Write zeros into ``weight`` and ``bias`` until no number between the products is undecided."""
-        topk_weights, topk_ids, activation, on_input, expert_map = routing
-        local = topk_ids.long() if expert_map is None else torch.where(topk_ids < 0, -1, expert_map.long()[topk_ids])
-        for expert in range(weight.shape[0]):
-            tokens, choices = (local == expert).nonzero(as_tuple=True)
-            rows = x[tokens].double() * (topk_weights[tokens, choices, None].double() if on_input else 1)
-            first, second = (None if one is None else one[expert].double() for one in given)
-            rows = self._settled.quantized_rows(rows, first, self.block)
-            added = None if bias is None else bias[expert]
-            scales = _spread(scale[expert].double(), self.block, weight.shape[1:])
-            while len(tokens):
-                numbers = weight[expert].double() * scales
-                between = functional.linear(rows, numbers, None if added is None else added.double())
-                between = ACTIVATIONS[activation](between)
-                undecided = self._settled.undecided(between, second, self.block).any(0)
-                if not undecided.any():
-                    break
-                columns = undecided.repeat(weight.shape[1] // len(undecided))
-                weight[expert].view(torch.uint8)[columns] = 0  # PyTorch writes no float8 by a mask
-                if added is not None:
-                    added[columns] = 0
+
+def _settle(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing: Any,
+    numbers: Callable[[int], Tensor],
+    rows: Callable[[Tensor, int], Tensor],
+    undecided: Callable[[Tensor, int], Tensor],
+    zero: int = 0,
+) -> None:
+    """Write zeros into ``weight`` and ``bias`` until no number between the products is undecided.
+
+    Args:
+        x: rows of tokens.
+        weight: of the first product.
+        bias: of the first product.
+        routing: as :meth:`Mixture.routing` has it.
+        numbers: an expert → its weight.
+        rows: rows of the first product and their expert → the quantized ones.
+        undecided: rows of the second product and their expert → which numbers become either of two quantized ones.
+        zero: the byte of a weight that stands for zeros.
+    """
+    topk_weights, topk_ids, activation, on_input, expert_map = routing
+    local = topk_ids.long() if expert_map is None else torch.where(topk_ids < 0, -1, expert_map.long()[topk_ids])
+    for expert in range(weight.shape[0]):
+        tokens, choices = (local == expert).nonzero(as_tuple=True)
+        here = rows(x[tokens].double() * (topk_weights[tokens, choices, None].double() if on_input else 1), expert)
+        added = None if bias is None else bias[expert]
+        while len(tokens):
+            between = functional.linear(here, numbers(expert), None if added is None else added.double())
+            between = ACTIVATIONS[activation](between)
+            found = undecided(between, expert).any(0)
+            if not found.any():
+                break
+            columns = found.repeat(weight.shape[1] // len(found))
+            weight[expert].view(torch.uint8)[columns] = zero  # PyTorch writes no float8 by a mask
+            if added is not None:
+                added[columns] = 0
 
 
 def _spread(scale: Tensor, block: int, shape: Sequence[int]) -> Tensor:
@@ -194,6 +214,7 @@ def weight_only(
     group: int,
     zeros: bool = False,
     kind: torch.dtype = torch.int8,
+    rounding: str = "",
 ) -> Callable[..., tuple[Any, ...]]:
     """Mixture → arguments of ``weight_only_moe``; ``kind``: integers, or the type of floats."""
     products = Products(dtype, torch.device("cpu"), generator, kind)
@@ -205,10 +226,43 @@ def weight_only(
         routing = mixture.routing(torch.device("cpu"), generator)
         biases = [products.normal(here, size, scale=0.25) if mixture.biases else None for size in (inputs, hidden)]
         x = products.normal(mixture.tokens, hidden)
+        factors = [products.scales(here).float() if rounding == "nvfp4" else None for _ in range(2)]
+        if rounding:
+            _settle_rounded(x, w13, biases[0], factors, routing, rounding)
         out = products.normal(mixture.tokens, hidden) if mixture.out else None
-        return _on(device, (x, *w13, *w2, *routing, *biases, zero13, zero2, out))
+        return _on(device, (x, *w13, *w2, *routing, *biases, zero13, zero2, *factors, rounding, out))
 
     return arguments
+
+
+STEP = 1e-3
+"""The least difference of two rounded numbers in their own size, and more than scales of a row differ by."""
+
+
+def _settle_rounded(
+    x: Tensor,
+    first: Sequence[Tensor],
+    bias: Tensor | None,
+    factors: Sequence[Tensor | None],
+    routing: Any,
+    rounding: str,
+) -> None:
+    """As :func:`_settle`; ``first``: the weight of the first product, and its scales."""
+    weight, scale = first
+
+    def numbers(expert: int) -> Tensor:
+        stored = unpacked(weight[expert]).double() - (8 if weight.dtype is torch.uint8 else 0)
+        return (stored.view(*scale[expert].shape, -1) * scale[expert].double()[..., None]).flatten(1)
+
+    def rows(x: Tensor, expert: int, factor: Tensor | None = factors[0]) -> Tensor:
+        return rounded(x, rounding, None if factor is None else factor[expert : expert + 1])
+
+    def undecided(x: Tensor, expert: int) -> Tensor:
+        gap = x.abs() * APART + x.abs().amax(-1, keepdim=True) * SUMMED
+        below, above = (rows(one, expert, factors[1]).abs() for one in (x - gap, x + gap))
+        return (below - above).abs() > STEP * torch.maximum(below, above)
+
+    _settle(x, weight, bias, routing, numbers, rows, undecided, 0x88 if weight.dtype is torch.uint8 else 0)
 
 
 def _on(device: torch.device, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

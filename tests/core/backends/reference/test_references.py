@@ -27,7 +27,7 @@ from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.evidence.arguments import has_nan
 from fl_dispatch.evidence.verify import implementations
 from fl_dispatch.ops import OPERATORS, Access, Mode, Sample, attention, lora
-from fl_dispatch.ops.quantization import FP4, packs_two
+from fl_dispatch.ops.quantization import FP4, packs_two, rounded
 from fl_dispatch.ops.results import flat
 from fl_dispatch.run.plan import why_declined
 from sampling import drawn
@@ -617,16 +617,18 @@ def exact_scaled_moe(
 
 
 def exact_weight_only_moe(
-    x, w13, s13, w2, s2, weights, ids, activation, on_input, expert_map, b13, b2, z13, z2, out
+    x, w13, s13, w2, s2, weights, ids, activation, on_input, expert_map, b13, b2, z13, z2, f13, f2, rounding, out
 ) -> list[Tensor]:
-    def product(weight, scale, bias, zero) -> Any:
+    def product(weight, scale, bias, zero, factor) -> Any:
         def of(expert: int, row: Tensor) -> Tensor:
             zeros, added = (None if one is None else one[expert] for one in (zero, bias))
+            if rounding:  # the format's own library says of it what is right: test_rounded_rows.py
+                row = rounded(row[None], rounding, None if factor is None else factor[expert : expert + 1])[0]
             return exact_weight_only_linear(row[None], weight[expert], scale[expert], zeros, added)[0][0]
 
         return of
 
-    products = product(w13, s13, b13, z13), product(w2, s2, b2, z2)
+    products = product(w13, s13, b13, z13, f13), product(w2, s2, b2, z2, f2)
     return exact_mixture(x, weights, ids, activation, on_input, expert_map, *products)
 
 

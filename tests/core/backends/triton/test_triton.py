@@ -302,6 +302,12 @@ SMALL = {
         "float8, groups of 32, half of the experts is here",
         "8 bits, zero points, groups of 16, 9 tokens",
         "8 bits, one scale a column, one token",
+        "rows of int8, 9 tokens",
+        "rows of mxfp4, no gate, padding tokens with out",
+        "rows of mxfp8, weights on the input, biases",
+        "rows of nvfp4, 9 tokens",
+        "rows of nvfp4, one token, half of the experts is here",
+        "rows of nvfp4, weights on the input, biases",
     ],
     "kv_cache_write": [
         "token-major cache",

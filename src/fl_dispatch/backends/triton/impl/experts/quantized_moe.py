@@ -10,8 +10,6 @@ its sum.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from fl_dispatch.ops.quantization import FP4, FP8
+from fl_dispatch.ops.quantization import FP4, FP8, int8_rows, rounded
 from fl_dispatch.ops.quantized_moe import NARROW_PAIRS, sums_narrow
 
 from ..launch import compiles, power_of_two, stages_that_fit
@@ -131,6 +129,7 @@ def _scaled(
 @triton.jit(do_not_specialize=["pairs", "blocks"])
 def _packed(
     x,
+    x_scale,
     weight,
     scale,
     zero,
@@ -150,6 +149,7 @@ def _packed(
     BIAS_ROW,
     FIRST: tl.constexpr,
     SHARED: tl.constexpr,
+    SCALED: tl.constexpr,
     STORED: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -169,7 +169,9 @@ def _packed(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Rows as they are times weights of ``STORED`` bytes a column, in ``GROUPS`` groups. Grid: as for ``_scaled``.
+    """Rows, with a scale each if ``SCALED``, times weights of ``STORED`` bytes a column, in ``GROUPS`` groups.
+
+    Grid: as for ``_scaled``.
 
     Numbers of few bits are exact in a half type, so with ``LATE`` a group's scale is a factor of its sum. The ``FIRST``
     of both products reads the rows of tokens, which ``SHARED`` pairs have in common, and writes in sorted order, which
@@ -204,6 +206,8 @@ def _packed(
             acc += part * tl.load(scale + column + k // (INNER // GROUPS)).to(tl.float32)
         else:
             acc = tl.dot(w, tl.trans(a.to(tl.float32)), acc, input_precision="ieee")
+    if SCALED:
+        acc *= tl.load(x_scale + source, mask=seen, other=0.0)[None, :]
     _finish(
         tl.trans(acc), bias, topk_weights, out, expert, pair, target, seen, weight_row, tile, BIAS_ROW, WIDTH,
         ACTIVATION, GATED, BIASED, FIRST and WEIGHTED, WEIGHTED and not FIRST, BLOCK_M, BLOCK_N,
@@ -271,6 +275,14 @@ def supports_packed(
     return _refused(hidden_states, activation, out, w13, w2, w13_bias, w2_bias) or True
 
 
+def _of_pairs(values: Tensor | None, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor | None:
+    """The value of its expert for each pair; any for pairs without one here."""
+    if values is None:
+        return None
+    chosen = topk_ids.flatten().long().clamp(min=0)
+    return values[chosen if expert_map is None else expert_map[chosen].long().clamp(min=0)]
+
+
 def scaled_moe(
     hidden_states: Tensor,
     w13: Tensor,
@@ -333,13 +345,6 @@ def scaled_moe(
             order,
         )  # fmt: skip
 
-    def given(scale: Tensor | None) -> Tensor | None:
-        """A scale for each pair."""
-        if scale is None:
-            return None
-        chosen = topk_ids.flatten().long().clamp(min=0)
-        return scale[chosen if expert_map is None else expert_map[chosen].long().clamp(min=0)]
-
     pairs = order.pairs
     x, repeat = hidden_states, topk if x13_scale is not None else 1
     if apply_router_weight_on_input:
@@ -347,10 +352,10 @@ def scaled_moe(
     gated = activation in GATED_ACTIVATIONS
     between = hidden_states.new_empty((pairs, inner), dtype=torch.float32)
     outputs = hidden_states.new_empty((pairs, hidden))
-    rows = quantized_rows(x, kind, block_size or hidden, given(x13_scale), repeat)
+    rows = quantized_rows(x, kind, block_size or hidden, _of_pairs(x13_scale, topk_ids, expert_map), repeat)
     first, second = (w13, w13_scale, w13_bias), (w2, w2_scale, w2_bias)
     product(rows, first, plan.up, (activation.removesuffix("_no_mul"), gated), False, not narrow, between)
-    rows = quantized_rows(between, kind, block_size or inner, given(x2_scale))
+    rows = quantized_rows(between, kind, block_size or inner, _of_pairs(x2_scale, topk_ids, expert_map))
     product(rows, second, plan.down, ("", False), not apply_router_weight_on_input, wide, outputs)
     add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
     return out
@@ -371,9 +376,15 @@ def weight_only_moe(
     w2_bias: Tensor | None = None,
     w13_zero: Tensor | None = None,
     w2_zero: Tensor | None = None,
+    x13_factor: Tensor | None = None,
+    x2_factor: Tensor | None = None,
+    rounding: str = "",
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`. Half types meet weights rounded to them."""
+    """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`. Half types meet weights rounded to them.
+
+    PyTorch's operators round rows; integers and their scales meet in the product, because a half type has not both.
+    """
     tokens, hidden = hidden_states.shape
     out = result(hidden_states, (tokens, hidden), out)
     if not out.numel():
@@ -390,28 +401,30 @@ def weight_only_moe(
     order = arrange(topk_ids, expert_map, numbered, plan.rows)
 
     def product(
-        x: Tensor,
+        rows: tuple[Tensor, Tensor | None],
         weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
         tile: Tile,
         activated: tuple[str, bool],
         weighted: bool,
         first: bool,
+        shared: int,
         to: Tensor,
     ) -> None:
-        numbers, scale, zero, bias = weight
+        (x, x_scale), (numbers, scale, zero, bias) = rows, weight
         _, columns, stored = numbers.shape
         scale, groups = scale.contiguous(), scale.shape[2]
         zeros, added = scale if zero is None else zero.contiguous(), numbers if bias is None else bias
-        numbers_of: tuple[Any, ...] = (x.stride(0), *strides(numbers, bias), first, topk, stored, columns, groups)
+        of_rows = (x.stride(0), *strides(numbers, bias), first, shared, x_scale is not None)
         unit = min(tile.depth, divisor(stored * packed // groups))
         late = unit >= LEAST_DEPTH
         tile = tile._replace(depth=unit if late else LEAST_DEPTH)
         stage = tile.depth * (tile.columns // packed + plan.rows * x.element_size())
         multiply(
             _launch_packed,
-            (x, numbers, scale, zeros, added, topk_weights, *order.tensors, to),
+            (x, x if x_scale is None else x_scale, numbers, scale, zeros, added, topk_weights, *order.tensors, to),
             (
-                *numbers_of, zero is not None, packed, float4, unit, *activated, bias is not None, weighted, late,
+                *of_rows, stored, columns, groups, zero is not None, packed, float4, unit, *activated,
+                bias is not None, weighted, late,
             ),
             columns,
             tile,
@@ -419,10 +432,32 @@ def weight_only_moe(
             order,
         )  # fmt: skip
 
+    def changed(x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Rows of a product, and their scales."""
+        if rounding == "int8":
+            integers, scale = int8_rows(x)
+            return integers.to(hidden_states.dtype), scale
+        return rounded(x, rounding, factor).to(hidden_states.dtype) if rounding else x, None
+
     inner, gated, on_input = w2.shape[2] * packed, activation in GATED_ACTIVATIONS, apply_router_weight_on_input
-    between, outputs = hidden_states.new_empty((order.places, inner)), hidden_states.new_empty((order.pairs, hidden))
-    activated = (activation.removesuffix("_no_mul"), gated)
-    product(hidden_states, (w13, w13_scale, w13_zero, w13_bias), plan.up, activated, on_input, True, between)
-    product(between, (w2, w2_scale, w2_zero, w2_bias), plan.down, ("", False), not on_input, False, outputs)
+    activated, x, shared = (activation.removesuffix("_no_mul"), gated), hidden_states, topk
+    if rounding and on_input:
+        x, shared = (x[:, None].float() * topk_weights[:, :, None].float()).view(order.pairs, hidden), 1
+    elif x13_factor is not None:
+        x, shared = x.repeat_interleave(topk, 0), 1
+    between = hidden_states.new_empty((order.places, inner), dtype=torch.float32 if rounding else None)
+    outputs = hidden_states.new_empty((order.pairs, hidden))
+    rows, first = changed(x, _of_pairs(x13_factor, topk_ids, expert_map)), (w13, w13_scale, w13_zero, w13_bias)
+    product(rows, first, plan.up, activated, on_input and not rounding, True, shared, between)
+    if x2_factor is not None:
+        *_, expert_ids, _ = order.tensors
+        sorted_pairs = order.options[0]
+        x2_factor = (
+            x2_factor[expert_ids.clamp(min=0)].repeat_interleave(plan.rows)
+            if sorted_pairs
+            else _of_pairs(x2_factor, topk_ids, expert_map)
+        )
+    second = (w2, w2_scale, w2_zero, w2_bias)
+    product(changed(between, x2_factor), second, plan.down, ("", False), not on_input, False, 1, outputs)
     add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
     return out

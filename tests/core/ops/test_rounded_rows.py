@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch.hosting.quantized import rows
+from fl_dispatch.ops.quantization import ROUNDINGS, rounded
 from quantized_checkpoints import MXFP4_ROWS, MXFP8_ROWS, NVFP4_ROWS, TOKEN8, rows_of_the_library
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -25,7 +25,7 @@ def given(dtype: torch.dtype, size: float) -> Tensor:
 @SIZES
 def test_mxfp4(dtype: torch.dtype, size: float) -> None:
     x = given(dtype, size)
-    assert torch.equal(rows.mxfp4(x, 32).float(), rows_of_the_library(MXFP4_ROWS)(x.float()))
+    assert torch.equal(rounded(x, "mxfp4").float(), rows_of_the_library(MXFP4_ROWS)(x.float()))
 
 
 @DTYPES
@@ -34,40 +34,44 @@ def test_mxfp4(dtype: torch.dtype, size: float) -> None:
 def test_nvfp4_with_its_factor(dtype: torch.dtype, size: float, factor: float) -> None:
     x, of_all = given(dtype, size), torch.tensor([factor])
     expected = rows_of_the_library(NVFP4_ROWS, of_all)(x.float())
-    torch.testing.assert_close(rows.nvfp4(x, 16, of_all).float() / of_all, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rounded(x, "nvfp4", of_all).float() / of_all, expected, rtol=1e-6, atol=0)
 
 
 @DTYPES
 @SIZES
 def test_mxfp8(dtype: torch.dtype, size: float) -> None:
     x = given(dtype, size)
-    assert torch.equal(rows.mxfp8(x, 32).float(), rows_of_the_library(MXFP8_ROWS)(x.float()).to(dtype).float())
+    assert torch.equal(rounded(x, "mxfp8").float(), rows_of_the_library(MXFP8_ROWS)(x.float()).to(dtype).float())
 
 
 @DTYPES
 @SIZES
 def test_int8_with_a_scale_a_row(dtype: torch.dtype, size: float) -> None:
     x = given(dtype, size)
-    assert torch.equal(rows.int8(x), rows_of_the_library(TOKEN8)(x.float()[None])[0].to(dtype))
+    assert torch.equal(rounded(x, "int8"), rows_of_the_library(TOKEN8)(x.float()[None])[0].to(dtype))
 
 
-EVERY = {
-    "mxfp4": lambda x: rows.mxfp4(x, 32),
-    "nvfp4": lambda x: rows.nvfp4(x, 16, torch.ones(1)),
-    "mxfp8": lambda x: rows.mxfp8(x, 32),
-    "int8": rows.int8,
-}
-"""Numbers → rows in them."""
-every = pytest.mark.parametrize("numbers", EVERY)
+every = pytest.mark.parametrize("numbers", ROUNDINGS)
 
 
 @every
 def test_no_rows(numbers: str) -> None:
-    assert EVERY[numbers](torch.zeros(0, 64)).shape == (0, 64)
+    assert rounded(torch.zeros(0, 64), numbers).shape == (0, 64)
 
 
 @every
 def test_a_nan_does_not_vanish(numbers: str) -> None:
     x = torch.ones(1, 64)
     x[0, 3] = torch.nan
-    assert EVERY[numbers](x)[0, 3].isnan()
+    assert rounded(x, numbers)[0, 3].isnan()
+
+
+def test_each_row_has_its_factor() -> None:
+    x, factors = given(torch.float32, 1.0)[:3], torch.tensor([300.0, 12.8, 1.0])
+    alone = [rounded(x[row : row + 1], "nvfp4", factors[row : row + 1]) for row in range(3)]
+    assert torch.equal(rounded(x, "nvfp4", factors), torch.cat(alone))
+
+
+def test_other_numbers_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="'fp6'"):
+        rounded(torch.ones(1, 64), "fp6")
