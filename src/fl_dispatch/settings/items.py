@@ -169,6 +169,10 @@ ITEMS: tuple[Item, ...] = (
         "seal_tactics", "VLLM_FL_SEAL_TACTICS",
         "whether kernels choose nothing by timing any more once a start is over",
     ),
+    _flag(
+        "mxfp4_as_fp8", "VLLM_FL_MXFP4_AS_FP8",
+        "whether weights of MXFP4 become fp8 with a scale for each block of 128, if no number changes",
+    ),
     _item(
         "steps", "VLLM_FL_STEPS", values.whole, int, partial(values.within, 1, 64),
         "the most steps of the model for one scheduling, while all requests decode",

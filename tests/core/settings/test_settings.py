@@ -101,6 +101,7 @@ BOOLEANS = {
     "VLLM_FL_FUSE_ROPE_KVCACHE": "fuse_rope_kvcache",
     "VLLM_FL_FUSE_ONE_TOKEN": "fuse_one_token",
     "VLLM_FL_SEAL_TACTICS": "seal_tactics",
+    "VLLM_FL_MXFP4_AS_FP8": "mxfp4_as_fp8",
     "VLLM_FL_DISPATCH_DEBUG": "dispatch_debug",
     "VLLM_BATCH_INVARIANT": "batch_invariant",
 }
@@ -896,7 +897,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variables_are_not_ours() -> None:
     assert not {"VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL"} & set(variable_names())
-    assert len(variable_names()) == len(set(variable_names())) == 36
+    assert len(variable_names()) == len(set(variable_names())) == 37
 
 
 def rows() -> dict[str, list[str]]:

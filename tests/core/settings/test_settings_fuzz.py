@@ -185,6 +185,7 @@ others: dict[str, Any] = {
     "fuse_rope_kvcache": st.booleans(),
     "fuse_one_token": st.booleans(),
     "seal_tactics": st.booleans(),
+    "mxfp4_as_fp8": st.booleans(),
     "steps": st.integers(1, 64),
     "steps_ms": st.floats(0, 1e4),
     "dispatch_debug": st.booleans(),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ... import explain
 from ...ops.quantization import FP4
-from . import blocks, orders
+from . import blocks, orders, reencoding
 from .layers import NVFP4, QuantizedKernel
 from .schemes import Float4Names
 
@@ -326,6 +326,9 @@ class Float4Experts(WeightOnlyExperts):
                 factor = of_rows[:, :1] if factor is None else factor * of_rows[:, :1]
                 setattr(layer, owner, nn.Parameter(1 / of_rows[:, 0, 0], requires_grad=False))
             scales, stored = orders.scales_of_bytes(scale.data, self.fl_dtype, factor), weight.data.view(FP4)
+            if factor is None and reencoding.asked():
+                self._check(f"{name}_weight_scale", scales)
+                stored, scales = reencoding.in_blocks(f"{self.fl_scope}.{name}_{self._names.weight}", stored, scales)
             self._keep(layer, **{f"{name}_{self._names.weight}": stored, f"{name}_weight_scale": scales})
 
     def _factors(self, layer: Any, owner: str, columns: int) -> Tensor:

@@ -16,7 +16,7 @@ from ... import bind_op
 from ...devices import detect_device
 from ...ops.quantization import FP4, TENSOR, rounded
 from ..layers.layer_kernels import KERNEL, LayerKernel
-from . import blocks, orders
+from . import blocks, orders, reencoding
 from .schemes import FLOAT4_NAMES, TENSOR_GROUP, Scheme
 
 NVFP4 = "nvfp4"
@@ -354,6 +354,9 @@ class Float4Layer(GroupedLayer):
                 of_rows = 1 / self._factor(name, orders.scale_of_rows(given, len(widths)))
         weight, scale = (getattr(layer, name).data for name in self.fl_weights)
         scale, weight = orders.scales_of_bytes(scale, self.fl_dtype, factor), weight.contiguous().view(FP4)
+        if factor is None and reencoding.asked():
+            self._check(self.fl_weights[1], scale)
+            weight, scale = reencoding.in_blocks(f"{self.fl_scope}.{self.fl_weights[0]}", weight, scale)
         factors = dict(zip(self.fl_factors, (None, of_rows), strict=False))
         self._keep(layer, **dict(zip(self.fl_weights, (weight, scale), strict=True)), **factors)
 
