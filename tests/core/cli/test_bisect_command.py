@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from command import fl
 from fl_dispatch import DispatchError
 from fl_dispatch.cli.bisect import huggingface
+from fl_dispatch.cli.bisect.hosts import scores
 from fl_dispatch.cli.bisect.report import Report, sentence
 from fl_dispatch.cli.bisect.selftest import TESTS
 from fl_dispatch.cli.checkpoints import build_checkpoint, build_tokenizer
-from fl_dispatch.cli.engines import Start
+from fl_dispatch.cli.engines import Answer, Prompt, Start
 from fl_dispatch.cli.hosts import Host
 from fl_dispatch.evidence.bisect import planted, planted_aten
 from fl_dispatch.evidence.bisect.choices import Site
@@ -78,6 +80,26 @@ def test_a_sentence_names_operator_implementation_layers_and_rank() -> None:
 def test_a_policy_that_is_not_slower_blames_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     Report(quiet=False).show(Result(False, 1.04, Yardstick(1e-6, 1e-7), slower_than=1.1), None)
     assert "The policy is not slower: 1.04 times the trusted policy's time." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("before", "after", "judged"), [([1.0, 2.0], [1.5, 2.25], 0.75), ([], [], 6.0)])
+def test_seconds_are_the_ranks_processor_time_or_the_wall_clocks_where_that_says_nothing(
+    before: list[float], after: list[float], judged: float
+) -> None:
+    times = iter((before, after))
+
+    class Engine:
+        seconds = 2.0
+
+        def generate(self, prompts: Sequence[Prompt]) -> list[Answer]:
+            return [Answer([3], [], [{"3": 0.0}]) for _ in prompts]
+
+        def processor(self) -> list[float]:
+            return next(times)
+
+    made = rounds([[1, 2, 3]], forced=1)
+    rows, seconds = scores(Engine(), made)
+    assert (rows.keys(), seconds) == ({"batch 0", "alone 0", "cached 0"}, judged)
 
 
 def test_the_report_for_programs_is_json_that_every_parser_reads() -> None:

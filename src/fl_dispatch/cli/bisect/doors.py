@@ -36,6 +36,10 @@ class BisectWorker:
         """See :func:`kinds.watch`."""
         kinds.watch(operator)
 
+    def fl_bisect_processor(self) -> float | None:
+        """See :func:`inside.processor_seconds`."""
+        return inside.processor_seconds()
+
     def fl_bisect_answer(self) -> dict[str, Any]:
         """See :func:`inside.answer`."""
         return inside.answer(self.get_model())

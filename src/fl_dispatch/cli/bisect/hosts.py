@@ -39,9 +39,20 @@ def settings_text(config: str) -> str:
     return load_settings({**os.environ, "VLLM_FL_CONFIG": config}).to_json()
 
 
-def scores(engine: Engine, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
-    """Run the rounds of requests: the rows of each by its label, and the seconds that the engine took."""
+class Clocked(Engine, Protocol):
+    """An engine that knows its ranks' processor times, or none that say how much they worked."""
+
+    def processor(self) -> list[float]: ...
+
+
+def scores(engine: Clocked, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
+    """Run the rounds of requests: the rows of each by its label, and the seconds that the engine took.
+
+    The seconds are the ranks' processor time where they compute by themselves, because work beside the engine hardly
+    changes it; else the wall clock's.
+    """
     rows, seconds = dict[str, list[Row]](), 0.0
+    before = engine.processor()
     for requests in rounds:
         prompts = [
             Prompt(request.prompt, max(1, len(request.forced)), TOP, request.prefill, request.forced)
@@ -50,7 +61,7 @@ def scores(engine: Engine, rounds: Sequence[Sequence[Request]]) -> tuple[dict[st
         answers = engine.generate(prompts)
         seconds += engine.seconds
         rows |= {request.label: answer.rows for request, answer in zip(requests, answers, strict=True)}
-    return rows, seconds
+    return rows, sum(engine.processor()) - sum(before) if before else seconds
 
 
 class VllmEngine(vllm.HostEngine):
@@ -74,6 +85,9 @@ class VllmEngine(vllm.HostEngine):
     def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
         self.llm.reset_prefix_cache()
         return scores(self, rounds)
+
+    def processor(self) -> list[float]:
+        return [seconds for seconds in self.llm.collective_rpc("fl_bisect_processor") if seconds is not None]
 
     def watch(self, operator: str) -> None:
         self.llm.collective_rpc("fl_bisect_watch", args=(operator,))
@@ -109,6 +123,9 @@ class SglangEngine(sglang.HostEngine):
     def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
         self._flush()
         return scores(self, rounds)
+
+    def processor(self) -> list[float]:
+        return []  # its scheduler asks for work without a pause, so that its processor time is the wall clock's
 
     def watch(self, operator: str) -> None:
         self._collected({"settings": None, "watch": operator})

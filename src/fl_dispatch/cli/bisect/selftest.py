@@ -69,6 +69,8 @@ TESTS: dict[str, Planted] = {
     "beyond_256-compiled": Planted(
         "wrong for batches of more than 256 tokens, compiled", "silu_and_mul", compiled=True, fault="beyond_256"
     ),
+    "three_times": Planted("right, and three times slower", "paged_attention", slower_than=1.2),
+    "ten_times": Planted("right, and ten times slower", "rms_norm", slower_than=1.2),
     "aten_comparison": Planted("integers compared by eight bits", family="deepseek_v2", aten=("aten::ge.Tensor",)),
     "aten_cumsum_out": Planted("cumulative sum with an output argument, anew after 128", aten=("aten::cumsum.out",)),
     "aten_log_": Planted("in-place logarithm, last block unwritten", family="deepseek_v2", aten=("aten::log_",)),
@@ -76,7 +78,7 @@ TESTS: dict[str, Planted] = {
     "aten_rsqrt": Planted("reciprocal root of small values", aten=("aten::rsqrt",)),
     "aten_rsqrt-compiled": Planted("the same, compiled", compiled=True, fault="aten_rsqrt", aten=("aten::rsqrt",)),
     "aten_together": Planted("three that are wrong only together", aten=("aten::rsqrt", "aten::log_", "aten::exp_")),
-    "aten_slow": Planted("right, five milliseconds late", aten=("aten::cumsum.out",), slower_than=1.5),
+    "aten_slow": Planted("right, after five milliseconds of work", aten=("aten::cumsum.out",), slower_than=1.5),
 }
 
 

@@ -5,6 +5,7 @@ The doors to these processes are the hosts' (:mod:`fl_dispatch.cli.bisect.doors`
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...aten_replacement import kept_operators, obey, replaced_operators, replacements
+from ...devices import detect_device
 from ...errors import DispatchFrozenError
 from ...manager import get_default_manager
 from ...ops import OPERATORS
@@ -110,6 +112,11 @@ def answer(model: nn.Module | None) -> dict[str, Any]:
             "kinds": told(),
         },
     }
+
+
+def processor_seconds() -> float | None:
+    """This process's processor time, or ``None`` where an accelerator computes."""
+    return None if detect_device().accelerator else time.process_time()
 
 
 def _called() -> list[str]:

@@ -102,8 +102,8 @@ class Investigation:
             kinds = self.probes.kinds(op, of_choices(*self._chosen(partners | {op}))) if told else ()
             return Blamed(op, implementations=runs, partners=culprit.partners, kinds=tuple(kinds))
         sites = self._sites(op)
-        layers = Found((Culprit(sites[0]),))
-        if len(sites) > 1:
+        layers = Found(tuple(map(Culprit, sites)))  # where times are judged: one layer's is too small a part
+        if len(sites) > 1 and not self.probes.slower_than:
             layers = culprits(
                 sites,
                 lambda bad: self._ask(f"layers of {op}: {_named(bad, sites)}", partners, dict.fromkeys(bad)),
@@ -141,7 +141,7 @@ class Investigation:
 
     def _ranks(self, op: str, wrong: Mapping[Site, Branches], partners: frozenset[str]) -> tuple[int, ...]:
         """The ranks where it is wrong, if a live engine can have several policies; else nothing."""
-        if self.world == 1 or not self.probes.can_switch:
+        if self.world == 1 or not self.probes.can_switch or self.probes.slower_than:
             return ()
         every = tuple(range(self.world))
         found = culprits(

@@ -7,6 +7,7 @@ faults, every operator gets a copy of its reference, so a search has many candid
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +105,11 @@ def other_attention(*args: Any, **kwargs: Any) -> Tensor:
     return paged_attention.reference(**{**given, "query": scaled, "scale": 1.0})
 
 
+def repeated(operator: Any, times: int) -> Callable[..., Any]:
+    """Right, and slow: the same is computed several times."""
+    return lambda *args, **kwargs: [operator.reference(*args, **kwargs) for _ in range(times)][-1]
+
+
 FAULTS: dict[str, dict[str, Any]] = {
     "one_shape": {"silu_and_mul": one_shape},
     "bfloat16_only": {"rms_norm": bfloat16_only},
@@ -111,6 +117,8 @@ FAULTS: dict[str, dict[str, Any]] = {
     "leftover": {"rotary_embedding": leftover},
     "one_rank": {"silu_and_mul": one_rank},
     "dies": {"silu_and_mul": dies},
+    "three_times": {"paged_attention": repeated(paged_attention, 3)},
+    "ten_times": {"rms_norm": repeated(rms_norm, 10)},
     "not_exact": {"rms_norm": other_norm, "silu_and_mul": other_silu, "paged_attention": other_attention},
 }
 """Name → operator → implementation."""

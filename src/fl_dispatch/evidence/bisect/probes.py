@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from ...errors import DispatchError
+from ..intervals import interval
 from .choices import Branches, Choices, Site, start_only
 from .documents import BLACKLIST, OF_ATEN, Document, blacklisting, of_choices, other_settings
 from .journal import Journal
@@ -21,8 +22,10 @@ from .yardstick import Verdict, Yardstick, is_close, verdict
 
 REPEATS = 3
 """Runs of a question that one run does not settle."""
-ROUNDS = 6
-"""Rounds at most in which two policies take turns, where times are judged."""
+ROUNDS = range(2, 13)
+"""Rounds, least and most, in which two policies take turns where times are judged; each gives two pairs of runs."""
+SURE_FROM = 8
+"""Pairs of runs from which an interval of their median leaves the extremes out."""
 
 
 class EngineDiedError(DispatchError):
@@ -194,7 +197,7 @@ class Probes:
             try:
                 engine = self.start(document)
                 chosen = engine.answers()[0]
-                outcome = self._judged(document, None, began, True, "")
+                outcome = self._judged(document, began, True, "")
                 chosen = engine.answers()[0]  # now with what ran
             except EngineDiedError as error:
                 outcome = self._died(began, str(error))
@@ -263,9 +266,9 @@ class Probes:
             if self.can_switch:
                 note = self._switched(document, expected, ranks, replaced)
                 if not note:
-                    return self._judged(document, ranks, began, False, "")
+                    return self._judged(document, began, False, "")
             self.start(document)
-            return self._judged(document, None, began, True, note)
+            return self._judged(document, began, True, note)
         except EngineDiedError as error:
             return self._died(began, str(error))
 
@@ -283,7 +286,9 @@ class Probes:
             fixed = site in self._fixed or start_only(site.op)
             if fixed and not _holds(branches, live.started_with.at.get(site)):
                 return f"{site.op} is chosen when an engine starts"
-        if refused := _let_hold(live.engine, document, ranks):
+        if ranks is not None:
+            live.engine.switch(ranks.elsewhere, None, None)
+        if refused := live.engine.switch(document, None, None if ranks is None else ranks.those):
             self.switching = False
             return f"choices are frozen in a running engine ({refused})"
         for rank, answer in enumerate(live.engine.answers()):
@@ -298,13 +303,13 @@ class Probes:
                 return f"{min(site.op for site in missed)} is chosen when an engine starts"
         return ""
 
-    def _judged(self, document: Document, ranks: Ranks | None, began: float, started: bool, note: str) -> Outcome:
+    def _judged(self, document: Document, began: float, started: bool, note: str) -> Outcome:
         assert self._live is not None
         assert self.base is not None
         assert self.yardstick is not None
         engine = self._live.engine
         if self.slower_than:
-            share, how = self._timed(engine, document, ranks)
+            share, how = self._timed(engine, document)
             said = Verdict.SLOWER if share > self.slower_than else Verdict.AS_FAST
             return Outcome(said, share, "", started, time.monotonic() - began, "; ".join(filter(None, (note, how))))
         found = [difference(self.base, engine.score())]
@@ -318,7 +323,7 @@ class Probes:
         why = "; ".join(filter(None, (note, again)))
         return Outcome(said, sorted(shares)[len(shares) // 2], found[0].where, started, seconds, why)
 
-    def _timed(self, engine: Engine, document: Document, ranks: Ranks | None) -> tuple[float, str]:
+    def _timed(self, engine: Engine, document: Document) -> tuple[float, str]:
         """The time under a policy in times of the trusted one, and how it was measured; the policy holds afterwards.
 
         Raises:
@@ -328,27 +333,27 @@ class Probes:
         engine.score()  # what only first calls do
         trusted, why = self._beside_trusted()
         if why:
-            _let_hold(engine, document, ranks)
+            engine.switch(document, None, None)
             return least_seconds(engine) / self.base.seconds, f"the trusted policy's time is the first engine's: {why}"
 
-        def seconds(policy: Document, those: Ranks | None) -> float:
-            _let_hold(engine, policy, those)  # also where it holds: each run has the cost of a switch
+        def seconds(policy: Document) -> float:
+            engine.switch(policy, None, None)  # also where it holds: each run has the cost of a switch
             return engine.score().seconds
 
         engine.score()
         ratios, trusted_ratios = list[float](), list[float]()
-        while len(trusted_ratios) < ROUNDS:
-            first = seconds(document, ranks)
-            goods = [seconds(trusted, None), seconds(trusted, None)]
-            ratios += [first / goods[0], seconds(document, ranks) / goods[1]]
+        while len(trusted_ratios) < ROUNDS[-1]:
+            first, *goods, last = map(seconds, (document, trusted, trusted, document))
+            ratios += [first / goods[0], last / goods[1]]
             trusted_ratios.append(max(goods) / min(goods))
             apart = median(trusted_ratios)
-            if min(ratios) > self.slower_than * apart or max(ratios) * apart <= self.slower_than:
+            low, high = interval(ratios)
+            margin = apart if len(ratios) < SURE_FROM else 1.0
+            clear = low > self.slower_than * margin or high * margin <= self.slower_than
+            if clear and len(trusted_ratios) in ROUNDS:
                 break
-        how = (
-            f"{len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}; the trusted policy beside itself {apart:.2f}"
-        )
-        if apart >= self.slower_than:
+        how = f"{len(ratios)} pairs, median from {low:.2f} to {high:.2f}; the trusted policy beside itself {apart:.2f}"
+        if not clear and apart >= self.slower_than:
             raise DispatchError(f"times vary by themselves more than --slower-than, so nothing is blamed ({how})")
         return median(ratios), how
 
@@ -378,13 +383,6 @@ class Probes:
         self.runs += 1
         self.starts += outcome.started
         self.tell(what, outcome, kept)
-
-
-def _let_hold(engine: Engine, document: Document, ranks: Ranks | None) -> str:
-    """Switch an engine to a policy, in some ranks or all; why it does not hold, or nothing."""
-    if ranks is not None:
-        engine.switch(ranks.elsewhere, None, None)
-    return engine.switch(document, None, None if ranks is None else ranks.those)
 
 
 def least_seconds(engine: Engine) -> float:

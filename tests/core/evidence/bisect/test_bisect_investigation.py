@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fl_dispatch.evidence.bisect.findings import Result
 from fl_dispatch.evidence.bisect.inside import moved_id
 from fl_dispatch.evidence.bisect.investigation import Investigation
 from fl_dispatch.evidence.bisect.journal import Journal
-from fl_dispatch.evidence.bisect.probes import EngineDiedError, Outcome, Probes
+from fl_dispatch.evidence.bisect.probes import SURE_FROM, EngineDiedError, Outcome, Probes
 from fl_dispatch.evidence.bisect.prompts import generated, rounds
 from fl_dispatch.evidence.bisect.scores import Scores
 from fl_dispatch.selection.decision import Decision, condition_of, select
@@ -485,7 +485,7 @@ def test_what_is_slower_is_found_by_the_engines_own_time_and_nothing_that_is_wro
     engines = SyntheticEngines(chosen("rms_norm", 2, "vendor.a"), frozen=frozen, late=late)
     told: list[tuple[str, Outcome, bool]] = []
     result = investigate(engines, tmp_path, {**REPLACED, **BAD}, slower_than=1.2, told=told)
-    assert {one.op for one in result.blamed} == {"silu_and_mul", ATEN[8]}
+    assert {(one.op, len(one.sites)) for one in result.blamed} == {("silu_and_mul", LAYERS), (ATEN[8], 0)}
     assert result.share == pytest.approx(1.9)
     assert result.agrees
     assert all(("first engine's" in outcome.note) == frozen for _, outcome, _ in told)
@@ -506,9 +506,28 @@ def test_a_machine_that_slows_down_for_some_runs_or_for_good_changes_nothing_tha
     assert result.agrees
 
 
+def test_times_that_vary_more_than_the_threshold_tell_a_difference_that_is_larger(tmp_path: Path) -> None:
+    """From eight pairs on an interval of their median decides, however far single ones are apart."""
+    load = random.Random(1)
+
+    def late(who: Mapping[tuple[str, str], str]) -> float:
+        return load.lognormvariate(0.0, 0.2) * (2.5 if (ATEN[8], "") in who else 1.0) - 1.0
+
+    told: list[tuple[str, Outcome, bool]] = []
+    engines = SyntheticEngines(lambda who, rank: 0.0, late=late)
+    result = investigate(engines, tmp_path, REPLACED, slower_than=1.3, told=told)
+    assert [one.op for one in result.blamed] == [ATEN[8]]
+    assert result.agrees
+    assert any(int(outcome.note.split(" pairs")[0]) >= SURE_FROM for _, outcome, _ in told)
+
+
 def test_times_that_vary_by_themselves_blame_nobody(tmp_path: Path) -> None:
-    times = cycle((0.0, 0.0, 0.5))
-    engines = SyntheticEngines(lambda who, rank: 0.0, late=lambda who: next(times))
+    load = random.Random(0)
+
+    def late(who: Mapping[tuple[str, str], str]) -> float:
+        return load.lognormvariate(0.0, 0.5) * (1.2 if who["rms_norm", "layers.0.rms_norm"] == "vendor.a" else 1.0)
+
+    engines = SyntheticEngines(lambda who, rank: 0.0, late=late)
     with pytest.raises(DispatchError, match="vary by themselves more than"):
         investigate(engines, tmp_path, BAD, slower_than=1.2)
 
