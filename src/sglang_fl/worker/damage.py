@@ -197,7 +197,8 @@ def eagle_sample(
 def without_damaged_drafts(runner: ModelRunner, output: Any) -> Any:
     """The output of a pass; from NaN or infinity a model that drafts proposes every token alike.
 
-    That costs acceptance and no answer. SGLang can draw no draft from NaN, nor weigh the branches of a tree by it.
+    That costs acceptance and no answer: SGLang's checks take probabilities of NaN for 0. But a device may choose a
+    draft beyond the vocabulary from NaN, and the next one would be made from what lies behind the embeddings.
     """
     if runner.is_draft_worker and not _is_off() and output.logits_output.next_token_logits is not None:
         damaged_rows(output.logits_output.next_token_logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from sampling import drawn
 
 pytest.importorskip("sglang")
 
-pytestmark = pytest.mark.engine
+from sglang_fl.worker import damage
 
 TREE = {"speculative_eagle_topk": 2, "speculative_num_steps": 2, "speculative_num_draft_tokens": 5}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,6 +61,7 @@ def its_own(answers: list[list[int]]) -> int:
     return next(token for token in answers[-1][2:-8] if token not in others)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("way", "times"), drawn(CASES, 2, "drafts of damaged requests under SGLang"))
 def test_a_request_whose_answer_becomes_nan_is_read_again_and_ends_alone_if_it_becomes_so_again(
     way: str, times: int, pairs: Pairs, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -76,6 +78,7 @@ def test_a_request_whose_answer_becomes_nan_is_read_again_and_ends_alone_if_it_b
         assert last == right[2] if times == 1 else SAID in last
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("way", drawn(tuple(HEADS), 1, "drafts from NaN under SGLang"))
 def test_a_head_that_drafts_from_nan_costs_no_answer_and_no_distribution(
     way: str, pairs: Pairs, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -90,3 +93,13 @@ def test_a_head_that_drafts_from_nan_costs_no_answer_and_no_distribution(
     greedy, sampled = start(target, ANSWERS, samples, engine=engine).result()["steps"]
     assert greedy["answers"] == expected_tokens(checkpoint("llama"), drafters.TURNS, drafters.LONG)
     drafters.check_pairs(reference_network(target, torch.float32), PROMPTS[0], sampled["tokens"])
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["the target", "a drafter"])
+def test_from_nan_a_model_that_drafts_proposes_every_token_alike(drafts: bool) -> None:
+    logits = torch.tensor([[0.0, 1.0], [torch.nan, 1.0]])
+    output = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
+    damage.without_damaged_drafts(SimpleNamespace(is_draft_worker=drafts), output)
+    assert logits[0].tolist() == [0.0, 1.0]
+    assert bool(logits[1].isnan().any()) != drafts
+    assert not drafts or logits[1].tolist() == [0.0, 0.0]
