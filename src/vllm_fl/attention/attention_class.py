@@ -9,7 +9,9 @@ from . import kv_layout
 
 if TYPE_CHECKING:
     from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
@@ -22,6 +24,30 @@ class CacheQuestions:
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout[kv_layout.host_order()],)
+
+
+class LatentQuestions:
+    """vLLM's questions to the class of a cache of latents or of index keys: one row a token, of any size."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM looks the name up among its own; this is the free one
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # all
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        from vllm.v1.attention.backend import MultipleOf
+
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBNHC,)
 
 
 def attention_refusals(backend: Any, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:

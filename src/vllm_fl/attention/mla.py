@@ -12,6 +12,7 @@ as in vLLM's Triton class, and so do the new tokens' own latents in the multi-he
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,12 +21,13 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl
-from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionType
 
 from fl_dispatch import bind_op, get_default_manager
 from fl_dispatch.hosting.start import warm_batches
 
 from . import kv_layout
+from .attention_class import LatentQuestions
 from .cache_slots import real
 from .mla_context import context_rows
 from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
@@ -33,8 +35,6 @@ from .mla_prefill import merge
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
-    from vllm.v1.kv_cache_interface import KVCacheSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
 
@@ -44,43 +44,19 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
 
     _split: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_arguments: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = signature(MLACommonImpl.__init__).bind(self, *args, **kwargs).arguments
         asked = {
-            "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
-            "a soft cap": logits_soft_cap,
-            f"attention type '{attn_type}'": attn_type != AttentionType.DECODER,
+            "ALiBi": given["alibi_slopes"],
+            "a sliding window": given["sliding_window"],
+            "a soft cap": given["logits_soft_cap"],
+            f"attention type '{given['attn_type']}'": given["attn_type"] != AttentionType.DECODER,
         }
         if refused := [feature for feature, value in asked.items() if value]:
             raise NotImplementedError(f"MLAFLBackend does not support {' and '.join(refused)}")
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_arguments,
-        )
+        super().__init__(*args, **kwargs)
         self.supports_quant_query_input = False
-        self.fl_fp8 = kv_cache_dtype in kv_layout.FP8_DTYPES
+        self.fl_fp8 = given["kv_cache_dtype"] in kv_layout.FP8_DTYPES
         self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's
         self._use_flashinfer_concat_mla_k = False
         speculation = get_current_vllm_config().speculative_config
@@ -261,16 +237,12 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         return self._concat_k_nope_k_pe(key, rotary), value
 
 
-class MLAFLBackend(MLACommonBackend):
+class MLAFLBackend(LatentQuestions, MLACommonBackend):
     """The attention class that ``attention_backend(use_mla=True)`` selects unless a vendor's is preferred."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*kv_layout.PLAIN_DTYPES, *kv_layout.FP8_DTYPES]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"  # vLLM looks the name up among its own; this is the free one
 
     @staticmethod
     def get_impl_cls() -> type[MLAFLImpl]:
@@ -279,17 +251,3 @@ class MLAFLBackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[MLAFLMetadataBuilder]:
         return MLAFLMetadataBuilder
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return []  # all
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
-        return (KVCacheLayout.LBNHC,)

@@ -16,15 +16,14 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 
+from .attention_class import LatentQuestions
 from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 INDEX_OPERATORS = ("index_key_write", "index_topk")
 """The operators of an indexer."""
@@ -143,12 +142,8 @@ class IndexFLMetadataBuilder(AttentionMetadataBuilder[IndexFLMetadata]):
         )
 
 
-class IndexFLBackend(AttentionBackend):
+class IndexFLBackend(LatentQuestions, AttentionBackend):
     """vLLM's question to an indexer's cache: who builds its metadata."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type:
@@ -157,17 +152,3 @@ class IndexFLBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[IndexFLMetadataBuilder]:
         return IndexFLMetadataBuilder
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return []  # all
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
-        return (KVCacheLayout.LBNHC,)

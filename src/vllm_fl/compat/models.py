@@ -1,4 +1,4 @@
-"""Models that vLLM itself gets wrong, and those with sparse latent attention."""
+"""Models that vLLM itself gets wrong, those with layers that keep a state, and those with sparse latent attention."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def is_unbalanced(model: ModelConfig) -> bool:
     """Whether the model is in float16, and vLLM's own runner of experts would give wrong tokens."""
     scale = getattr(model.hf_text_config, "routed_scaling_factor", None)
     return model.dtype == torch.float16 and model.architecture in UNBALANCED_IN_FLOAT16 and scale != 1.0
+
+
+def has_states(model: ModelConfig | None) -> bool:
+    """Whether some layers keep a state for each request in place of its keys and values."""
+    return model is not None and bool(model.is_hybrid or model.is_attention_free)
 
 
 def has_indexer(model: ModelConfig | None) -> bool:

@@ -6,7 +6,7 @@ A change is logged with its reason; refusals are in :mod:`.refusals`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,7 +183,7 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS}
     elsewhere |= {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *SPARSE_OPERATORS}
     elsewhere.add(compile.ROTATE_AND_WRITE)
-    keeps_states = model is not None and (model.is_hybrid or model.is_attention_free)
+    keeps_states = models.has_states(model)
     if not keeps_states:
         elsewhere |= {*delta_net.OPERATORS, *mamba2.OPERATORS}
     elsewhere |= set() if has_experts(vllm_config) else set(EXPERT_OPERATORS)
@@ -240,9 +240,7 @@ def workers_here(vllm_config: VllmConfig) -> int:
 
     Engines of a dense model forget in their own processes that there are others, so a parent's count is passed on.
     """
-    given = vllm_config.additional_config
-    packed = given.get(startup.CONFIG_KEY, {}) if isinstance(given, dict) else {}
-    workers = packed.get(WORKERS_KEY) if isinstance(packed, dict) else None
+    workers = _packed(vllm_config).get(WORKERS_KEY)
     if type(workers) is int and workers > 0:  # pack_settings refuses anything else
         return workers
     parallel = vllm_config.parallel_config
@@ -271,14 +269,19 @@ def _check_packed(given: Any) -> None:
 
 def is_packed(vllm_config: VllmConfig) -> bool:
     """Whether :func:`pack_settings` has been here, perhaps in a parent process."""
-    given = vllm_config.additional_config
-    return isinstance(given, dict) and WORKERS_KEY in given.get(startup.CONFIG_KEY, {})
+    return WORKERS_KEY in _packed(vllm_config)
 
 
 def are_sizes_left(vllm_config: VllmConfig) -> bool:
     """Whether the user chose no sizes of graphs, as a parent process has seen it."""
+    return _packed(vllm_config).get(SIZES_KEY) is True
+
+
+def _packed(vllm_config: VllmConfig) -> Mapping[str, Any]:
+    """What :func:`pack_settings` has put there; nothing where another value stands, which it refuses."""
     given = vllm_config.additional_config
-    return isinstance(given, dict) and given.get(startup.CONFIG_KEY, {}).get(SIZES_KEY) is True
+    found = given.get(startup.CONFIG_KEY) if isinstance(given, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def pack_settings(vllm_config: VllmConfig) -> None:

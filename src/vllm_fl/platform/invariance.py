@@ -12,6 +12,7 @@ from fl_dispatch import get_default_manager, get_policy
 from fl_dispatch.settings import get_settings
 
 from ..attention import kv_layout
+from ..compat import models
 from . import config
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         found += [
             (model.runner_type == "pooling", f"{ASKED} with pooling models"),
             (model.quantization is not None, f"{ASKED} with quantized weights"),
-            (model.is_hybrid or model.is_attention_free, f"{ASKED} with models with layers that keep a state"),
+            (models.has_states(model), f"{ASKED} with models with layers that keep a state"),
             (model.is_multimodal_model, f"{ASKED} with multimodal models"),
             (bool(unshown), f"{ASKED} with {', '.join(unshown)} (it was shown for {', '.join(sorted(SHOWN))})"),
             (bool(gate), f"{ASKED} with a gate of shared experts"),

@@ -105,7 +105,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
             f"the all-to-all backend {parallel.all2all_backend} (only {ALL2ALL})",
         ),
         (vllm_config.lora_config is not None and config.has_experts(vllm_config), "LoRA on mixture-of-experts models"),
-        (vllm_config.lora_config is not None and _has_states(vllm_config.model_config), f"LoRA on {STATES}"),
+        (vllm_config.lora_config is not None and models.has_states(vllm_config.model_config), f"LoRA on {STATES}"),
         (
             vllm_config.lora_config is not None
             and device.accelerator
@@ -131,7 +131,7 @@ def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple
         (device.accelerator, divided),
         (runner.runner == "V1", f"{divided} by the V1 model runner ({runner.why})"),
         (model.use_mla, "decode context parallelism of latent attention (no log-sum-exp in decoding)"),
-        (_has_states(model), f"{divided} of {STATES}"),
+        (models.has_states(model), f"{divided} of {STATES}"),
         (vllm_config.cache_config.cache_dtype in kv_layout.QUANTIZED_DTYPES, f"{divided} of a quantized KV cache"),
         (vllm_config.speculative_config is not None, f"{divided} with speculative decoding"),
         (vllm_config.kv_transfer_config is not None, f"{divided} with KV transfer"),
@@ -161,7 +161,7 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (quantized and not versions.is_tested(), f"{cache_type} with vLLM {versions.host_version()}"),
         (int8 and model is not None and model.use_mla, f"{cache_type} for latent attention"),
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
-        (quantized and _has_states(model), f"{cache_type} for {STATES}"),
+        (quantized and models.has_states(model), f"{cache_type} for {STATES}"),
         (getattr(cache, "use_replayssm", False), "states that are replayed from a buffer (use_replayssm)"),
     ]
 
@@ -201,7 +201,7 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     return [
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
         (device.accelerator and model_runner.has_several_predictors(speculation), "drafts of several predictors"),
-        (_has_states(draft), "a draft with layers that keep a state"),
+        (models.has_states(draft), "a draft with layers that keep a state"),
         *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
     ]
 
@@ -209,7 +209,7 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
 def _drafts_for_states(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     """What a model with states cannot speculate with: a state has to go back to what was accepted."""
     model = vllm_config.model_config
-    if not _has_states(model):
+    if not models.has_states(model):
         return []
     runner, layer = model_runner.choice(vllm_config), STATE_MODELS.get(model.architecture)
     return [
@@ -219,11 +219,6 @@ def _drafts_for_states(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             "speculation by models with Mamba 1 (vLLM keeps no state a draft: mamba1_state_shape in mamba_utils.py)",
         ),
     ]
-
-
-def _has_states(model: ModelConfig | None) -> bool:
-    """Whether some layers keep a state for each request in place of its keys and values."""
-    return model is not None and bool(model.is_hybrid or model.is_attention_free)
 
 
 def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
@@ -256,7 +251,10 @@ def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, 
             "encoder-decoder models",
         ),
         *_quantization_features(model, device),
-        (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
+        (
+            models.has_states(model) and not _serves_states(model, device),
+            f"the layers with a state of {model.architecture}",
+        ),
         (models.has_indexer(model) and model.architecture not in SPARSE_MODELS, "this model's sparse attention"),
         (
             models.is_unbalanced(model) and not current_platform.is_out_of_tree(),

@@ -51,7 +51,7 @@ def why_single(vllm_config: VllmConfig) -> str:
         "the model generates nothing": model.runner_type != "generate",
         "the model generates several tokens in a step (diffusion)": getattr(model, "is_diffusion", False),
         "the model has an encoder and a decoder": model.is_encoder_decoder,
-        "the model has layers that keep a state": model.is_hybrid or model.is_attention_free,
+        "the model has layers that keep a state": models.has_states(model),
         "the model has sparse latent attention": models.has_indexer(model),
         "the model takes embeddings": model.supports_multimodal_inputs or model.enable_prompt_embeds,
         "processors of logits may need the host for each token": bool(model.logits_processors),

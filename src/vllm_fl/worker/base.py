@@ -94,7 +94,7 @@ class WorkerFL(Worker):
             lora.tell_logits(self.model_runner, self.use_v2_model_runner)
         if not self.use_v2_model_runner:
             generators.rewind(self.model_runner, detect_device())
-        elif self.vllm_config.speculative_config is not None and self.fl_has_states():
+        elif self.vllm_config.speculative_config is not None and models.has_states(self.model_config):
             state_drafts.put_in_order(self.model_runner)
         rotations.correct(self.get_model(), self.vllm_config)
         rotations.give_windows(self.get_model(), self.vllm_config)
@@ -113,10 +113,6 @@ class WorkerFL(Worker):
         drafts = self.vllm_config.speculative_config is not None
         damage.install(self.model_runner, self.use_v2_model_runner, drafts)
         self.fl_watched_steps = watched_steps.WatchedSteps(self.vllm_config, self.fl_models(), self.model_runner)
-
-    def fl_has_states(self) -> bool:
-        """Whether the model has layers that keep a state."""
-        return bool(self.model_config.is_hybrid or self.model_config.is_attention_free)
 
     def fl_dummy_options(self) -> dict[str, Any]:
         """Options of the V1 runner's dummy batches: with every adapter, which the V2 runner's have anyway."""
