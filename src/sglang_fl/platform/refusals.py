@@ -153,12 +153,16 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
         return []
     args = runner.server_args
     served = {base.__name__ for base in type(found).__mro__} & set(STATES)
-    what = state_forms.STATES
+    what, groups = state_forms.STATES, getattr(found, "mamba_n_groups", getattr(found, "n_groups", 0))
+    quantized = runner.model_config.quantization is not None
     return [
         (not served, f"{what} of {type(found).__name__}"),
         (device.accelerator, what),  # references of prompts wait for the device in each layer
         (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
-        (runner.model_config.quantization is not None and args.tp_size > 1, f"quantized {what} on several ranks"),
+        (
+            quantized and groups % args.tp_size != 0,
+            f"quantized {what} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py)",
+        ),
         (args.speculative_algorithm is not None, f"drafts beside {what}"),
         (args.enable_dp_attention, f"data-parallel attention beside {what}"),
     ]

@@ -43,6 +43,10 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"hidden_size": 128, "conv_dim": 128, "block_dim": 128},
 }
 """Architecture → sizes of its small checkpoint here: whole groups of 32, and some parts of whole blocks of 128."""
+GROUPED: Mapping[str, Mapping[str, Any]] = {
+    "nemotron_h": {"hidden_size": 128, "intermediate_size": 256, "mamba_num_heads": 16, "ssm_state_size": 32},
+}
+"""The same of models whose norm has a mean for each group of a state, as each of two ranks needs one of its own."""
 SCHEMES_OF_STATES = (
     "compressed-tensors W8A8 int8",
     "compressed-tensors W8A8 fp8",
@@ -58,6 +62,7 @@ PRODUCTS: Mapping[str, int] = {
     "mamba2": 8,
     "granitemoehybrid": 16,
     "lfm2": 16,
+    "nemotron_h": 8,
 }
 """The quantized products of all layers, merged as vLLM does; experts are none."""
 EXPERT_LAYERS: Mapping[str, int] = {"qwen3_next": 4}
@@ -73,7 +78,7 @@ FACTOR = 2.0
 
 def build(name: str, folder: Path) -> Path:
     """Write a model, not quantized."""
-    return states.build(name, folder, **SIZES[name])
+    return states.build(name, folder, **{**SIZES, **GROUPED}[name])
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,7 +82,12 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
         (ASCEND, {}, "Qwen3NextConfig", f"{STATES} on ascend"),
         (CPU, {"speculative_algorithm": "NGRAM"}, "Qwen3NextConfig", f"drafts beside {STATES} on cpu"),
         (CPU, {"enable_dp_attention": True}, "Qwen3NextConfig", f"data-parallel attention beside {STATES} on cpu"),
-        (CPU, {"quantization": "fp8", "tp_size": 2}, "Qwen3NextConfig", f"quantized {STATES} on several ranks on cpu"),
+        (
+            CPU,
+            {"quantization": "fp8", "tp_size": 2},
+            "GraniteMoeHybridConfig",
+            f"quantized {STATES} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py) on cpu",
+        ),
         (CPU, {}, "JetNemotronConfig", f"{STATES} of JetNemotronConfig on cpu"),
     ],
 )
@@ -106,8 +112,16 @@ def test_layers_with_a_state_are_refused_before_weights_load(
         server_args=SimpleNamespace(**{**PLAIN, **arguments}),
     )
     text.architectures = ["A"]
-    with pytest.raises(ValueError, match=f"^sglang_fl does not support {said} yet"):
+    with pytest.raises(ValueError, match=f"^sglang_fl does not support {re.escape(said)} yet"):
         refusals.check_model(runner, device)
+
+
+def test_sglang_divides_no_quantized_projection_whose_groups_ranks_share(scheduler: None) -> None:
+    from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
+
+    source = inspect.getsource(MambaMixer2.__init__)
+    assert "supported for quantized models only" in source
+    assert "if tensor parallel world size divides num groups" in source
 
 
 def test_they_are_refused_on_an_accelerator_before_sglang_ends_for_pages_of_its_cache(

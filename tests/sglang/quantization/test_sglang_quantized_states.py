@@ -1,4 +1,4 @@
-"""Quantized models whose layers keep a state in SGLang's engines, on a CPU."""
+"""Quantized models whose layers keep a state in SGLang's engines, on a CPU: in one rank, and divided among two."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ from quantized_states import PLANTED_PAIRS, PRODUCTS, SCHEMES_OF_STATES, SIZES, 
 from sampling import drawn
 
 PAIRS = [(name, scheme) for name in SIZES for scheme in SCHEMES_OF_STATES]
+RANKS = [
+    ("qwen3_5", "compressed-tensors W8A8 fp8"),
+    ("qwen3_next", "compressed-tensors W8A8 fp8"),
+    ("nemotron_h", "compressed-tensors W4A16"),
+    ("qwen3_5", "gptq"),
+    ("nemotron_h", "compressed-tensors W8A8 int8"),
+]
 
 
 @pytest.mark.engine
 class TestQuantizedStates(QuantizedStates):
     ALONE = [Run(scheme, model=name) for name, scheme in drawn(PAIRS, 1, "quantized states, SGLang")]
-    RUNS = ALONE
+    RUNS = [
+        *ALONE,
+        *(
+            Run(scheme, {"tp_size": 2}, "two ranks", name)
+            for name, scheme in drawn(RANKS, 1, "quantized states, ranks, SGLang")
+        ),
+    ]
     MISTAKEN = [Mistaken(scheme, model=name) for name, scheme in drawn(PLANTED_PAIRS, 1, "wrong scales, SGLang")]
+    OPTIONS = {"max_mamba_cache_size": 32}  # else states have most of the memory, in each rank
     PRODUCTS = {**PRODUCTS, "lfm2": 20}  # LFM2's gate and up products stay two
