@@ -175,6 +175,7 @@ ROTATIONS = {
             "tests/npu/test_npu_flagcx.py",
             "tests/npu/test_npu_model_runner.py",
             "tests/npu/test_npu_several_steps.py",
+            "tests/npu/test_npu_states.py",
             "tests/npu/test_npu_quantized.py",
             "tests/npu/test_npu_quantized_experts.py",
             "tests/npu/emulated/test_emulated_chip.py",

@@ -51,7 +51,7 @@ PARTS = {
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_695, tokens=48_850),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_845, tokens=61_400),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_660, tokens=32_900),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_105, tokens=85_500),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_165, tokens=86_080),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_960),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_555, tokens=42_660),
 }

@@ -72,7 +72,8 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
 
     The default layout stays if no first choice needs another, and if blocks go elsewhere (to other instances, to other
     memory), because their readers know vLLM's own order. It also stays for a cache in int8, because its scales lie
-    beside each head's numbers. A block size that the user chose stays, too.
+    beside each head's numbers; and for a model with states, which vLLM keeps in whole blocks, if the layout has none. A
+    block size that the user chose stays, too.
     """
     global _in_force, _multiple, _block
     cache = vllm_config.cache_config
@@ -80,9 +81,12 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
     travel = vllm_config.kv_transfer_config is not None
     if travel and wish.layout is not None and not wish.optional:
         logger.warning("KV cache layout %s, not %s: blocks go elsewhere (KV transfer)", DEFAULT.name, wish.layout.name)
+    model = vllm_config.model_config
+    keeps_states = model is not None and (model.is_hybrid or model.is_attention_free)
+    shared = keeps_states and wish.layout is not None and not wish.layout.whole_blocks
     fixed = cache.block_size if cache.user_specified_block_size else None
     unfit = wish.optional and fixed is not None and fixed % wish.block != 0
-    _in_force = DEFAULT if travel or unfit or wish.layout is None else wish.layout
+    _in_force = DEFAULT if travel or shared or unfit or wish.layout is None else wish.layout
     _multiple = wish.multiple if fixed is None or fixed % wish.multiple == 0 else 1
     _block = wish.block
     usual = usual_block(type(cache).DEFAULT_BLOCK_SIZE)

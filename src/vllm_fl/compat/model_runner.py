@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CONFIG = "vllm.config.vllm"
 WORKER = "vllm.v1.worker.gpu_worker"
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
+UTILS = "vllm.v1.worker.utils"
 VERIFICATIONS = ("", "standard", "synthetic")
 """How drafts are verified by forms; empty without speculation."""
 DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
@@ -63,11 +64,13 @@ def prepare(device: DeviceSpec) -> None:
         buffers: Any = importlib.import_module(BUFFERS)
         buffers.is_uva_available = lambda: not device.accelerator
     if why_unserved():
-        from ..runner_kernels import table
+        from ..runner_kernels import states, table
 
         worker: Any = importlib.import_module(WORKER)
         worker.HAS_TRITON = True  # else vLLM 0.33's refuses to be made
         table.register(main_memory=not device.accelerator)
+        if device.accelerator:
+            states.clear_as_tensors(importlib.import_module(UTILS).KVBlockZeroer)
 
 
 def kernels(device: DeviceSpec) -> str:

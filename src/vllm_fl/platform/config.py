@@ -13,6 +13,7 @@ import torch
 
 from fl_dispatch import ConfigError, NoImplementationError, OpImpl, call_op, get_policy
 from fl_dispatch.devices import TRITON, DeviceSpec
+from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.hosting.start import handover
 from fl_dispatch.hosting.start.first_choices import without_graphs
@@ -143,6 +144,8 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _adapt_graphs(vllm_config, native)
     else:
         _adapt_to_host(vllm_config, device)
+    if device.accelerator and why_unserved():
+        _keep_states_in_place(vllm_config, device)
     several_steps.adapt(vllm_config)
     damage.adapt(vllm_config)
     contain()
@@ -205,6 +208,15 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     elif compilation.cudagraph_mode == CUDAGraphMode.FULL and piecewise and not native:
         reason = "graphs hold attention only for batches with one number of new tokens for every request"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE, reason)
+
+
+def _keep_states_in_place(vllm_config: VllmConfig, device: DeviceSpec) -> None:
+    """Remember no prefixes of models with states: vLLM moves those by addresses, which forms cannot on a device."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if models.has_states(model) and cache.enable_prefix_caching:
+        reason = f"vLLM's kernels that move states of requests (mamba_utils.py) do not run on {device.name}"
+        _set(cache, "enable_prefix_caching", False, reason)
+        cache.mamba_cache_mode, cache.mamba_block_size = "none", model.max_model_len
 
 
 def _no_graph_holds(impls: Sequence[OpImpl]) -> str:

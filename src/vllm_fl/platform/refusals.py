@@ -113,7 +113,14 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
             and not versions.is_tested(),
             f"LoRA with sleep mode with vLLM {versions.host_version()}",
         ),
-        *(_drafts_for_states(vllm_config) if speculation is not None else ()),
+        (
+            device.is_foreign
+            and bool(why_unserved())
+            and models.has_states(vllm_config.model_config)
+            and model_runner.choice(vllm_config).runner == "V1",
+            f"{STATES} by the V1 model runner without Triton",
+        ),
+        *(_drafts_for_states(vllm_config, device) if speculation is not None else ()),
         (
             device.graphs and getattr(vllm_config.model_config, "sleep_mode_offload_cudagraph", False),
             "graphs that leave the device while an engine sleeps (sleep_mode_offload_cudagraph)",
@@ -206,7 +213,7 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     ]
 
 
-def _drafts_for_states(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+def _drafts_for_states(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     """What a model with states cannot speculate with: a state has to go back to what was accepted."""
     model = vllm_config.model_config
     if not models.has_states(model):
@@ -214,6 +221,7 @@ def _drafts_for_states(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     runner, layer = model_runner.choice(vllm_config), STATE_MODELS.get(model.architecture)
     return [
         (runner.runner == "V1", f"speculative decoding by {STATES} by the V1 model runner ({runner.why})"),
+        (device.accelerator and bool(why_unserved()), f"speculative decoding by {STATES} without Triton"),
         (
             layer == "MambaMixer",
             "speculation by models with Mamba 1 (vLLM keeps no state a draft: mamba1_state_shape in mamba_utils.py)",
@@ -222,15 +230,17 @@ def _drafts_for_states(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
 
 
 def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
-    """Whether those layers are ours, and something moves their states.
+    """Whether those layers are ours, and vLLM's kernels beside them run here, or have forms.
 
-    In main memory forms of vLLM's kernels do. On an accelerator it is the kernels themselves, and each operator of the
-    layers has more than its reference, which waits for the device in every layer.
+    They have some in main memory, and on accelerators that vLLM does not know. Where Triton is, each operator of the
+    layers has more than its reference, which waits for the device in every layer; elsewhere the reference may run.
     """
     layer = STATE_MODELS.get(model.architecture)
     if layer is None or not versions.is_tested():
         return False
-    return not device.accelerator or (not why_unserved() and all(map(_has_kernel, STATE_LAYERS[layer])))
+    if not device.accelerator:
+        return True
+    return device.is_foreign if why_unserved() else all(map(_has_kernel, STATE_LAYERS[layer]))
 
 
 def _has_kernel(op_name: str) -> bool:

@@ -2,14 +2,15 @@
 
 A request's state lies in one block of vLLM's KV cache at a time. When the request outgrows it, the state goes on in
 the next block, and the old one keeps the state for the prefix cache. These kernels get addresses alone, and their forms
-read and write them, so they are for main memory.
+read and write them, so they are for main memory. On a device nothing moves states, and blocks are cleared as tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,13 +22,19 @@ WORD = 4
 
 def scatter_num_accepted(idx_mapping: Tensor, num_sampled: Tensor, num_accepted: Tensor) -> None:
     """Keep how many tokens of each request were accepted, at least one."""
-    real = idx_mapping >= 0
-    num_accepted[idx_mapping[real].long()] = num_sampled[: len(idx_mapping)][real].clamp(min=1).to(num_accepted.dtype)
+    _keep(idx_mapping, num_accepted, num_sampled[: len(idx_mapping)].clamp(min=1).to(num_accepted.dtype))
 
 
 def fill_num_accepted(idx_mapping: Tensor, num_accepted: Tensor, num_sampled: int) -> None:
     """Set the number of accepted tokens of each request to ``num_sampled``."""
-    num_accepted[idx_mapping[idx_mapping >= 0].long()] = num_sampled
+    _keep(idx_mapping, num_accepted, num_accepted.new_full(idx_mapping.shape, num_sampled))
+
+
+def _keep(idx_mapping: Tensor, num_accepted: Tensor, numbers: Tensor) -> None:
+    """Write the numbers of requests, without a wait for the device; -1 is none and goes to a place behind the last."""
+    longer = torch.cat((num_accepted, num_accepted[:1]))
+    longer[idx_mapping.long()] = numbers
+    num_accepted.copy_(longer[:-1])
 
 
 def zero_kv_blocks(seg_addrs: Tensor, seg_block_strides: Tensor, seg_page_sizes: Tensor, block_ids: Tensor) -> None:
@@ -37,6 +44,39 @@ def zero_kv_blocks(seg_addrs: Tensor, seg_block_strides: Tensor, seg_page_sizes:
     for address, stride, size in zip(*segments, strict=True):
         for block in numbers:
             ctypes.memset(address + WORD * block * stride, 0, WORD * size)
+
+
+def clear_as_tensors(zeroer: Any) -> None:
+    """Have vLLM's ``KVBlockZeroer`` clear blocks on a device, where no form can use an address. Idempotent."""
+    if not hasattr(zeroer.__init__, "__wrapped__"):
+        zeroer.__init__ = _with_caches(zeroer.__init__)
+        zeroer.zero_block_ids = _zero_block_ids
+
+
+def _with_caches(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def made(
+        self: Any,
+        device: torch.device,
+        attn_groups_iter: Iterable[Any],
+        kernel_block_sizes: list[int],
+        static_forward_context: Mapping[str, Any],
+        num_blocks: int,
+        *rest: Any,
+        **named: Any,
+    ) -> None:
+        groups = list(attn_groups_iter)
+        init(self, device, groups, kernel_block_sizes, static_forward_context, num_blocks, *rest, **named)
+        layers = (static_forward_context[name] for group in groups for name in group.layer_names)
+        caches = (layer.kv_cache for layer in layers if isinstance(layer.kv_cache, Tensor))
+        self.fl_caches = [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
+
+    return made
+
+
+def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
+    for cache in self.fl_caches if block_ids else ():
+        cache[torch.tensor(block_ids, device=cache.device)] = 0
 
 
 def batch_memcpy(sources: Tensor, targets: Tensor, sizes: Tensor, **_: Any) -> None:

@@ -44,8 +44,11 @@ class Cache(SimpleNamespace):
     user_specified_block_size = False
 
 
-ALONE: Any = SimpleNamespace(kv_transfer_config=None, cache_config=Cache())
-CONNECTED: Any = SimpleNamespace(kv_transfer_config=object(), cache_config=Cache())
+ALONE: Any = SimpleNamespace(kv_transfer_config=None, model_config=None, cache_config=Cache())
+CONNECTED: Any = SimpleNamespace(kv_transfer_config=object(), model_config=None, cache_config=Cache())
+HYBRID: Any = SimpleNamespace(
+    kv_transfer_config=None, model_config=SimpleNamespace(is_hybrid=True, is_attention_free=False), cache_config=Cache()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +111,9 @@ def test_pages_that_other_instances_read_keep_the_default() -> None:
 
 
 def test_a_cache_in_int8_keeps_the_default_and_has_a_scale_beside_each_heads_numbers() -> None:
-    config: Any = SimpleNamespace(kv_transfer_config=None, cache_config=Cache(cache_dtype="int8_per_token_head"))
+    config: Any = SimpleNamespace(
+        kv_transfer_config=None, model_config=None, cache_config=Cache(cache_dtype="int8_per_token_head")
+    )
     assert choose(config, prefer="vendor") == "NHD"
     layer = AttentionFLImpl(4, SLOTS, 0.5, HEADS, kv_cache_dtype="int8_per_token_head")
     numbers, scale = SLOTS, torch.float32.itemsize
@@ -159,7 +164,7 @@ def test_the_engine_takes_the_block_size_that_the_implementation_needs() -> None
 def test_a_layout_that_is_merely_faster_is_taken_where_blocks_fit_and_stay(caplog: pytest.LogCaptureFixture) -> None:
     def chosen(block_size: int | None, transfer: object = None) -> str:
         cache = Cache() if block_size is None else Cache(block_size=block_size, user_specified_block_size=True)
-        config: Any = SimpleNamespace(kv_transfer_config=transfer, cache_config=cache)
+        config: Any = SimpleNamespace(kv_transfer_config=transfer, model_config=None, cache_config=cache)
         return choose(config, prefer="vendor", deny_vendors=frozenset({"other"}))
 
     assert [chosen(size) for size in (None, 64, 8)] == [TRANSPOSED, TRANSPOSED, "NHD"]
@@ -171,7 +176,9 @@ def test_a_layout_that_is_merely_faster_is_taken_where_blocks_fit_and_stay(caplo
 def test_a_block_size_that_the_user_chose_stays(caplog: pytest.LogCaptureFixture) -> None:
     test_the_engine_takes_the_block_size_that_the_implementation_needs()
     user: Any = SimpleNamespace(
-        kv_transfer_config=None, cache_config=Cache(block_size=32, user_specified_block_size=True)
+        kv_transfer_config=None,
+        model_config=None,
+        cache_config=Cache(block_size=32, user_specified_block_size=True),
     )
     choose(user, prefer="vendor")
     assert AttentionFLBackend.supports_block_size(32)
@@ -219,6 +226,12 @@ def test_states_share_no_memory_with_keys_that_lie_apart_from_their_values() -> 
     test_the_engine_takes_the_block_size_that_the_implementation_needs()
     with pytest.raises(ValueError, match=r"\(NHD\|NHD\) does not allow that, because layer.1 keeps states in it"):
         kv_layout.refuse_unlike_groups(groups(FullAttentionSpec(**FULL), STATES))
+
+
+def test_beside_states_the_layout_is_one_of_whole_blocks() -> None:
+    assert choose(HYBRID, prefer="vendor") == TRANSPOSED
+    test_the_engine_takes_the_block_size_that_the_implementation_needs()
+    assert choose(HYBRID, prefer="vendor") == "NHD"
 
 
 def test_whole_blocks_are_shared_by_any_groups() -> None:

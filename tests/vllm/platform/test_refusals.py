@@ -613,6 +613,24 @@ def test_states_are_served_on_an_accelerator_where_triton_is_and_every_operator_
     assert not refusals._serves_states(model, CUDA)
 
 
+def test_states_are_served_by_references_on_an_accelerator_that_neither_vllm_nor_triton_knows(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_config = configure("qwen3_5")
+    monkeypatch.setattr(refusals, "why_unserved", lambda: "no driver")
+    assert refusals._serves_states(vllm_config.model_config, ASCEND)
+    (said,) = _asked(refusals._drafts_for_states(vllm_config, ASCEND))
+    assert said == "speculative decoding by models with layers that keep a state without Triton"
+    assert not _asked(refusals._drafts_for_states(vllm_config, CPU))
+    assert not _asked(refusals._engine_features(vllm_config, ASCEND))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    v1 = _asked(refusals._engine_features(configure("qwen3_5"), ASCEND))
+    assert v1 == ["models with layers that keep a state by the V1 model runner without Triton"]
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    monkeypatch.setattr(refusals, "why_unserved", lambda: "")
+    assert not refusals._serves_states(vllm_config.model_config, ASCEND)
+
+
 def test_a_reference_is_no_kernel() -> None:
     operator, manager = "gated_delta_rule_update", get_default_manager()
     manager.ensure_initialized()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from engines import HERE, environment
 
 import processes
-from vllm_fl.runner_kernels import launch, logits, native, table
+from vllm_fl.runner_kernels import launch, logits, native, states, table
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -55,6 +56,24 @@ def test_every_form_gives_what_its_kernel_gives(forms: dict[str, Any]) -> None:
 def test_every_form_ran(forms: dict[str, Any]) -> None:
     assert set(forms["ran"]) == set(table.FORMS) - LOOPS
     assert forms["native"] == {}
+
+
+def test_on_a_device_blocks_of_attention_are_cleared_as_tensors() -> None:
+    class Zeroer:
+        def __init__(self, device: torch.device, groups: Any, sizes: list[int], layers: Any, num_blocks: int) -> None:
+            self.groups = list(groups)
+
+        zero_block_ids: Any = None
+
+    for _ in range(2):
+        states.clear_as_tensors(Zeroer)
+    cache = torch.ones(6, 2, 4, 8).transpose(1, 2)  # a block of vLLM's is two of the kernels'
+    layers = {"attention": SimpleNamespace(kv_cache=cache), "mamba": SimpleNamespace(kv_cache=(torch.ones(3),))}
+    zeroer = Zeroer(cache.device, iter([SimpleNamespace(layer_names=list(layers))]), [4], layers, 3)
+    zeroer.zero_block_ids([])
+    zeroer.zero_block_ids([1])
+    assert cache.flatten(1).mean(1).tolist() == [1, 1, 0, 0, 1, 1]
+    assert len(zeroer.groups) == 1
 
 
 def test_every_function_gives_what_its_kernel_gives(functions: dict[str, Any]) -> None:
