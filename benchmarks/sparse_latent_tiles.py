@@ -202,6 +202,9 @@ class Trial:
         shape = {"attention": f"{heads} heads, ", "dense": f"{heads} heads, "}.get(part, "")
         self.name = f"{part}, {shape}{batch}, {str(stored).removeprefix('torch.')}"
         self.expected = self.function(*first)
+        if part == "attention":
+            rows = first[0], first[-1], first[1]
+            self.name += ", by the kernel for Hopper" if sparse_latent.takes_hopper(*rows) else ""
 
     def seconds(self, constants: Constants) -> float | str:
         """Of a call, or why there are none."""

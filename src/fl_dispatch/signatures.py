@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +119,7 @@ def _asked(impl: OpImpl, operator: Operator, left_out: tuple[str, ...]) -> tuple
         return everything, ()
     asked = tuple(name for name in operator.hints if name in signature.parameters)
     try:
-        names = names_of(impl.supports, everything, operator.hints)
+        names = _names(impl.supports, operator, everything, left_out)
         if names is not None:
             by_name = {name for name, p in signature.parameters.items() if p.kind is Parameter.KEYWORD_ONLY} | {*asked}
             first = next((at for at, name in enumerate(names) if name in by_name), len(names))
@@ -132,6 +133,21 @@ def _asked(impl: OpImpl, operator: Operator, left_out: tuple[str, ...]) -> tuple
             f"({', '.join(everything)}), but takes {signature}: {error}"
         ) from None
     return operands, asked
+
+
+def _names(
+    supports: Callable[..., bool | str], operator: Operator, operands: tuple[str, ...], left_out: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    """As :func:`names_of`; with names of its own a function may leave out the last operands, as the implementation."""
+    try:
+        return names_of(supports, operands, operator.hints)
+    except TypeError:
+        while operands and operands[-1] in left_out:
+            operands = operands[:-1]
+            with suppress(TypeError):
+                if names_of(supports, operands, operator.hints) is None:
+                    return None
+        raise
 
 
 def _takes(signature: inspect.Signature, operands: tuple[str, ...], asked: tuple[str, ...]) -> bool:

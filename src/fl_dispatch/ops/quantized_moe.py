@@ -254,10 +254,10 @@ def weight_only_moe(
     w2_bias: Tensor | None = None,
     w13_zero: Tensor | None = None,
     w2_zero: Tensor | None = None,
+    out: Tensor | None = None,
     x13_factor: Tensor | None = None,
     x2_factor: Tensor | None = None,
     rounding: str = "",
-    out: Tensor | None = None,
 ) -> Tensor:
     """As :data:`fused_moe`, with weights, scales and zero points of :data:`weight_only_linear`.
 
@@ -280,12 +280,12 @@ def weight_only_moe(
         w2_bias: as for ``fused_moe``.
         w13_zero: shape of ``w13_scale``, int8, or ``None``, see ``weight_only_linear``.
         w2_zero: shape of ``w2_scale``, int8, or ``None``, see ``weight_only_linear``.
+        out: as for ``fused_moe``.
         x13_factor: ``[local experts]``, float32: what the rows of the first product are multiplied with before they are
             rounded to NVFP4; the scales of its weights have the inverse. Or ``None``.
         x2_factor: the same of the second product.
         rounding: ``"int8"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``, see
             :func:`~fl_dispatch.ops.quantization.rounded`; or nothing, for rows as they are.
-        out: as for ``fused_moe``.
 
     Returns:
         Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.

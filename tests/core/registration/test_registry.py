@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -308,3 +310,25 @@ def test_a_callable_that_nobody_can_look_into_lacks_what_was_declared_later() ->
         "key_scales",
         "value_scales",
     )
+
+
+def test_a_predicate_with_names_of_its_own_may_lack_what_was_declared_later() -> None:
+    """A package that was written before the declaration grew still registers."""
+
+    def writes(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None: ...
+
+    def supports(a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
+        return True
+
+    registry = OpRegistry()
+    old = impl("default.old", writes, op="kv_cache_write")
+    registry.register_impl(replace(old, supports=supports))
+    assert registry.convention(registry.get_implementations("kv_cache_write")[0]).operands == tuple(
+        inspect.signature(writes).parameters
+    )
+
+    def of_too_few(a: Any, b: Any, c: Any, d: Any) -> bool:
+        return True
+
+    with pytest.raises(RegistrationError, match="takes all of them in order"):
+        OpRegistry().register_impl(replace(old, supports=of_too_few))

@@ -102,6 +102,27 @@ def test_scales_that_the_models_type_does_not_have_are_refused(exponent: int, dt
         orders.scales_of_bytes(torch.tensor([127, exponent], dtype=torch.uint8), dtype)
 
 
+def test_scales_that_rounding_changes_are_refused_for_a_weight_of_many() -> None:
+    """A half type has few exponents, and scales of inputs make those of weights small."""
+    scales = torch.linspace(1, 400, 64).view(2, 4, 8).to(torch.float8_e4m3fn)
+    for factors in ((1e-5, 1e-5), (1e-5, 1e-9)):
+        factor = torch.tensor(factors).view(2, 1, 1)
+        exact = scales.float() * factor
+        found = orders.scales_of_bytes(scales, torch.bfloat16, factor).float()
+        assert (found - exact).norm() < orders.MOST_CHANGE * exact.norm()
+        if factors[0] == factors[1]:
+            orders.scales_of_bytes(scales, torch.float16, factor)
+        else:
+            with pytest.raises(ValueError, match="does not have scales of .*; serve in bfloat16"):
+                orders.scales_of_bytes(scales, torch.float16, factor)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf")])
+def test_a_scale_of_all_numbers_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"'w13_input_scale' has {value:g}, which is no scale"):
+        experts_of_gpt_oss().quant_method.fl_kernel._check_factor("w13_input_scale", torch.tensor([1.0, value]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_power_of_two_is_a_scale_of_models_in(dtype: torch.dtype) -> None:
     exponents = torch.arange(255).to(torch.uint8)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices import device_of
 from fl_dispatch.devices.launcher import Launcher
 
 TILE = 16384
 """Elements that a program reads at a time: rows are few and wide, so it has many loads under way."""
-WARPS = 32
+MOST_WARPS, MOST_THREADS = 32, 1024
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -38,10 +41,16 @@ def _mark(logits, marks, width, STRIDE, TILE: tl.constexpr):
 _launch = Launcher(_mark)
 
 
+@functools.cache
+def _warps(device: torch.device) -> int:
+    """Count the warps that a program may have; on some chips a warp has 64 threads."""
+    return min(MOST_WARPS, MOST_THREADS // device_of(device.type).warp_size(device.index or 0))
+
+
 def damaged_rows_in_one_launch(logits: Tensor) -> Tensor:
     """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row lie side by side."""
     rows, width = logits.shape
     marks = logits.new_empty(rows, dtype=torch.int32)
     if rows:
-        _launch((rows, 1, 1), (logits, marks), (logits.stride(0), TILE), sizes=(width,), warps=WARPS)
+        _launch((rows, 1, 1), (logits, marks), (logits.stride(0), TILE), sizes=(width,), warps=_warps(logits.device))
     return marks

@@ -87,7 +87,7 @@ class QuantizedExperts(QuantizedKernel):
     def _arguments(self, layer: Any, x: Tensor, routing: tuple[Any, ...], out: Tensor | None) -> tuple[Any, ...]:
         weights = (value for name in NAMES for value in self.weight_of(layer, name))
         biases = (getattr(layer, f"{name}_bias", None) for name in NAMES)
-        return x, *weights, *routing, *biases, *self._rest(layer), out
+        return x, *weights, *routing, *biases, *self._rest(layer), out, *self._last(layer)
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
         """A weight, ``"w13"`` or ``"w2"``, and its scales."""
@@ -96,6 +96,10 @@ class QuantizedExperts(QuantizedKernel):
     def _rest(self, layer: Any) -> tuple[Any, ...]:
         """The arguments between the biases and ``out``."""
         raise NotImplementedError
+
+    def _last(self, layer: Any) -> tuple[Any, ...]:
+        """The arguments behind ``out``."""
+        return ()
 
 
 class ScaledExperts(QuantizedExperts):
@@ -213,7 +217,10 @@ class WeightOnlyExperts(QuantizedExperts):
         return getattr(layer, weight), getattr(layer, scale)
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
-        return None, None, None, None, self.fl_rounding
+        return None, None
+
+    def _last(self, layer: Any) -> tuple[Any, ...]:
+        return None, None, self.fl_rounding
 
 
 class PackedExperts(WeightOnlyExperts):
@@ -260,8 +267,7 @@ class PackedExperts(WeightOnlyExperts):
         return getattr(layer, f"{name}_{self._packing.weight}"), getattr(layer, f"{name}_{self._packing.scale}")
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
-        zeros = (getattr(layer, f"{name}_{self._packing.zero}") for name in NAMES)
-        return *zeros, None, None, self.fl_rounding
+        return tuple(getattr(layer, f"{name}_{self._packing.zero}") for name in NAMES)
 
 
 class Int4Experts(WeightOnlyExperts):
@@ -334,13 +340,13 @@ class Float4Experts(WeightOnlyExperts):
     def _factors(self, layer: Any, owner: str, columns: int) -> Tensor:
         """Take from a layer what multiplies all scales of each expert: ``[experts, columns, 1]``."""
         factor = orders.scale_of_experts(getattr(layer, owner).data, columns)
-        self._check(owner, factor)
+        self._check_factor(owner, factor)
         setattr(layer, owner, None)
         return factor.reciprocal() if self._names.divides else factor
 
-    def _rest(self, layer: Any) -> tuple[Any, ...]:
+    def _last(self, layer: Any) -> tuple[Any, ...]:
         factors = (getattr(layer, f"{name}_{self._names.of_rows}", None) for name in NAMES)
-        return None, None, *factors, self.fl_rounding
+        return *factors, self.fl_rounding
 
 
 OPERATORS = (ScaledExperts.fl_operator, PackedExperts.fl_operator)

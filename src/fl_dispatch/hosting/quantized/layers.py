@@ -63,6 +63,13 @@ class QuantizedKernel(LayerKernel):
         if orders.is_unset(value):
             raise ValueError(f"the checkpoint has no '{name}' for a layer that it quantizes ({self.fl_scope})")
 
+    def _check_factor(self, name: str, value: Tensor) -> None:
+        """Raise ``ValueError`` where a scale of all numbers was not loaded, or makes them zeros, infinite or others."""
+        self._check(name, value)
+        wrong = value[~(value.isfinite() & (value > 0))]
+        if wrong.numel():
+            raise ValueError(f"the checkpoint's '{name}' has {wrong[0]:g}, which is no scale ({self.fl_scope})")
+
 
 class QuantizedLayer(QuantizedKernel):
     """A linear layer."""
@@ -361,7 +368,7 @@ class Float4Layer(GroupedLayer):
         self._keep(layer, **dict(zip(self.fl_weights, (weight, scale), strict=True)), **factors)
 
     def _factor(self, name: str, scales: Tensor) -> Tensor:
-        self._check(name, scales)
+        self._check_factor(name, scales)
         return scales.reciprocal() if self.fl_divides else scales
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

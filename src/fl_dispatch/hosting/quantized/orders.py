@@ -25,6 +25,9 @@ UNSET = torch.finfo(torch.float8_e4m3fn).min
 UNSET_BYTE = 0xFF
 """A scale of one byte that may not be loaded: NaN in float8_e4m3fn and float8_e8m0fnu."""
 
+MOST_CHANGE = 4e-3
+"""How much of a weight's scales, by their norm, rounding to a half type may change: twice what bfloat16 does."""
+
 
 def is_unset(values: Tensor) -> bool:
     """Whether some of a layer's scales were never loaded; other parameters do not show it."""
@@ -90,7 +93,8 @@ def scales_of_bytes(stored: Tensor, dtype: torch.dtype, factor: Tensor | None = 
         factor: of all scales of a column, float32.
 
     Raises:
-        ValueError: the type does not have one of them.
+        ValueError: the type does not have one of them; or with a factor, rounding to it changes a weight's scales by
+            more than :data:`MOST_CHANGE` of their size, as a half type with few exponents may.
     """
     kind = torch.float8_e8m0fnu if stored.dtype is torch.uint8 else stored.dtype
     every = torch.arange(256, dtype=torch.uint8).view(kind).float()  # not every device has such types
@@ -98,6 +102,11 @@ def scales_of_bytes(stored: Tensor, dtype: torch.dtype, factor: Tensor | None = 
     exact = exact if factor is None else exact * factor
     scales = exact.to(dtype)
     beyond = exact[scales.isinf() if factor is not None else (scales.float() != exact) & ~exact.isnan()]
+    if not beyond.numel() and factor is not None:
+        there = exact.nan_to_num()
+        size, change = (each.norm(dim=(-2, -1)) for each in (there, scales.nan_to_num().float() - there))
+        beyond = there[change > MOST_CHANGE * size].abs()
+        beyond = beyond[beyond > 0].sort().values
     if beyond.numel():
         raise ValueError(f"{dtype} does not have scales of {beyond[0]:g}, which the checkpoint has; serve in bfloat16")
     return scales

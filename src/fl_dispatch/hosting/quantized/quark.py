@@ -37,6 +37,8 @@ def as_compressed(config: Mapping[str, Any], refused: Refused) -> dict[str, Any]
     if more := [*filter(config.get, MORE), *filter(said.get, BESIDE)]:
         raise refused(f"'quark' with '{more[0]}'", remedy)
     weights, rows = _numbers(said.get("weight")), _numbers(said.get("input_tensors"))
+    if rows and not isinstance(rows["is_dynamic"], bool):
+        raise refused(f"'quark' with 'is_dynamic': {rows['is_dynamic']!r} of 'input_tensors'", remedy)
     if weights != WEIGHTS or {**rows, "is_dynamic": False} != WEIGHTS:
         raise refused(f"'quark' with weights {_words(weights)} for inputs {_words(rows)}", remedy)
     group = {

@@ -300,12 +300,26 @@ def _is_names(value: Any) -> bool:
     return all(isinstance(name, str) for name in names)
 
 
+def _are_layers(value: Any) -> bool:
+    """Whether a value lists names of layers and expressions, or is ``None``."""
+    names = value or []
+    if not isinstance(names, list) or not _is_names(names):
+        return False
+    return all(map(_is_expression, (name.removeprefix(EXPRESSION) for name in names if name.startswith(EXPRESSION))))
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
 def is_rule(value: Any) -> bool:
     """Whether a key and a value are an expression, with or without a sign, and a table."""
     pattern, changed = value
-    try:
-        re.compile(pattern.removeprefix("-:").removeprefix("+:"))
-    except (re.error, AttributeError):
+    if not isinstance(pattern, str) or not _is_expression(pattern.removeprefix("-:").removeprefix("+:")):
         return False
     return isinstance(changed, Mapping)
 
@@ -315,7 +329,7 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("desc_act", "sym", "zero_point"), lambda value: isinstance(value, bool), "true or false"),
     (("quant_method", "packing_format", "data_type"), lambda value: isinstance(value, str), "a text"),
     (("block_name_to_quantize", "to_quant_block_names"), _is_names, "names"),
-    (("exclude",), lambda value: value is None or (isinstance(value, list) and _is_names(value)), "a list of names"),
+    (("exclude",), _are_layers, "a list of names and expressions"),
     (("config_groups", "sparsity_config", "dynamic", "extra_config", "global_quant_config"), _is_table, "a table"),
     (("activation_scheme",), lambda value: value in ("static", "dynamic"), "static or dynamic"),
     (

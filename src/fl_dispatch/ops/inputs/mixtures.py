@@ -230,7 +230,7 @@ def weight_only(
         if rounding:
             _settle_rounded(x, w13, biases[0], factors, routing, rounding)
         out = products.normal(mixture.tokens, hidden) if mixture.out else None
-        return _on(device, (x, *w13, *w2, *routing, *biases, zero13, zero2, *factors, rounding, out))
+        return _on(device, (x, *w13, *w2, *routing, *biases, zero13, zero2, out, *factors, rounding))
 
     return arguments
 

@@ -617,7 +617,7 @@ def exact_scaled_moe(
 
 
 def exact_weight_only_moe(
-    x, w13, s13, w2, s2, weights, ids, activation, on_input, expert_map, b13, b2, z13, z2, f13, f2, rounding, out
+    x, w13, s13, w2, s2, weights, ids, activation, on_input, expert_map, b13, b2, z13, z2, out, f13, f2, rounding
 ) -> list[Tensor]:
     def product(weight, scale, bias, zero, factor) -> Any:
         def of(expert: int, row: Tensor) -> Tensor:

@@ -58,8 +58,9 @@ def test_what_tools_write_passes(method: str, config: Mapping[str, Any]) -> None
         ),
         ("compressed-tensors", {**COMPRESSED, "sparsity_config": "dense"}, "'sparsity_config': 'dense', not a table,"),
         ("quark", {"global_quant_config": ["fp8"]}, "'global_quant_config': ['fp8'], not a table,"),
-        ("quark", {"exclude": "lm_head"}, "'exclude': 'lm_head', not a list of names,"),
-        ("quark", {"exclude": [1]}, "'exclude': [1], not a list of names,"),
+        ("quark", {"exclude": "lm_head"}, "'exclude': 'lm_head', not a list of names and expressions,"),
+        ("quark", {"exclude": ["re:("]}, "'exclude': ['re:('], not a list of names and expressions,"),
+        ("quark", {"exclude": [1]}, "'exclude': [1], not a list of names and expressions,"),
         ("fp8", {**FP8, "quant_method": None}, "'quant_method': None, not a text,"),
         ("fp8", {**FP8, "activation_scheme": "stattic"}, "'activation_scheme': 'stattic', not static or dynamic,"),
         ("fp8", {**FP8, "weight_block_size": [128]}, "'weight_block_size': [128], not two whole numbers,"),
@@ -92,5 +93,12 @@ def test_what_quark_quantizes_beside_weights_and_inputs_is_refused(part: str) ->
 
 
 def test_a_malformed_value_of_quark_is_named_too() -> None:
-    with pytest.raises(ValueError, match="'exclude': 'lm_head', not a list of names, in 'quantization_config'"):
+    with pytest.raises(ValueError, match="'exclude': 'lm_head', not a list of names and expressions, in"):
         quark.as_compressed({**QUARK, "exclude": "lm_head"}, refused)
+
+
+@pytest.mark.parametrize("said", [None, "maybe", 1])
+def test_quark_says_by_a_boolean_whether_rows_have_scales_of_their_own(said: object) -> None:
+    rows = {**QUARK["global_quant_config"], "input_tensors": {**TENSORS, "is_dynamic": said}}
+    with pytest.raises(ValueError, match=f"^'quark' with 'is_dynamic': {said!r} of 'input_tensors'$"):
+        quark.as_compressed({**QUARK, "global_quant_config": rows}, refused)

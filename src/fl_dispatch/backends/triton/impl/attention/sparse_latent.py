@@ -166,6 +166,12 @@ _launch = Launcher(_attend)
 _launch_sum = Launcher(_add_up)
 
 
+def takes_hopper(query: Tensor, query_rope: Tensor, kv_cache: Tensor) -> bool:
+    """Return whether the kernel for Hopper serves these tensors: many heads of more than few queries, in half types."""
+    tokens, heads = query.shape[:2]
+    return heads >= MANY_HEADS and tokens * heads > FEW_ROWS and hopper.fits_listed(query, query_rope, kv_cache)
+
+
 def mla_sparse(
     query: Tensor,
     kv_cache: Tensor,
@@ -191,9 +197,9 @@ def mla_sparse(
         return out
     wide = query.dtype is torch.float32
     many = TILE_FEW if tokens * heads <= FEW_ROWS else TILE_LARGE
+    special = takes_hopper(query, query_rope, kv_cache)
     block_m, block_n, warps, stages = TILE_WIDE if wide else TILE if heads < MANY_HEADS else many
     slots = _slots(query.device)
-    special = heads >= MANY_HEADS and many is TILE_LARGE and hopper.fits_listed(query, query_rope, kv_cache)
     if special:
         block_m, slots = hopper.LATENT_ROWS, hopper.latent_slots(query.device)
     tiles = -(-heads // block_m)

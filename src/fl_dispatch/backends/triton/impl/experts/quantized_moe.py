@@ -376,10 +376,10 @@ def weight_only_moe(
     w2_bias: Tensor | None = None,
     w13_zero: Tensor | None = None,
     w2_zero: Tensor | None = None,
+    out: Tensor | None = None,
     x13_factor: Tensor | None = None,
     x2_factor: Tensor | None = None,
     rounding: str = "",
-    out: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`. Half types meet weights rounded to them.
 
