@@ -27,6 +27,7 @@ def asked_for(ranks: int) -> Any:
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False),
         model_config=None,
+        cache_config=None,
     )
 
 
