@@ -76,9 +76,7 @@ def main() -> None:
     with (
         h200(False),
         mock.patch.object(Launcher, "__call__", launch),
-        mock.patch.object(
-            torch.Tensor, "new_empty", torch.Tensor.new_zeros
-        ),  # PyTorch reads what no kernel wrote
+        mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros),  # PyTorch reads what no kernel wrote
         mock.patch.object(ASTSource, "make_ir", make_and_stop),
     ):
         for row in register_ops.ROWS:
