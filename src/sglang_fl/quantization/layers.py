@@ -94,8 +94,8 @@ class _EightBits(Layer):
 
 
 def _unread(parameter: Any, loaded: Tensor, *_: Any) -> None:
-    """The loader of what a checkpoint says and no layer asks; the last of the layers that SGLang joins stays."""
-    parameter.data.copy_(loaded)
+    """Load what a checkpoint says and no layer asks; the last of the layers that SGLang joins, or has joined, stays."""
+    parameter.data.copy_(loaded.flatten()[-parameter.numel() :].view_as(parameter))
 
 
 class _ScalesOfLayers(PerTensorScaleParameter):
