@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,37 @@ def reference_network(model: Path, dtype: Any, host: str = "vllm") -> Any:
     for module in network.modules():
         if type(module).__name__ == "BloomMLP":  # vLLM's Bloom has GELU itself, Hugging Face's its tanh form
             module.gelu_impl = torch.nn.GELU()
+        if type(module).__name__.endswith("Indexer"):
+            module.forward = _lower_first(module.forward)
     one_more = {("cohere2", "vllm"), ("cohere2", "sglang"), ("gemma3n_text", "sglang")}
     if (network.config.model_type, host) in one_more:  # the host's window has the token itself beside it
         network.config.sliding_window += 1
     if (network.config.model_type, host) == ("gemma3n_text", "vllm"):  # its class adds no embeddings to each layer
         network.model.get_per_layer_inputs = lambda *_: None
     return network
+
+
+def _lower_first(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """An indexer's ``forward`` that lists the lower position of equal scores first, as ``index_topk`` does.
+
+    ``Tensor.topk`` takes any of them, and tokens that no head of the indexer looks at all have a score of 0.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Ordered(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not torch.Tensor.topk:
+                return func(*args, **(kwargs or {}))
+            scores, k = args
+            values, places = scores.sort(dim=-1, descending=True, stable=True)
+            return torch.return_types.topk((values[..., :k], places[..., :k]))
+
+    def ordered(*args: Any, **given: Any) -> Any:
+        with Ordered():
+            return forward(*args, **given)
+
+    return ordered
 
 
 def expected_tokens(

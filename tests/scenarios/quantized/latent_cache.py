@@ -121,8 +121,6 @@ class LatentCaches(Scenario):
     """The run that is asked with a wrong implementation of each operator too."""
     READS: ClassVar[Callable[[int], Sequence[int]]] = staticmethod(own)
     """As :func:`own`."""
-    ROUNDINGS: ClassVar[float] = 1
-    """How many times as far as drawn roundings an engine may be from the network."""
     PLACE: ClassVar[Mapping[str, str]] = {}
     """Further arguments of ``Host.serve``."""
 
@@ -188,10 +186,9 @@ class LatentCaches(Scenario):
         self, single: Run, right: Callable[[Run], Any], model: Path
     ) -> None:
         texts, got, there = right(single)
-        bound = self.ROUNDINGS * there.rounding
-        assert distance(got, there.scores) <= bound
+        assert distance(got, there.scores) <= there.rounding
         for other, wrong in others(model, single.scales, texts, self.READS).items():
-            assert distance(got, wrong) > bound, other
+            assert distance(got, wrong) > there.rounding, other
         assert there.decides(PROMPTS, MAX_TOKENS)
 
     def test_a_prompt_is_found_in_the_cache(self, run: Run, passes: Callable[[Run], list[Answer]]) -> None:

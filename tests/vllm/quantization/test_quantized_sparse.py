@@ -48,7 +48,6 @@ class TestCaches(LatentCaches):
     """A latent cache in fp8: what is listed was stored, so every step that lists reads it."""
 
     OPERATORS: ClassVar[Sequence[str]] = ("kv_cache_write", "mla_sparse")
-    ROUNDINGS = 3  # few draws have a choice that turns
     READS = staticmethod(read_from_cache)
     WRONG = CacheRun("scales of 1", {**ENGINE, **FORCED})
     RUNS = (WRONG, CacheRun("a scale for each layer", EXTENDED, SCALES))
