@@ -1,7 +1,7 @@
 """Operator dispatch for serving large language models on any chip.
 
-An operator has several implementations. A policy says which may run, and in which order. A call runs the best one and
-falls back where that is safe. See docs/guide/architecture.md.
+An operator has several implementations. A policy says which may run, and in which order. A call runs the first one that
+fits and falls back to the next if that is safe. See docs/guide/architecture.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The protocol between this core and packages of backends and devices, and the versions of it that are served.
+"""Versions of the protocol between this core and packages of backends and devices.
 
 A package states its version by an entry point of the group ``fl_dispatch.api``, for example ``acme =
-"fl_dispatch.api:V1"``. It is metadata, so a package for another core is refused before any of it is imported. A package
-without it is taken as one for the first version.
+"fl_dispatch.api:V1"``. An entry point is metadata, so a package for another core is refused before any of its code is
+imported. A package without the entry point is taken as one for the first version.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ API_GROUP = "fl_dispatch.api"
 V1 = 1
 """The first version: registration by ``register_builtins(registry)``, ``OpImpl``, ``Backend`` and ``DeviceSpec``."""
 SERVED = range(V1, V1 + 1)
-"""Versions that this core serves; a version ends here when what it promises is gone."""
+"""Versions that this core serves; a version is removed once the core no longer keeps its promises."""
 
 
 def why_refused(point: EntryPoint) -> str:
-    """The sentence that refuses the package of an entry point; empty if its version is served."""
+    """Return the sentence that refuses the package of an entry point; empty if the core serves its version."""
     return "" if point.dist is None else _why_refused(point.dist)
 
 
 def why_module_refused(module: str) -> str:
-    """The sentence that refuses a named module because of its package; empty if none does."""
+    """Return the sentence that refuses a named module because of its package; empty if no package refuses it."""
     stating = [point.dist for point in entry_points(group=API_GROUP) if point.dist is not None]
     return next((why for package in stating if _has(package, module) and (why := _why_refused(package))), "")
 
 
 def _has(package: Distribution, module: str) -> bool:
-    """Whether an installed package has a module: by its files, or by its names where it is installed editable."""
+    """Whether an installed package has a module: in its files, or in its top-level names if it is editable."""
     path, files = module.replace(".", "/"), [str(file) for file in package.files or ()]
     if any(file.endswith(".py") and not file.startswith("__editable__") for file in files):
         return any(file.startswith((f"{path}.", f"{path}/")) for file in files)

@@ -1,4 +1,4 @@
-"""The backends that come with this package: the reference, FlagGems, our Triton kernels, ``backends/vendor``."""
+"""The backends of this package: the reference, FlagGems, our Triton kernels, and ``backends/vendor``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .registry import OpRegistry
 
 
 def backends() -> list[Target]:
-    """The built-in backends."""
+    """Return the built-in backends."""
     names = [reference.__name__, flaggems.__name__, triton.__name__]
     names += [f"{vendor.__name__}.{module.name}" for module in pkgutil.iter_modules(vendor.__path__) if module.ispkg]
     return [
@@ -22,6 +22,6 @@ def backends() -> list[Target]:
 
 
 def register_builtins(registry: OpRegistry) -> None:
-    """Register the built-in backends, each completely or not at all; one that fails is a WARNING."""
+    """Register the built-in backends, each completely or not at all; log a WARNING for one that fails."""
     for target in backends():
         load_backend(registry, target)

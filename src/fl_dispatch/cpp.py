@@ -1,8 +1,8 @@
-"""C++ of this project for tensors in main memory: compiled once for a kind of processor, and kept for later starts.
+"""Compile C++ for tensors in main memory, once for a kind of processor, and keep the library for later starts.
 
-Loading a library runs its code, so a kept one is loaded only if no other user can have written it: folder and file
-belong to this user or to root, no other user may write them, and the file ends with the digest of what precedes.
-If nothing can be kept, each process compiles for itself, in a temporary folder that is gone once the code is loaded.
+Loading a library runs its code, so a kept library is loaded only if no other user can have written it: folder and file
+belong to this user or to root, no other user may write to them, and the file ends with the digest of its contents. If
+nothing can be kept, each process compiles into a temporary folder and removes it once the code is loaded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ COMPILERS = ("g++", "clang++", "c++")
 LONGEST = 120.0
 """Seconds that a compiler may take."""
 DIGEST = 32
-"""Bytes of a digest behind a kept library."""
+"""Bytes of the digest at the end of a kept library."""
 FOREIGN = stat.S_IWGRP | stat.S_IWOTH
 """Permissions that let other users write."""
 
 
 @cache
 def load(source: Path) -> ctypes.CDLL:
-    """The functions of a file, which is compiled unless that was done before.
+    """Return the functions of a source file, compiled now unless a kept library has them.
 
     Args:
         source: a file of functions with C linkage. PyTorch's OpenMP, loaded before, serves it.
@@ -50,7 +50,7 @@ def load(source: Path) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), "")
     if not compiler:
         raise DispatchError(f"there is no C++ compiler ({', '.join(COMPILERS)}, or the one that CXX names)")
-    files = (source, *sorted(source.parent.glob("*.h")))  # it may include any of them
+    files = (source, *sorted(source.parent.glob("*.h")))  # the compiler may include any of these files
     facts = "\0".join((compiler, *FLAGS, _processor())).encode()
     key = hashlib.sha256(b"\0".join((*(file.read_bytes() for file in files), facts))).hexdigest()[:32]
     name, problem = f"{source.stem}-{key}.so", ""
@@ -78,13 +78,13 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def _folder() -> Path:
-    """The folder of kept libraries.
+    """Return the folder of kept libraries.
 
     Raises:
-        OSError: this user has none.
+        OSError: this user has no such folder.
     """
     folder = platformdirs.user_cache_path("fl-dispatch")
-    if not folder.is_absolute():  # the specification of XDG_CACHE_HOME says to ignore it
+    if not folder.is_absolute():  # the specification of XDG_CACHE_HOME says to ignore a relative path
         home = Path("~").expanduser()
         if not home.is_absolute():
             raise OSError("XDG_CACHE_HOME and HOME name no absolute path")
@@ -94,10 +94,10 @@ def _folder() -> Path:
 
 @contextmanager
 def _kept_libraries() -> Iterator[Path]:
-    """A path to the folder of kept libraries that leads to one folder, whatever is renamed meanwhile.
+    """Yield a path that keeps leading to the same folder of kept libraries, even if folders are renamed meanwhile.
 
     Raises:
-        OSError: there is none and it cannot be made, or another user may write to it.
+        OSError: the folder does not exist and cannot be made, or another user may write to it.
     """
     path = _folder()
     path.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -117,17 +117,17 @@ def _kept_libraries() -> Iterator[Path]:
 
 
 def _distrust(found: os.stat_result) -> str:
-    """Why a file or folder may be what another user wrote, or an empty string."""
+    """Return why another user may have written a file or folder; empty if none may."""
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}, not to user {os.geteuid()} of this process"
     return "may be written by other users" if found.st_mode & FOREIGN else ""
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether there is a library that this module kept.
+    """Whether a path has a complete library that this module kept.
 
     Raises:
-        OSError: a file is there that cannot be read, or that another user may have written.
+        OSError: the file cannot be read, or another user may have written it.
     """
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -141,10 +141,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def _keep(code: bytes, path: Path) -> None:
-    """Write a library for later starts; whoever is second replaces it by the same.
+    """Write a library for later starts; a second process replaces the file by an equal one.
 
     Raises:
-        OSError: it cannot be written. Nothing is left behind.
+        OSError: the library cannot be written; no partial file stays.
     """
     opened, part = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     try:
@@ -162,7 +162,7 @@ def _keep(code: bytes, path: Path) -> None:
 
 @cache
 def why_not(source: Path) -> str:
-    """Why a file cannot be compiled and loaded here, or an empty string."""
+    """Return why a file cannot be compiled and loaded here; empty if it can."""
     try:
         load(source)
     except (DispatchError, OSError) as error:
@@ -181,7 +181,7 @@ def _compile(command: list[str]) -> None:
 
 
 def _processor() -> str:
-    """The instruction sets of this processor, which compiled code uses; a home directory may serve several kinds."""
+    """Return the instruction sets of this processor; one home directory may serve several kinds of processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Backends from outside this package: entry points, and modules that the user names.
+"""Load backends from outside this package: from entry points, and from modules that the user names.
 
-A backend that the user named fails hard; one that was only found fails with a WARNING, and ``fl doctor`` shows it. One
-that fails leaves nothing half-registered.
+A backend that the user named fails hard. A discovered backend that fails logs a WARNING, and ``fl doctor`` shows it. A
+backend that fails leaves nothing half-registered.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ logger = get_logger(__name__)
 PLUGIN_GROUP = "vllm_fl.plugin"
 PLUGIN_MODULES_ENV = "VLLM_FL_PLUGIN_MODULES"
 SLOW = 5.0
-"""Seconds after which an import is said to be slow: it holds up every process of a host."""
+"""Seconds after which an import is logged as slow, because it delays every process of a host."""
 REGISTER_NAMES = ("register_builtins", "register", "vllm_fl_register")
 
 
 class DiscoveredPlugin(NamedTuple):
-    """One backend that was found.
+    """A backend that was found.
 
     Args:
-        name: its entry point's, package's or module's name.
+        name: name of the entry point, package or module.
         source: where it was found.
         loaded: whether it registered its implementations.
-        detail: how many implementations, or what went wrong.
+        detail: the number of implementations, or the error.
     """
 
     name: str
@@ -49,13 +49,13 @@ class DiscoveredPlugin(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A backend that is to be loaded.
+    """A backend to be loaded.
 
     Args:
-        name: its entry point's, package's or module's name.
-        source: where it was found.
+        name: name of the entry point, package or module.
+        source: where the backend was found.
         load: returns a function taking the registry, or a module that has one.
-        named: the user asked for it by name, so a failure is an error.
+        named: whether the user named the backend, so that a failure is an error.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Target(NamedTuple):
 
 _discovered: dict[str, DiscoveredPlugin] = {}
 _thread = threading.local()
-"""``loads``: this thread runs code of a backend, its import or its registration."""
+"""``loads``: whether this thread runs code of a backend, in its import or its registration."""
 _slow: dict[str, float] = {}
 
 
 def plugins() -> list[Target]:
-    """The plugins of the entry point group ``vllm_fl.plugin``, and the modules that the user named."""
+    """Return the plugins of the entry point group ``vllm_fl.plugin``, and the modules that the user named."""
     points = sorted(entry_points(group=PLUGIN_GROUP), key=lambda point: (point.name, point.value))
     settings = get_settings()
     source = str(settings.origin("plugin_modules"))
@@ -88,7 +88,7 @@ def _load(point: EntryPoint) -> object:
 
 
 def _load_named(name: str) -> object:
-    """``package.module``, or ``package.module:function``."""
+    """Import ``package.module`` or ``package.module:function``."""
     point = EntryPoint(name, name, PLUGIN_GROUP)
     if why := why_module_refused(point.module):
         raise PluginLoadError(why)
@@ -98,8 +98,8 @@ def _load_named(name: str) -> object:
 def discover_plugins(registry: OpRegistry) -> int:
     """Load the plugins of the entry point group ``vllm_fl.plugin`` and the modules that the user named.
 
-    A plugin that this registry has already is skipped. Called by a plugin that is being loaded it does nothing, because
-    whoever loads that one goes on with the others.
+    Plugins that the registry already has are skipped. A call by a plugin that is being loaded does nothing, because the
+    loader goes on with the other plugins anyway.
 
     Returns:
         The number of plugins that were loaded.
@@ -123,9 +123,10 @@ def _code_of_a_backend() -> Iterator[None]:
 
 
 def imported(target: Target) -> Target | None:
-    """A copy of the target after an attempt to import its module; ``None`` while this thread is importing it.
+    """Import a target and return a copy with the result; ``None`` while this thread is importing its module.
 
-    An import takes the module's lock, and its module may dispatch, so a thread with the writers' lock never imports.
+    An import takes the lock of the module, and the module may dispatch, so a thread that holds the writers' lock never
+    imports.
     """
     started = time.perf_counter()
     try:
@@ -133,7 +134,7 @@ def imported(target: Target) -> Target | None:
             found = target.load()
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a plugin may raise anything: some exit, and a panic in Rust is no Exception
+    except BaseException as error:  # plugins may raise anything: some call exit, and a panic in Rust is no Exception
         if is_of_incomplete_module(error):
             return None
         return target._replace(load=partial(_raise, error))
@@ -145,7 +146,7 @@ def imported(target: Target) -> Target | None:
 
 
 def slow_imports() -> dict[str, float]:
-    """Backends of this process that took long to import: name and place → seconds."""
+    """Return the backends of this process that took long to import: name and place → seconds."""
     return dict(_slow)
 
 
@@ -162,14 +163,14 @@ def _raise(error: BaseException) -> object:
 def load_backend(registry: OpRegistry, target: Target) -> bool | None:
     """Load one backend and register what it offers: all of it, or nothing.
 
-    Its function runs without a lock, because it may import what another thread imports. Two threads may therefore run
-    it, and the first one's implementations are registered.
+    The backend's function runs without a lock, because it may import a module that another thread is importing. So two
+    threads may run it, and the implementations of the first one are registered.
 
     Returns:
-        Whether it was loaded now; ``None`` where that has to wait for a module that this thread is importing.
+        Whether the backend was loaded now; ``None`` if it has to wait for a module that this thread is importing.
 
     Raises:
-        PluginLoadError, RegistrationError: it failed, and the user had named it.
+        PluginLoadError, RegistrationError: the backend failed, and the user named it.
     """
     name, source, load, named = target
     key = f"{source}: {name}"
@@ -182,7 +183,7 @@ def load_backend(registry: OpRegistry, target: Target) -> bool | None:
         origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<unnamed>')}"
         if (
             "<" not in origin and origin in registry.snapshot().sources
-        ):  # installed as a plugin, and named as a module too
+        ):  # installed as a plugin, and also named as a module
             return False
         before = _implementations(registry)
         with _code_of_a_backend():
@@ -193,7 +194,7 @@ def load_backend(registry: OpRegistry, target: Target) -> bool | None:
             return False
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a plugin may raise anything: some exit, and a panic in Rust is no Exception
+    except BaseException as error:  # plugins may raise anything: some call exit, and a panic in Rust is no Exception
         if is_of_incomplete_module(error):
             return None
         detail = text_of(error)
@@ -215,9 +216,9 @@ def _implementations(registry: OpRegistry) -> set[OpImpl]:
 
 
 def _say_shared_vendors(name: str, before: set[OpImpl], added: set[OpImpl]) -> None:
-    """A vendor's name stands for all of its implementations of an operator, so a policy cannot tell two of them apart.
+    """Log two backends that use one vendor's name for an operator, because a policy cannot tell them apart.
 
-    Backends that share a vendor's name and no operator are parts of one.
+    Backends that share a vendor's name but no operator are parts of one vendor.
     """
     holders = {(impl.vendor, impl.op_name): impl for impl in before if impl.vendor}
     shared = {impl.vendor: holders[key] for impl in added if (key := (impl.vendor, impl.op_name)) in holders}
@@ -232,12 +233,12 @@ def _say_shared_vendors(name: str, before: set[OpImpl], added: set[OpImpl]) -> N
 
 
 def get_discovered_plugins() -> list[DiscoveredPlugin]:
-    """Every backend that was looked at in this process, built-in ones included, with what came of it."""
+    """Return every backend that this process looked at, built-in ones included, with its outcome."""
     return list(_discovered.values())
 
 
 def clear_discovered_plugins() -> None:
-    """Forget what was looked at."""
+    """Forget all discovered backends."""
     _discovered.clear()
 
 

@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose. A message says what happened, where, and what to do."""
+"""Errors that this package raises on purpose. A message says what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class DispatchError(Exception):
 
 
 class ConfigError(DispatchError, ValueError):
-    """A setting is wrong. Raised before anything runs.
+    """A wrong setting, raised before anything runs.
 
     Args:
-        source: where it was read, such as ``/etc/fl.yaml, line 3`` or ``environment variable VLLM_FL_PREFER``.
+        source: where the setting was read, such as ``/etc/fl.yaml, line 3`` or ``environment variable VLLM_FL_PREFER``.
         key: the item inside the source, or ``None`` when the source as a whole is wrong.
-        problem: what is wrong with it, and what would be right.
+        problem: what is wrong, and what would be right.
     """
 
     def __init__(self, source: str, key: str | None, problem: str) -> None:
@@ -28,17 +28,17 @@ class ConfigError(DispatchError, ValueError):
 
 
 class ConfigFileNotFoundError(ConfigError, FileNotFoundError):
-    """A config file that the user named does not exist."""
+    """A config file that the user named and that does not exist."""
 
-    __str__ = Exception.__str__  # OSError's own would print the two bases' fields
+    __str__ = Exception.__str__  # OSError.__str__ would print the fields of both bases
 
 
 class DeviceError(DispatchError, ValueError):
-    """A device's spec is wrong, or PyTorch cannot use the device that it describes.
+    """A wrong device spec, or a device that PyTorch cannot use.
 
     Args:
         device: the spec's name.
-        problem: what is wrong with it, and what would be right.
+        problem: what is wrong, and what would be right.
     """
 
     def __init__(self, device: str, problem: str) -> None:
@@ -78,27 +78,27 @@ class NoImplementationError(DispatchError, RuntimeError):
 
 
 class NotSupported(DispatchError, NotImplementedError):  # noqa: N818  (it is an answer, not an error)
-    """An implementation declines these arguments and promises that it has written nothing: the next candidate runs."""
+    """An implementation's answer that it declines these arguments and wrote nothing; the next candidate runs."""
 
 
 class BrokenPromiseError(DispatchError, RuntimeError):
-    """A result is not what the declaration says: another number, dtype, shape or layout."""
+    """A result that differs from the declaration in number, dtype, shape or layout."""
 
 
 class WrongResultError(DispatchError, RuntimeError):
-    """A result in a live call was further from the reference's than the operator's tolerance allows."""
+    """A result of a live call that differs from the reference's by more than the operator's tolerance."""
 
 
 class RankDivergenceError(DispatchError, RuntimeError):
-    """One rank of a group that runs in lockstep would have fallen back while the others did not."""
+    """A fallback on one rank of a group that runs in lockstep, while the other ranks did not fall back."""
 
 
 class DispatchFrozenError(DispatchError, RuntimeError):
-    """Dispatch is frozen, and a change would make something else run.
+    """A change that would make another implementation run while dispatch is frozen.
 
     Args:
-        change: what was to change, such as ``the global policy``.
-        differences: one line for each operator that would run something else.
+        change: the refused change, such as ``the global policy``.
+        differences: one line for each operator that would run another implementation.
     """
 
     def __init__(self, change: str, differences: Sequence[str]) -> None:
@@ -114,11 +114,11 @@ class DispatchFrozenError(DispatchError, RuntimeError):
 
 
 MOST_CHARACTERS = 2_000
-"""The most of an error's text in a log line, a ban and a note: a compiler's output may have millions."""
+"""Characters of an error's text that a log line, a ban or a note keeps at most; a compiler may print millions."""
 
 
 def text_of(error: BaseException) -> str:
-    """An exception as text, whatever its class does; a long one's beginning and end, with its length."""
+    """Return an exception as text, whatever its class does; shorten a long text to its beginning, end and length."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception as broken:

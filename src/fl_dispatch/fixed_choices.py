@@ -1,4 +1,4 @@
-"""Choices that are fixed while dispatch is frozen, and whether a change would make another one."""
+"""Choices that are fixed while dispatch is frozen, and the check whether a change would alter one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Choice:
 
     Args:
         rule: the condition; ``None`` for all other calls.
-        runs: the implementation that runs, after those that may decline some of these calls.
+        runs: the implementation that runs, preceded by those that may decline some of these calls.
         banned: kinds of arguments for which an implementation of ``runs`` is left out, by its id.
-        complete: the last of ``runs`` takes every call that reaches it.
+        complete: whether the last of ``runs`` takes every call that reaches it.
     """
 
     rule: TunedRule | None
@@ -37,7 +37,7 @@ class Choice:
         return self.rule is None and len(self.runs) == 1 and self.complete
 
     def as_data(self) -> dict[str, Any]:
-        """Choices as plain data."""
+        """Return the choice as plain data."""
         data: dict[str, Any] = {"runs": [impl.impl_id for impl in self.runs]}
         if self.rule is not None:
             data["when"] = condition_of(self.rule)
@@ -52,13 +52,13 @@ Place = tuple[str, str | None]
 
 
 class FixedChoices:
-    """The choices of one manager that a change must not alter; none while dispatch is not frozen.
+    """The choices of one manager that no change may alter while dispatch is frozen.
 
     Args:
-        choices_at: place, policy, and whether bans count → what would run there as things are now.
+        choices_at: place, policy, and whether bans count → the implementations that would run there now.
     """
 
-    KEPT_ANSWERS = 64  # policies with a remembered answer: whether they change a fixed choice
+    KEPT_ANSWERS = 64  # policy → whether it alters a fixed choice, once that was asked
 
     def __init__(self, choices_at: Callable[[Place, SelectionPolicy, bool], Choices]) -> None:
         self._choices_at = choices_at
@@ -71,31 +71,31 @@ class FixedChoices:
         return self._fixed is not None
 
     def fix(self, choices: Mapping[Place, Choices] | None) -> None:
-        """Fix these choices, and nothing else; ``None`` fixes nothing any more."""
+        """Fix exactly these choices; ``None`` lifts all."""
         self._fixed = None if choices is None else dict(choices)
         self._differences = {}
 
     def add(self, place: Place, choices: Callable[[], Choices]) -> Choices:
-        """The choices that are fixed at a place; these from now on, if it came after the freeze."""
+        """Return the choices that are fixed at a place; fix these if the place came after the freeze."""
         assert self._fixed is not None
         if place not in self._fixed:
             self._fixed[place] = choices()
-            self._differences = {}  # a policy that was admitted may differ here
+            self._differences = {}  # a policy that was admitted may differ at this place
         return self._fixed[place]
 
     def require_unchanged(
         self, change: str, policies: Iterable[SelectionPolicy], *, bans: bool = True, only: str | None = None
     ) -> None:
-        """Refuse a change, which is in place already, if something fixed would be decided otherwise after it.
+        """Refuse a change, already made by the caller, if it alters a fixed choice.
 
         Args:
             change: what changed, for the message.
-            policies: those in use; one that differs already runs what is fixed, and is passed over.
+            policies: the policies in use; one that already differs runs the fixed choices, and is skipped.
             bans: whether bans count.
-            only: the one operator that it may concern; all by default.
+            only: the only operator that the change may concern; all by default.
 
         Raises:
-            DispatchFrozenError: something would.
+            DispatchFrozenError: the change alters a fixed choice.
         """
         for policy in dict.fromkeys(policies):
             if self._differences.get((policy, True)) or self._differences.get((policy, False)):
@@ -113,7 +113,7 @@ class FixedChoices:
         """Refuse a policy that makes other choices.
 
         Raises:
-            DispatchFrozenError: it does.
+            DispatchFrozenError: the policy makes other choices.
         """
         if different := self._remembered(policy, bans):
             raise DispatchFrozenError(change, different)
@@ -142,12 +142,12 @@ class FixedChoices:
 
 
 def data(choices: Choices) -> list[dict[str, Any]]:
-    """Choices as plain data."""
+    """Return choices as plain data."""
     return [choice.as_data() for choice in choices]
 
 
 def in_one_line(value: Any) -> str:
-    """Choices as plain data, or a version, in one line."""
+    """Return choices as plain data, or a version, in one line."""
     if not value:
         return "nothing"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The policy that holds outside contexts: read from the settings, until a program sets one."""
+"""The policy outside policy contexts: read from the settings, until a program sets one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class GlobalPolicy:
     """One policy a process.
 
     Attributes:
-        epoch: grows with every change.
-        from_settings: no program has set a policy.
+        epoch: a number that grows with every change.
+        from_settings: whether the policy comes from the settings, because no program has set one.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class GlobalPolicy:
         self.from_settings = True
 
     def get(self) -> SelectionPolicy:
-        """The policy; read from the settings when none was set.
+        """Return the policy, read from the settings if none was set.
 
         Raises:
             ConfigError: the settings are wrong.
@@ -33,7 +33,7 @@ class GlobalPolicy:
         return policy
 
     def replace(self, policy: SelectionPolicy | None) -> tuple[SelectionPolicy | None, bool]:
-        """Set a policy, or with ``None`` let the settings decide; returns what :meth:`restore` takes."""
+        """Set a policy, or let the settings decide with ``None``; return the argument for :meth:`restore`."""
         with writers:
             before = self._policy, self.from_settings
             self._policy, self.from_settings = policy, policy is None
@@ -41,7 +41,7 @@ class GlobalPolicy:
         return before
 
     def restore(self, before: tuple[SelectionPolicy | None, bool]) -> None:
-        """Take a change back."""
+        """Undo a :meth:`replace`."""
         with writers:
             self._policy, self.from_settings = before
 

@@ -1,4 +1,4 @@
-"""Modules that are half imported: a thread that imports one may meet it again, and others may be waiting for it."""
+"""Modules that are half imported: the importing thread may meet one again, and other threads may be waiting for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_YET = "a module that it needs is being imported"
 
 
 def is_importing() -> bool:
-    """Whether this thread is in the body of a module that it imports, so that another thread may wait for it."""
+    """Whether this thread is executing the body of a module, so that another thread may wait for it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "<module>" and _is_incomplete(frame.f_globals):
@@ -26,7 +26,7 @@ def is_incomplete(module: ModuleType) -> bool:
 
 
 def is_of_incomplete_module(error: BaseException) -> bool:
-    """Whether something was not found in a module because this thread is importing it."""
+    """Whether a name was missing in a module because this thread is still importing the module."""
     owner: object = None
     if isinstance(error, AttributeError):
         owner = error.obj

@@ -1,12 +1,12 @@
-"""One lock for every change: registrations, policies, bans, tables; another for loading backends.
+"""One lock for every change (registrations, policies, bans, tables), and another for loading backends.
 
-Forms of weights (:mod:`.weight_forms`) and the costs of shadow mode have one each; a thread that holds one of these
-takes neither of the two above.
+Forms of weights (:mod:`.weight_forms`) and the costs of shadow mode have one lock each; a thread that holds one of
+these takes neither of the two above.
 
-Readers take no lock. With a single lock for all writers there is no order to get wrong. Code of backends runs without
-it while they load, because an import takes a lock of its own and its module may dispatch; one thread at a time loads
-them all the same, and no thread waits for it for ever. A fork waits for the writer and the loader at work, so that a
-child never sees a half-done change nor a module that was left half imported, and gets locks of its own.
+Readers take no lock, and a single lock for all writers leaves no lock order to get wrong. Backends load without the
+writers' lock, because an import takes a lock of its own and its module may dispatch. One thread at a time loads them,
+and no thread waits for it for ever. A fork waits for the active writer and loader, so that a child never sees a
+half-done change or a half-imported module, and the child gets new locks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ForkableLock:
         self.release()
 
     def acquire(self, seconds: float = -1) -> bool:
-        """Take the lock, and say whether that was possible; waits for ``seconds`` at most, or for ever."""
+        """Take the lock within ``seconds`` (by default without a limit), and return whether that succeeded."""
         taken = self._lock.acquire(timeout=seconds)
         if taken:
             self._owner = threading.get_ident()
@@ -44,7 +44,7 @@ class ForkableLock:
         return taken
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         self._depth -= 1
         if not self._depth:
             self._owner = 0
@@ -52,7 +52,7 @@ class ForkableLock:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[bool]:
-        """Hold the lock in a block; after ``seconds`` of waiting the block gets ``False`` and goes ahead without it."""
+        """Hold the lock in a block; after ``seconds`` of waiting, yield ``False`` and run the block without it."""
         if not self.acquire(seconds):
             yield False
             return
@@ -63,7 +63,7 @@ class ForkableLock:
 
     @property
     def mine(self) -> bool:
-        """Whether this thread holds it."""
+        """Whether this thread holds the lock."""
         return self._owner == threading.get_ident()
 
     def _before(self) -> None:
@@ -75,7 +75,7 @@ class ForkableLock:
 
     def _in_child(self) -> None:
         self._lock = threading.RLock()
-        if not self.mine:  # another thread of the parent was writing: it does not exist here
+        if not self.mine:  # another thread of the parent held the lock, and does not exist in this child
             self._owner = self._depth = 0
         for _ in range(self._depth):
             self._lock.acquire()
@@ -83,4 +83,4 @@ class ForkableLock:
 
 writers = ForkableLock()
 loading = ForkableLock()
-"""Whoever has both took this one first, so a fork waits in that order too."""
+"""The lock for loading backends. A thread that needs both locks takes this one first, and so does a fork."""

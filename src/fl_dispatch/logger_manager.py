@@ -1,9 +1,9 @@
 """Our loggers and their level.
 
-A library does not configure logging, and where the program did, nothing here adds to it. If it did not, Python shows
-WARNINGs and drops the rest; vLLM is such a place, since it configures its own logger ``vllm`` only. So when a level
-below WARNING is asked for (the default, INFO, holds while settings are read), our top loggers get one handler that
-writes to stderr and falls silent as soon as another handler would show the same record.
+A library does not configure logging, and this module adds nothing if the program did. If the program did not, Python
+shows WARNINGs and drops the rest. That is the case in vLLM, which configures its ``vllm`` logger only. So if a level
+below WARNING is set (the default is INFO), our top loggers get one handler that writes to stderr. It is silent as soon
+as another handler would show the same record.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ DEFAULT_LEVEL = "INFO"
 FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 _loggers: dict[str, logging.Logger] = {}
-_level: int | None = None  # asked for all loggers, those of the future included
+_level: int | None = None  # the level of all loggers, including future ones
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever stderr is now, unless another handler gets the record, too."""
+    """Handler that writes to the current stderr, unless another handler gets the record, too."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if _has_other_handler(logging.getLogger(record.name)):
@@ -32,7 +32,7 @@ class _StderrHandler(logging.Handler):
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
         except Exception:
-            self.handleError(record)  # as every handler does: a log line must not stop a program
+            self.handleError(record)  # every handler of Python does that: a log line must not stop a program
 
 
 _handler = _StderrHandler()
@@ -40,7 +40,7 @@ _handler.setFormatter(logging.Formatter(FORMAT))
 
 
 def get_logger(name: str = "fl_dispatch") -> logging.Logger:
-    """The logger with this name; the same object as :func:`logging.getLogger` gives."""
+    """Return the logger with this name, the same object as from :func:`logging.getLogger`."""
     logger = _loggers.get(name)
     if logger is None:
         logger = _loggers.setdefault(name, logging.getLogger(name))
@@ -76,7 +76,7 @@ def set_log_level(level: str | int, name: str | None = None) -> None:
 
 
 def begin_logging() -> None:
-    """Have records shown from now on at the default level, unless a level was asked for: before settings are read."""
+    """Show records at the default level before settings are read, unless a level was set."""
     if _level is None:
         set_log_level(DEFAULT_LEVEL)
 
@@ -94,7 +94,7 @@ def _level_number(level: str | int) -> int:
 def _apply(logger: logging.Logger, level: int) -> None:
     logger.setLevel(level)
     if level < logging.WARNING and not logger.hasHandlers():
-        logging.getLogger(logger.name.partition(".")[0]).addHandler(_handler)  # one a tree, so one line a record
+        logging.getLogger(logger.name.partition(".")[0]).addHandler(_handler)  # one a tree: a record shows once
 
 
 def _is_top(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""Tensors as native code takes them: by address, once it is known that data lies there.
+"""Pass tensors to native code by address, after checking that their data exists.
 
-A fake tensor, as tracing, exporting and the propagation of shapes make them, says that it is on the CPU and has no
-data. Its address is 0, and that of a view into it a small number, so a test for 0 does not find it.
+A fake tensor, as made by tracing, export and shape propagation, claims to be on the CPU and has no data. Its address is
+0, and a view into it has a small address, so a test for 0 does not find it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 _base: Callable[[Tensor], int] = getattr(torch._C, "_data_address", _storage)
-"""A storage's address. ``data_ptr`` asks for memory to write to, which would unmark a weight (``weight_forms``)."""
+"""Return a storage's address. ``data_ptr`` requests writable memory, which would unmark a weight (``weight_forms``)."""
 
 
 def addresses(read: Iterable[Tensor | None], written: Iterable[Tensor] = ()) -> list[int | None]:
-    """The addresses of tensors in main memory, first of those that are only read; ``None`` stays.
+    """Return the addresses of tensors in main memory, those only read first; ``None`` stays ``None``.
 
     Raises:
         NotSupported: a tensor is on another device, or has no data (it is fake, sparse, wrapped, or was freed).
@@ -42,7 +42,7 @@ def addresses(read: Iterable[Tensor | None], written: Iterable[Tensor] = ()) -> 
             if not (_base(tensor) or not tensor.numel()) or not tensor.is_cpu:
                 raise absent(tensor)
             found.append(tensor.data_ptr())
-    except RuntimeError as error:  # of a layout or a wrapper without a storage
+    except RuntimeError as error:  # a layout or a wrapper class without a storage
         if isinstance(error, NotSupported) or tensor is None:
             raise
         raise absent(tensor) from error
@@ -50,10 +50,10 @@ def addresses(read: Iterable[Tensor | None], written: Iterable[Tensor] = ()) -> 
 
 
 def require_data(tensors: Iterable[Tensor]) -> None:
-    """Make sure that data is there, on whatever device.
+    """Check that tensors have data, on any device.
 
     Raises:
-        NotSupported: a tensor has none.
+        NotSupported: a tensor has no data.
     """
     for tensor in tensors:
         try:
@@ -65,20 +65,20 @@ def require_data(tensors: Iterable[Tensor]) -> None:
 
 
 def require(why_not: str) -> None:
-    """Make sure that native code can take a call's arguments; it trusts their sizes and strides.
+    """Check that native code can take a call's arguments, because it trusts their sizes and strides.
 
     Args:
-        why_not: why it cannot, or an empty string. A caller need not have asked ``supports``.
+        why_not: why it cannot; empty if it can. Callers need not have asked ``supports``.
 
     Raises:
-        NotSupported: it cannot.
+        NotSupported: ``why_not`` is not empty.
     """
     if why_not:
         raise NotSupported(why_not)
 
 
 def absent(tensor: Tensor) -> NotSupported:
-    """The error that a tensor has no data where it is needed."""
+    """Return the error for a tensor without data."""
     kind = "" if type(tensor) is Tensor else f"{type(tensor).__name__} "
     what = f"a {kind}{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
     return NotSupported(f"{what} has no data that native code could read")

@@ -30,7 +30,7 @@ from .settings.selection_policy import (
 
 
 def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:
-    """The policy that a YAML config file describes; items that it lacks have their built-in default.
+    """Read a policy from a YAML config file; missing items have their built-in defaults.
 
     Raises:
         ConfigError: the file is missing (then also a ``FileNotFoundError``), unreadable or wrong.
@@ -39,18 +39,18 @@ def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:
 
 
 def get_policy() -> SelectionPolicy:
-    """The policy in force here: the innermost context's, else the global one."""
+    """Return the policy in force here: the innermost context's, else the global one."""
     table = context_table.get(ROOT)
     return table.policy if table.of_context else GLOBAL.get()
 
 
 def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
-    """Replace the global policy; returns the one before. Lifts bans of failed implementations.
+    """Replace the global policy, lift all bans, and return the previous policy.
 
-    A change that is interrupted has not happened.
+    An interrupted change has no effect.
 
     Raises:
-        DispatchFrozenError: it would change what is frozen.
+        DispatchFrozenError: the policy would change a frozen choice.
     """
     _check_type(policy)
     with writers:
@@ -64,7 +64,7 @@ def reset_global_policy() -> None:
     """Read the settings again (config file, environment, platform file) and let them decide.
 
     Raises:
-        DispatchFrozenError: they would change what is frozen.
+        DispatchFrozenError: the settings would change a frozen choice.
     """
     with writers:
         admit_policy("the settings", peek_settings().policy)
@@ -73,18 +73,18 @@ def reset_global_policy() -> None:
 
 
 def get_policy_epoch() -> int:
-    """A number that grows with every change of the global policy."""
+    """Return a number that grows with every change of the global policy."""
     return GLOBAL.epoch
 
 
 class PolicyManager:
-    """The functions of this module, and the global policy, as one object a process."""
+    """The functions of this module and the global policy, as one object per process."""
 
     _instance: PolicyManager | None = None
 
     @classmethod
     def get_instance(cls) -> PolicyManager:
-        """The process's policy manager."""
+        """Return the process's policy manager."""
         with writers:
             cls._instance = cls._instance or cls()
         return cls._instance
@@ -103,7 +103,7 @@ def _check_type(policy: SelectionPolicy) -> None:
 
 
 class _Entered:
-    """A policy context that was entered, an object of its own because two may have one table."""
+    """An entered policy context; a class, because two contexts may share one table."""
 
     __slots__ = ("table",)
 
@@ -112,7 +112,7 @@ class _Entered:
 
 
 _open: ContextVar[tuple[_Entered, ...]] = ContextVar("fl_dispatch_open_contexts", default=())
-"""The contexts that are open here, innermost last. A task keeps those that are open when it starts."""
+"""The policy contexts open here, innermost last. A task keeps the contexts that are open when it starts."""
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
     """Use a policy inside the ``with`` block, in this thread or task only.
 
     Raises:
-        DispatchFrozenError: dispatch is frozen, and the policy would make something else run.
+        DispatchFrozenError: dispatch is frozen, and the policy would change a frozen choice.
     """
     _check_type(policy)
     admit_policy("a policy context", policy, bans=True)
@@ -131,7 +131,7 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
     try:
         yield policy
     finally:
-        rest = tuple(other for other in _open.get() if other is not entered)  # in generators they end in any order
+        rest = tuple(other for other in _open.get() if other is not entered)  # generators may exit in any order
         _open.set(rest)
         context_table.set(rest[-1].table if rest else ROOT)
 
@@ -162,14 +162,14 @@ def with_preference(prefer: str) -> Iterator[SelectionPolicy]:
 
 @contextmanager
 def with_allowed_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
-    """Allow only these vendors inside the ``with`` block (replacing the list in force); without any, none."""
+    """Allow only these vendors inside the ``with`` block, replacing the list in force; without arguments, none."""
     with policy_context(_changed(allow_vendors=frozenset(vendors))) as policy:
         yield policy
 
 
 @contextmanager
 def with_denied_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
-    """Deny these vendors too inside the ``with`` block (adding to the list in force)."""
+    """Deny these vendors as well inside the ``with`` block, adding to the list in force."""
     with policy_context(_changed(deny_vendors=get_policy().deny_vendors | set(vendors))) as policy:
         yield policy
 

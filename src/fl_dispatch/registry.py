@@ -1,4 +1,4 @@
-"""Which implementations exist. One immutable mapping, replaced by writers; readers never wait."""
+"""The registered implementations: one immutable mapping that writers replace, so that readers never wait."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .types import TRAITS, OpImpl
 logger = get_logger(__name__)
 
 ALMOST_SURELY = 0.9
-"""How similar to a declared name an operator's must be for a warning: plugins have operators of their own."""
+"""Similarity to a declared operator's name that earns a warning; plugins may have operators of their own."""
 Impls = Mapping[str, tuple[OpImpl, ...]]
 _EMPTY: Impls = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class OpRegistrySnapshot:
-    """The registry at one moment.
+    """An immutable snapshot of the registry.
 
     Args:
         impls_by_op: operator → its implementations in the order of registration.
@@ -42,18 +42,18 @@ class RegistryObserver(Protocol):
     """An object that follows a registry, such as a manager."""
 
     def admit_registration(self) -> None:
-        """A change is in place; it is taken back if this raises."""
+        """Check a change that is already made; the registry takes it back if this raises."""
 
     def on_registration(self, op_names: frozenset[str]) -> None:
-        """Learn that these operators have changed, or have changed back."""
+        """Take note of operators that changed, or changed back."""
 
 
 class OpRegistry:
     """The implementations of every operator. Thread-safe; registration is all or nothing.
 
     Args:
-        parent: another registry. A registration here shows here alone until :meth:`commit` adds all of them there, so
-            that a backend that fails half-way leaves nothing behind.
+        parent: another registry. Registrations stay here until :meth:`commit` adds all of them to the parent, so a
+            backend that fails half-way leaves nothing there.
         source: the name of the backend that registers here.
     """
 
@@ -75,7 +75,7 @@ class OpRegistry:
         self.register_many((impl,))
 
     def register_many(self, impls: Iterable[OpImpl]) -> None:
-        """Add several implementations: all of them, or on an error none.
+        """Add several implementations: all of them, or none if there is an error.
 
         Raises:
             RegistrationError: see :meth:`register_impl`.
@@ -97,31 +97,31 @@ class OpRegistry:
         self._add(new, conventions, frozenset())
 
     def commit(self, *aliases: str) -> int | None:
-        """Register at the parent all that was registered here, at once; from then on this is the parent.
+        """Move all registrations to the parent at once; later registrations go there directly.
 
         Args:
-            aliases: further names under which the source is known from then on.
+            aliases: further names of the source.
 
         Returns:
-            The number of implementations; ``None`` where the parent has this source, by another thread, say, and
-            nothing was added.
+            The number of implementations; ``None`` if the parent already has this source, for example from another
+            thread, and nothing was added.
 
         Raises:
             RegistrationError: the parent has an implementation or a replacement of that name by now; nothing is added.
         """
-        if self._parent is None:  # a backend has done it itself
+        if self._parent is None:  # the backend has called commit itself
             return 0
         sources = frozenset({*aliases, *filter(None, (self._source,))})
         count = None
         with writers:
             if not sources & self._parent._sources:
                 for replacement in self._replacements:
-                    refuse_taken_name(replacement)  # another thread may have taken it since; nothing is registered yet
+                    refuse_taken_name(replacement)  # another thread may have taken the name; nothing is registered yet
                 self._parent._add(tuple(self._added), self._conventions, sources)
                 for replacement in self._replacements:
                     self._parent.register_replacement(replacement)
                 count = len(self._added)
-            self.__dict__ = self._parent.__dict__  # a backend may have kept this registry, to register more later
+            self.__dict__ = self._parent.__dict__  # the backend may have kept this registry to register more later
         return count
 
     def _add(self, new: tuple[OpImpl, ...], conventions: Mapping[OpImpl, Convention], sources: frozenset[str]) -> None:
@@ -153,7 +153,7 @@ class OpRegistry:
         """Add a backend's kernels for PyTorch's own operators, for the whole process.
 
         Raises:
-            RegistrationError: others have this name.
+            RegistrationError: another replacement has this name.
         """
         if self._parent is None:
             register_replacement(replacement)
@@ -162,41 +162,41 @@ class OpRegistry:
             self._replacements.append(replacement)
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
-        """One implementation by its id, or ``None``."""
+        """Return one implementation by its id, or ``None``."""
         return next((impl for impl in self._impls.get(op_name, ()) if impl.impl_id == impl_id), None)
 
     def get_implementations(self, op_name: str) -> list[OpImpl]:
-        """All implementations of an operator in the order of registration; empty for an unknown one."""
+        """Return all implementations of an operator in the order of registration; empty for an unknown operator."""
         return list(self._impls.get(op_name, ()))
 
     def list_operators(self) -> list[str]:
-        """Names of all operators that have an implementation."""
+        """Return the names of all operators that have an implementation."""
         return list(self._impls)
 
     def snapshot(self) -> OpRegistrySnapshot:
-        """The registry as it is now; later registrations do not show in it."""
+        """Return the registry's current contents; later registrations do not change the snapshot."""
         return OpRegistrySnapshot(self._impls, self._sources)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all registrations."""
         with writers:
             self._replace(_EMPTY, frozenset(), frozenset(self._impls))
             self._conventions = {}
 
     def convention(self, impl: OpImpl) -> Convention | None:
-        """How to call a registered implementation; ``None`` for an undeclared operator."""
+        """Return how to call a registered implementation; ``None`` for an undeclared operator."""
         known = self._conventions.get(impl)
-        if known is None and impl.op_name in OPERATORS:  # declared after it was registered
+        if known is None and impl.op_name in OPERATORS:  # the operator was declared after its implementation
             known = self._conventions[impl] = convention_of(impl, OPERATORS[impl.op_name])
         return known
 
     def tell(self, observer: RegistryObserver) -> None:
-        """Tell an object of every change from now on, as long as it lives."""
+        """Notify an object of every change from now on, as long as it lives."""
         with writers:
             self._observers.add(observer)
 
     def _replace(self, impls: Impls, sources: frozenset[str], op_names: frozenset[str]) -> None:
-        """Make a change known to all observers, or take it back if one refuses it or is interrupted."""
+        """Notify all observers of a change; take the change back if one refuses it or is interrupted."""
         before, observers = (self._impls, self._sources), list(self._observers)
         self._impls, self._sources = impls, sources
         try:

@@ -1,6 +1,6 @@
 """How an implementation's parameters relate to the operator's declaration.
 
-Checked once, at registration, because a difference is a wrong answer later: the core calls positionally.
+The check runs once, at registration: the core calls by position, so a difference would become a wrong answer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Convention:
     """How to call an implementation with the operator's arguments.
 
     Args:
-        takes: the declared parameters that it takes, in its own order (which is the declaration's).
-        left_out: the declared parameters that it does not take; a call that gives one has to go elsewhere.
-        dropped: the hints that it does not take; a call that gives one does without.
-        operands: what its ``supports`` is called with, in order.
-        asked: what its ``supports`` is called with by name, hints and what it lists after one.
+        takes: the declared parameters that it takes, in the declaration's order.
+        left_out: the declared parameters that it does not take; a call that gives one goes to another implementation.
+        dropped: the hints that it does not take; a call leaves them out.
+        operands: the positional arguments of its ``supports``.
+        asked: the keyword arguments of its ``supports``: hints, and parameters that it lists after one.
         layer_first: its first parameter is a layer.
-        defaults: its function takes a call by name, and with defaults left out, exactly as the declaration does.
+        defaults: whether its function takes names and omitted defaults exactly as the declaration does.
     """
 
     takes: tuple[str, ...]
@@ -48,7 +48,7 @@ class Convention:
     defaults: bool = True
 
     def takes_all(self, layer_first: bool) -> bool:
-        """Whether the full argument list of the declaration, or of its layer form, can be passed as it is."""
+        """Whether the full argument list of the declaration, or of its layer form, can be passed unchanged."""
         return self.layer_first == layer_first and not self.left_out and not self.dropped
 
 
@@ -77,7 +77,7 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
         expected = {name: p for name, p in declared.items() if name not in operator.layer.attributes}
         parameters = parameters[1:]
     taken = _match(impl, operator, parameters, expected)
-    # A caller may name parameters, and may leave defaults out: then the function itself cannot stand for the operator.
+    # A caller may name parameters and leave defaults out; the function itself must then not stand for the operator.
     ordinary = len(taken) == len(parameters) and all(p.kind is not Parameter.POSITIONAL_ONLY for p in taken.values())
     left_out = tuple(name for name in expected if name not in taken and name not in operator.hints)
     operands, asked = _asked(impl, operator, left_out)
@@ -94,21 +94,21 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
 
 
 def _unchecked(impl: OpImpl, operator: Operator) -> Convention:
-    """The convention of a callable without a signature: the parameters that were declared at first, and no hints."""
+    """Return the convention of a callable without a signature: the first declared parameters, and no hints."""
     first = tuple(name for name in operator.operands(tuple(operator.parameters)) if name not in operator.later)
     asked = _asked(impl, operator, operator.later)
     return Convention(first, operator.later, operator.hints, *asked, defaults=False)
 
 
 def _asked(impl: OpImpl, operator: Operator, left_out: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The arguments of ``supports``: positional ones, then those that it gets by name.
+    """Return the arguments of ``supports``: positional ones, then keyword ones.
 
-    ``supports`` gets the parameters that it names. With ``*args``, or names of its own, it gets all operands in order,
-    less the last ones if the implementation leaves them out and it cannot take them. A call that gives one of these
-    goes elsewhere, so a parameter added to a declaration breaks no package.
+    ``supports`` gets the parameters that it names. With ``*args``, or with undeclared names, it gets all operands in
+    order, except last ones that the implementation leaves out and ``supports`` cannot take. A call that gives one of
+    these goes to another implementation, so a parameter added to a declaration breaks no package.
 
     Raises:
-        RegistrationError: it names a parameter that is not declared, or does not take all operands.
+        RegistrationError: ``supports`` names an undeclared parameter, or does not take all operands.
     """
     operands = everything = operator.operands(tuple(operator.parameters))
     if impl.supports is None:
@@ -138,7 +138,7 @@ def _asked(impl: OpImpl, operator: Operator, left_out: tuple[str, ...]) -> tuple
 def _names(
     supports: Callable[..., bool | str], operator: Operator, operands: tuple[str, ...], left_out: tuple[str, ...]
 ) -> tuple[str, ...] | None:
-    """As :func:`names_of`; with names of its own a function may leave out the last operands, as the implementation."""
+    """Return :func:`names_of`; with undeclared names, a function may omit the implementation's omitted operands."""
     try:
         return names_of(supports, operands, operator.hints)
     except TypeError:
@@ -206,7 +206,7 @@ def _same(one: Any, other: Any) -> bool:
         return True
     try:
         return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):  # an array or a tensor has no truth value
+    except (TypeError, ValueError, RuntimeError):  # the truth value of an array or a tensor is undefined
         return False
 
 

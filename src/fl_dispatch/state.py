@@ -29,7 +29,7 @@ from .types import OpImpl
 logger = get_logger(__name__)
 Function = Callable[..., Any]
 Wrapper = Callable[[OpImpl, Decision, str | None, Function], Function]
-"""An implementation, its decision, the layer, and its function so far → what stands in the table."""
+"""Wraps an implementation's function, given its decision and layer; returns the function for the table."""
 
 
 class State:
@@ -37,8 +37,8 @@ class State:
 
     Args:
         registry: the implementations.
-        changed: rebuilds what calls read, for some operators or for all (``None``).
-        view: an operator and a scope → what compiled code calls; ``None`` where there are no opaque views.
+        changed: rebuilds the tables for some operators, or for all (``None``).
+        view: an operator and a scope → the opaque view that compiled code calls; ``None`` without views.
 
     Attributes:
         failures: the bans.
@@ -46,13 +46,13 @@ class State:
         traces: which implementations Dynamo can trace.
         availability: which implementations can run here, each asked once.
         counter: calls by implementation, while counting is on.
-        wrapper: makes a function that stands in the tables before an implementation; ``None`` where none does.
-        facts: what the host stated about the process.
+        wrapper: wraps implementations in the tables; ``None`` without a wrapper.
+        facts: the host's facts about the process.
         scopes: operator → the scopes that it was bound for.
-        fixed: what every operator and layer runs while dispatch is frozen.
-        whole: operators that compiled code calls by their views even where it could look inside, because a host looks
-            for these calls in its graphs.
-        lockstep: set by a host with ranks that run in step; a fallback then aborts the step instead of diverging.
+        fixed: the implementation of every operator and layer while dispatch is frozen.
+        whole: operators that compiled code calls by their views even if it could trace them, because a host looks for
+            these calls in its graphs.
+        lockstep: set by a host if its ranks run in step; a fallback then aborts the step instead of diverging.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class State:
         )
 
     def who_may_run(self, decision: Decision, branch: Branch, bans: bool = True) -> list[OpImpl]:
-        """A branch's candidates up to the first one that takes every call."""
+        """Return a branch's candidates up to the first one that takes every call."""
         runs = []
         for impl in branch.candidates:
             runs.append(impl)
@@ -108,14 +108,14 @@ class State:
         return runs
 
     def takes_every_call(self, decision: Decision, impl: OpImpl, bans: bool = True) -> bool:
-        """Whether an implementation takes every call here: its device, no predicate, no ban, no parameter left out."""
+        """Whether an implementation takes every call: its device, no predicate, no ban, no omitted parameter."""
         convention = self.registry.convention(impl)
         banned = bans and self.failures.kinds(impl, decision.scope)
         whole = impl.supports is None and not (convention and convention.left_out)
         return whole and not banned and not is_elsewhere(impl)
 
     def choices(self, decision: Decision, bans: bool = True) -> Choices:
-        """A decision reduced to the implementations that run, for comparison."""
+        """Reduce a decision to the implementations that run, for comparison."""
         found = []
         for branch in decision.branches:
             runs = self.who_may_run(decision, branch, bans)
@@ -125,7 +125,7 @@ class State:
         return tuple(found)
 
     def _choices_at(self, place: Place, policy: SelectionPolicy, bans: bool) -> Choices:
-        """The choices of a policy for an operator or layer; none where no backend registered the operator."""
+        """Return a policy's choices for an operator or layer; empty if no backend registered the operator."""
         op_name, scope = place
         if not self.registry.get_implementations(op_name):
             return ()
@@ -139,7 +139,7 @@ class State:
     # ---- what calls teach
 
     def prove(self, impl: OpImpl, *, wrote: bool) -> None:
-        """An implementation succeeded; ``wrote`` when it was free to overwrite arguments."""
+        """Record that an implementation succeeded; ``wrote`` if it was free to overwrite arguments."""
         if self.proofs.holds(impl, wrote=wrote):
             return
         with writers:
@@ -149,17 +149,17 @@ class State:
             logger.info("Op '%s' using %s", impl.op_name, impl)
 
     def watch(self, impl: OpImpl) -> None:
-        """Keep copies of what an implementation overwrites from now on: it failed after it had been proven."""
+        """Keep copies of what an implementation overwrites from now on, because it failed after a success."""
         with writers:
             self.proofs.watch(impl)
             self.changed({impl.op_name})
 
 
 def is_elsewhere(impl: OpImpl) -> bool:
-    """Whether tensors of this machine's device are not for it, so that each call has to be looked at."""
+    """Whether an implementation does not take tensors of this machine's device, so that each call is checked."""
     return impl.device_types is not None and not impl.takes_device(detect_device().torch_type)
 
 
 def unknown(op_name: str) -> NoImplementationError:
-    """The error for an operator without an implementation."""
+    """Return the error for an operator without an implementation."""
     return NoImplementationError(op_name, [f"no backend registered an operator '{op_name}'{suggestion(op_name)}"])

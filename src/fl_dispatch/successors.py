@@ -1,13 +1,13 @@
-"""Which weight a step multiplies with after another one, so that a kernel can ask for it in time.
+"""The weight that a step multiplies with next, so that a kernel can prefetch it.
 
-A host records one eager step, after it has loaded a model. A product asks with the weight that it has, and gets the
-next one. The answer is a hint: no result depends on it.
+A host records one eager step after it has loaded a model. A matrix product passes its weight and gets the next one. The
+answer is a hint: no result depends on it.
 
-Only weights of the recorded step follow others, so what a product asks for is multiplied with a moment later, by the
-same step. A graph keeps the address, as it keeps that of its own products' weights: it is as long valid as they are.
-So whoever moves weights has to capture graphs anew in any case; vLLM's sleep mode maps memory at the same addresses
-before a step runs, and new weights are written into the old ones' memory. Outside graphs the tensor is asked for its
-address in every call, and one that is gone is not found.
+Only weights of the recorded step have successors, so a prefetched weight is used a moment later in the same step. A
+graph keeps a successor's address just as it keeps the addresses of its own weights, and both stay valid for the same
+time. Code that moves weights has to capture graphs again in any case. vLLM's sleep mode maps memory at the same
+addresses before a step runs, and new weights are written into the old memory. Outside graphs each call reads the
+tensor's address, and a tensor that is gone is not found.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor
 _next: dict[int, weakref.ref[Tensor]] = {}
 """A weight's address → the weight that follows."""
 _recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None)
-"""The weights of the step that is recorded; its thread alone adds to them."""
+"""The weights of the step that is being recorded; only its thread adds to them."""
 
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Record the order of weights in a step, in place of any that was recorded before."""
+    """Record the order of weights in a step, replacing an earlier record."""
     weights: list[Tensor] = []
     token = _recorded.set(weights)
     try:
@@ -37,17 +37,17 @@ def recorded() -> Iterator[None]:
         _recorded.reset(token)
     _next.clear()
     for weight, other in pairwise(weights):
-        if other.data_ptr() != weight.data_ptr():  # a first call may be tried twice
+        if other.data_ptr() != weight.data_ptr():  # a first call may run twice
             _next[weight.data_ptr()] = weakref.ref(other)
 
 
 def known() -> int:
-    """How many recorded successors are still alive."""
+    """Return the number of recorded successors that are still alive."""
     return sum(found() is not None for found in _next.values())
 
 
 def after(weight: Tensor) -> Tensor | None:
-    """The weight that follows, if it is known and still there; called for each product that asks."""
+    """Return the weight that follows, or ``None``; called for each product that prefetches."""
     if (weights := _recorded.get()) is not None:
         weights.append(weight)
         return None

@@ -1,4 +1,4 @@
-"""Implementations, and the tokens that policies name them by."""
+"""Implementations, and the tokens by which policies name them."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ _DEFAULT_PRIORITY = {
 
 @dataclass(frozen=True, eq=False)
 class Traits(Mapping[str, Any]):
-    """Facts about an implementation that policies and hosts ask for; as a mapping, those that were given or differ.
+    """Facts about an implementation that policies and hosts read; as a mapping, those given or not at their defaults.
 
     Args:
-        batch_invariant: a row of its result has the same bits in every batch.
-        only_batch_invariant: admitted only where the policy asks for batch invariance.
-        only_by_name: chosen only by its id; it compiles kernels while requests wait, for instance.
-        graphs: a graph can hold its calls; not where it takes a batch's numbers as integers, or waits for the device.
+        batch_invariant: whether a row of its result has the same bits in every batch.
+        only_batch_invariant: admitted only if the policy asks for batch invariance.
+        only_by_name: chosen only by its id, for example because it compiles kernels while requests wait.
+        graphs: a graph can hold its calls; false if it reads a batch's sizes as integers, or waits for the device.
         deterministic: the same arguments give the same result.
-        inductor: ``False`` where the reference is faster, because Inductor fuses it with the code around it.
-        reference_from: the number of tokens from which on it calls the reference itself.
+        inductor: ``False`` if the reference is faster because Inductor fuses it with surrounding code.
+        reference_from: the number of tokens from which on the implementation calls the reference.
         chunk: tokens for which a scan keeps two states in float32 while it runs.
-        kv_layout: the layout of the KV cache with which it is faster, and without which it also runs.
-        kv_block: slots of a block of the KV cache from which on it is fastest.
+        kv_layout: the layout of the KV cache with which it is fastest; it runs with the others, too.
+        kv_block: slots in a block of the KV cache from which on it is fastest.
         extra: a vendor's own facts.
-        stated: traits that a mapping gave (:meth:`of`), which stay in it where they are at their defaults.
+        stated: traits that :meth:`of` was given; the mapping shows them even at their defaults.
     """
 
     batch_invariant: bool = False
@@ -77,7 +77,7 @@ class Traits(Mapping[str, Any]):
 
     @staticmethod
     def of(properties: Mapping[str, Any]) -> Traits:
-        """Traits from a mapping of their names; other keys are ``extra``."""
+        """Make traits from a mapping of their names; other keys become ``extra``."""
         if isinstance(properties, Traits):
             return properties
         known = {key: value for key, value in properties.items() if key in TRAITS}
@@ -107,7 +107,7 @@ TRAITS: Mapping[str, Any] = {each.name: each.default for each in fields(Traits) 
 
 
 def __getattr__(name: str) -> str:
-    """Names of traits as constants, such as ``GRAPHS``, for packages that import them."""
+    """Return the name of a trait as a constant, such as ``GRAPHS``, for packages that import it."""
     if name.isupper() and name.lower() in TRAITS:
         return name.lower()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -125,22 +125,22 @@ class OpImpl:
         fn: the implementation. Its parameters are those of the operator's declaration (optional ones may be left out),
             or, if the first one is named ``obj``, the declaration's layer form.
         vendor: the vendor's name; required for ``VENDOR``, and only there.
-        priority: comes first where higher, among implementations that match the same token; ``None`` takes the kind's.
+        priority: higher comes first among implementations that match the same token; ``None`` takes the kind's.
         supports: called with the arguments that its parameters name, or with all of them, see
             :func:`fl_dispatch.ops.named.names_of`; ``True``, ``False``, or a string that says why not.
-        available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
+        available: whether it can run on this machine. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
         properties: its :class:`Traits`, or a mapping of their names, such as ``{"batch_invariant": True}``. Other keys
             are a vendor's own; one that almost is a trait's name is a WARNING at registration.
         requires: facts that it needs about the process, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so operators with a common layout are chosen together.
-        device_types: the PyTorch device types of tensors that it takes; ``None`` for any. Every call looks at the
-            leading tensor's if this machine's device is not among them. If it is, the fast path does not look, so the
-            implementation itself raises ``NotSupported`` for tensors elsewhere, which then counts as not chosen, but
-            is raised while dispatch is frozen.
+        device_types: the PyTorch device types of tensors that it takes; ``None`` for any. If this machine's device is
+            not among them, every call checks the leading tensor. If it is, the fast path does not check, so the
+            implementation must raise ``NotSupported`` for tensors on other devices. Another candidate then runs, but
+            the error is raised while dispatch is frozen.
         signature: ``"checked"``, or ``"unchecked"`` for a callable with parameters that cannot be inspected.
         opaque: Dynamo cannot trace it, so compiled code calls it behind a ``torch.library`` operator; with ``False`` it
-            can. ``None`` has it tried when compiled code first needs it.
+            can. ``None`` runs a trial when compiled code first needs it.
 
     Raises:
         ValueError: a vendor is missing, or given for another kind.
@@ -181,7 +181,7 @@ class OpImpl:
         object.__setattr__(self, "properties", Traits.of(self.properties))
 
     def _check_types(self) -> None:
-        """A field of another type would only show when policies are compared, far from who registered it."""
+        """Check the types of fields, because a wrong one would only show when policies are compared."""
         optional = "callable, or None"
         rules: tuple[tuple[str, bool, str], ...] = (
             ("fn", callable(self.fn), "callable"),
@@ -206,12 +206,12 @@ class OpImpl:
 
     @property
     def traits(self) -> Traits:
-        """Its properties."""
+        """Return its traits."""
         return Traits.of(self.properties)
 
     @property
     def place(self) -> str:
-        """The source of its function, for messages: ``module (file:line)``, or the module alone."""
+        """Return where its function is defined, for messages: ``module (file:line)``, or the module alone."""
         fn = inspect.unwrap(getattr(self.fn, "__func__", self.fn))
         code = getattr(fn, "__code__", None)
         module = str(getattr(fn, "__module__", None) or type(fn).__module__)
@@ -219,7 +219,7 @@ class OpImpl:
 
     @property
     def effective_priority(self) -> int:
-        """The priority, its own or the kind's."""
+        """Return its own priority, or else the kind's."""
         return self.priority if self.priority is not None else 0
 
     def takes_device(self, device_type: str) -> bool:
@@ -227,7 +227,7 @@ class OpImpl:
         return self.device_types is None or device_type == "none" or device_type in self.device_types
 
     def availability(self) -> tuple[bool, str]:
-        """Whether it can run here, and a message why not. A check that raises is a no."""
+        """Whether it can run here, and a message why not. A check that raises counts as no."""
         check = self.available
         if check is None:
             check = getattr(self.fn, "_is_available", None)
@@ -242,7 +242,7 @@ class OpImpl:
             return False, (str(why()) if why is not None else "") or "not available on this machine"
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as error:  # a check may exit, and a panic in a Rust extension is no Exception
+        except BaseException as error:  # a check may exit, and a panic in a Rust extension is not an Exception
             return False, NOT_YET if is_of_incomplete_module(
                 error
             ) else f"its availability check raised {text_of(error)}"
@@ -266,8 +266,8 @@ def match_token(impl: OpImpl, token: str) -> bool:
     """Whether a selection token names this implementation.
 
     Tokens are ``flagos``, ``reference``, ``vendor`` (any), ``vendor:NAME`` and ``impl:IMPL_ID``; an unknown one names
-    nothing. Vendor names are compared without regard to case. An implementation that is ``only_by_name`` has the last
-    kind of token alone.
+    nothing. The case of vendor names does not matter. Only the last kind of token names an implementation that is
+    ``only_by_name``.
     """
     if token.startswith("impl:"):
         return impl.impl_id == token[5:]

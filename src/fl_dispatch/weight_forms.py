@@ -1,19 +1,19 @@
-"""Prepared weights: what implementations make of a model's weights, such as repacked copies, kept with the weight.
+"""Forms that implementations prepare from a model's weights, such as repacked copies, kept with the weight.
 
-A host *declares* the tensors that stay from call to call. An implementation with a kernel for another form of one asks
-:func:`of` for it, and the first call makes it. The weight itself stays as it is, for every other implementation and for
-whoever reads or writes it, so a prepared weight takes its memory twice.
+A host *declares* the tensors that stay from call to call. An implementation with a kernel for another form of a weight
+asks :func:`of` for the form, and the first call makes it. The weight stays unchanged for other implementations and for
+code that reads or writes it, so a prepared weight takes its memory twice.
 
-A write is noticed whoever does it, also through another tensor over the same memory, such as ``weight.data``: the
-weight's storage is marked as copied on write, and PyTorch takes the mark away before it gives anybody an address to
-write to. A form of a weight that was written is made anew before it is used again.
+A write by any code is noticed, also through another tensor over the same memory, such as ``weight.data``: the weight's
+storage is marked as copied on write, and PyTorch removes the mark before it hands out an address to write to. The form
+of a weight that was written is made anew before its next use.
 
-Whoever had the address before the mark needs not ask again: a NumPy array, a DLPack capsule. PyTorch counts the owners
-of a memory, so a weight is marked only while it is the one owner. An address alone, a number that an extension keeps or
-another machine writes to, has no owner: whoever writes there says so (:func:`weights_were_written`).
+An owner that got the address before the mark, such as a NumPy array or a DLPack capsule, can write unnoticed. PyTorch
+counts the owners of a memory, so a weight is marked only while its memory has one owner. A bare address, kept by an
+extension or written to by another machine, has no owner; code that writes there calls :func:`weights_were_written`.
 
-Some who only read take the mark away too, because they ask for an address as writers do: code that Inductor compiled
-for a GPU, launchers of Triton kernels. A host that knows a time without writes says so (:func:`settled`).
+Some readers remove the mark, too, because they request a writable address: code that Inductor compiled for a GPU, and
+launchers of Triton kernels. A host that knows a time without writes declares it (:func:`settled`).
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ T = TypeVar("T")
 ATTRIBUTE = "fl_prepared"
 """The attribute of a declared weight that has its forms."""
 IN_A_ROW = 64
-"""Calls in a row that find a weight written, or shared, after which it is not prepared any more.
+"""Consecutive calls that find a weight written, or its memory shared, after which it is no longer prepared.
 
-After as many more calls, or steps, a weight that was shared is tried again if its memory has one owner then."""
+A weight that was given up as shared is tried again after the same number of calls or steps.
+"""
 SHARED = "a view, a NumPy array or a DLPack capsule shares its memory, and PyTorch may not notice what that writes"
-"""Why a weight that is not the one owner of its memory is not marked."""
+"""Why a weight in shared memory is not marked."""
 CALLED_BY_PYTORCH = "fl_dispatch.compiled.views"
-"""The module of functions that PyTorch calls with tensors that it owns meanwhile."""
+"""The module of functions that PyTorch calls, and during which PyTorch owns their tensors, too."""
 _unwritten: Callable[[Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda weight: False)
-"""Whether memory to write to was never asked for since a weight was marked."""
+"""Whether writable memory was never requested since a weight was marked."""
 _owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: ALONE + 1)
 _uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda weight: 2)
 ALONE = 2
-"""Owners of the storage of a weight that has it alone: the weight, and the object that asks. A view's base is one."""
+"""Owners of the storage of an unshared weight: the weight, and the object that asks. The base of a view is one more."""
 _making = ForkableLock()
 _in_use = False
 _all: weakref.WeakSet[Forms] = weakref.WeakSet()
@@ -65,11 +66,11 @@ def in_use() -> bool:
 class Forms:
     """The forms of one weight.
 
-    ``made`` has each implementation's form, ``None`` where it has none for this weight; ``makers`` makes them, and
-    ``times`` says how often that was done. Copies and pickles of a weight begin without forms, because a form may be an
-    address. Forms that are ``held`` are never given up: compiled code, and graphs, which know their addresses, go on
-    using them. ``settled`` is the weight in a time without writes (:func:`settled`). ``shared`` counts the calls in a
-    row that found the weight's memory shared.
+    ``made`` has each implementation's form, or ``None`` if it has none for this weight; ``makers`` makes them, and
+    ``times`` counts how often. Copies and pickles of a weight begin without forms, because a form may be an address.
+    Forms that are ``held`` are never given up, because compiled code and graphs keep their addresses. ``settled`` is
+    the weight during a time without writes (:func:`settled`). ``shared`` counts consecutive calls that found the
+    weight's memory shared.
     """
 
     def __init__(self) -> None:
@@ -92,10 +93,10 @@ class Forms:
 
 
 def declare(weight: Tensor) -> Forms:
-    """Say that a tensor stays from call to call, so that implementations may prepare it. Idempotent.
+    """Declare that a tensor stays from call to call, so that implementations may prepare it. Idempotent.
 
     Returns:
-        Its forms, which the declaring host may give to a tensor that takes this one's place (:func:`follow`).
+        The tensor's forms; the host may pass them to :func:`follow` with a tensor that replaces this one.
     """
     forms: Forms | None = getattr(weight, ATTRIBUTE, None)
     if forms is None:
@@ -105,7 +106,7 @@ def declare(weight: Tensor) -> Forms:
 
 
 def declare_all(weights: Iterable[Tensor]) -> None:
-    """Declare several."""
+    """Declare several tensors."""
     for weight in weights:
         declare(weight)
 
@@ -117,17 +118,17 @@ def may_be(weight: Tensor) -> bool:
 
 
 def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) -> T | None:
-    """An implementation's form of a weight, as the weight is now.
+    """Return an implementation's form of a weight's current value.
 
     Args:
         weight: as the operator got it.
-        name: the implementation's, unique among those that prepare weights of this operator.
-        make: called with a snapshot of the weight, and with the form that it had before it was written, if any, which
-            it may reuse; ``None`` if there is no form of this weight.
+        name: the implementation's name, unique among those that prepare weights of this operator.
+        make: makes the form from a snapshot of the weight. Its second argument is the form before the last write, if
+            any, for reuse. Returns ``None`` if this weight has no such form.
 
     Returns:
-        The form, or ``None``: the weight is not declared, it has no such form, or writes to it cannot be noticed now.
-        In a trace it is what the last call outside made; whoever runs the compiled code calls :func:`follow` before.
+        The form, or ``None``: the weight is not declared, it has no such form, or writes to it cannot be noticed now. A
+        trace gets the form of the last call outside traces; the host calls :func:`follow` before it runs compiled code.
     """
     forms: Forms | None = getattr(weight, ATTRIBUTE, None)
     if forms is None:
@@ -144,11 +145,11 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
 
 
 def follow(weight: Tensor, forms: Forms, held: bool = True) -> None:
-    """Make all forms anew if the weight was written, or is a new tensor in the place of the one that had them.
+    """Make all forms anew if the weight was written, or if a new tensor replaces the one that had them.
 
     Args:
-        weight: as it is now.
-        forms: of the declared weight.
+        weight: the current weight.
+        forms: the forms of the declared weight.
         held: whether compiled code or a captured graph goes on using the forms, so that they must never be given up.
     """
     forms.held |= held
@@ -165,15 +166,15 @@ def follow(weight: Tensor, forms: Forms, held: bool = True) -> None:
 
 
 def weights_were_written(weights: Iterable[Tensor] | None = None) -> None:
-    """Say that weights were written where PyTorch cannot notice it: through an address that was kept.
+    """Report that weights were written through a kept address, which PyTorch cannot notice.
 
-    An extension that keeps ``weight.data_ptr()``, a NIC or another process that writes to this memory. Their forms are
-    made anew before they are used again: outside a host's step in the next call, else at the beginning of the next
-    step. A weight that was not prepared any more is tried again. Other writes need no word.
+    Examples are an extension that keeps ``weight.data_ptr()``, and a NIC or another process that writes to this memory.
+    The forms are made anew before their next use: in the next call outside a host's step, or at the beginning of the
+    next step. A weight that was given up is tried again. Other writes need no report.
 
     Args:
-        weights: the tensors that were written, as they were declared; by default all declared ones. Those that were
-            not declared have no forms, so nothing happens.
+        weights: the declared tensors that were written; by default all. Undeclared tensors have no forms and are
+            ignored.
     """
     found = [*_all] if weights is None else [getattr(weight, ATTRIBUTE, None) for weight in weights]
     with _making:
@@ -185,11 +186,10 @@ def weights_were_written(weights: Iterable[Tensor] | None = None) -> None:
 
 @contextmanager
 def settled(weights: Iterable[tuple[Tensor, Forms]], held: bool = True) -> Iterator[None]:
-    """A time without writes to these weights, such as an engine's step: their forms are taken as they are.
+    """Declare a block, such as an engine's step, that writes none of these weights: it uses their forms unchecked.
 
-    A weight that was written before is followed first; :func:`follow` explains the arguments. A weight without its
-    mark at the end was read: it is marked again, and keeps its forms. Inside of another such time this changes
-    nothing.
+    Forms of a weight that was written earlier are made anew first; :func:`follow` explains the arguments. A weight that
+    lost its mark by the end was only read, so it is marked again and keeps its forms. Nested blocks have no effect.
     """
     begun: list[Forms] = []
     try:
@@ -241,7 +241,7 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         forms.times += 1
         if detect_device().captures():
             _say_captured(name)
-            return made  # it has no contents before the graph is replayed
+            return made  # a tensor in a capture has no contents before the graph is replayed
         forms.makers[name] = make
         forms.made[name] = made
         forms.fresh.add(name)
@@ -249,9 +249,9 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
 
 
 def _may_be_again(weight: Tensor, forms: Forms) -> bool:
-    """Whether a weight that was given up because its memory was shared is tried again: its memory has one owner now.
+    """Whether to try again a weight that was given up as shared, because its memory has one owner now.
 
-    That is looked at in one of :data:`IN_A_ROW` calls or steps.
+    The check runs once in :data:`IN_A_ROW` calls or steps.
     """
     if forms.given_up is not SHARED:
         return False
@@ -271,10 +271,10 @@ def _say_captured(name: str) -> None:
 
 
 def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
-    """A snapshot of a weight that makes PyTorch notice the next write, or ``None`` and why it cannot.
+    """Return a snapshot of a weight that makes PyTorch notice the next write; or ``None``, and why that is impossible.
 
-    Nothing is copied until a kernel asks either of both for memory to write to. Kernels that do not declare their
-    inputs as read only ask for it too.
+    Nothing is copied until a kernel requests writable memory of the weight or the snapshot. Kernels that do not declare
+    their inputs read-only request it, too.
     """
     if weight.untyped_storage().nbytes() > weight.nbytes:
         return None, "it lies in one memory with other tensors, and the mark is the memory's"
@@ -290,17 +290,17 @@ def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
 
 
 def _is_shared(weight: Tensor) -> bool:
-    """Whether the weight's memory, or the weight itself, has another owner than Python's variable."""
+    """Whether the weight's memory, or the weight itself, has an owner besides Python's variable."""
     try:
         if _owners(weight.untyped_storage()._cdata) > ALONE + (weight._base is not None):
             return True
-    except (RuntimeError, NotImplementedError):  # it has no storage
+    except (RuntimeError, NotImplementedError):  # the tensor has no storage
         return False
     return _uses(weight) > 1 and not _is_called_by_pytorch()
 
 
 def _is_called_by_pytorch() -> bool:
-    """Whether this call came through PyTorch, which owns the arguments of what it calls meanwhile."""
+    """Whether PyTorch made this call, so that it owns the arguments meanwhile."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != CALLED_BY_PYTORCH:
         frame = frame.f_back  # type: ignore[assignment]

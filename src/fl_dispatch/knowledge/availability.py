@@ -1,4 +1,4 @@
-"""Which implementations can run on this machine, each asked once."""
+"""Availability of implementations on this machine, each checked once."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ logger = get_logger(__name__)
 Answer = tuple[bool, str]
 
 SLOW = 5.0
-"""Seconds after which a check is said to be slow: it holds up every process of a host."""
+"""Seconds after which a check is logged as slow, because it delays every process of a host."""
 
 
 class Availability:
     """The answers of availability checks. Owned by one manager.
 
-    A thread does not wait for another one's check, because it may import a module that waits for the first: threads
-    that need an answer at the same time each ask, and the first answer holds. A check that dispatches itself finds its
-    own implementation unavailable meanwhile.
+    A thread does not wait for another thread's check, because the check may import a module that waits for the first
+    thread. Threads that need an answer at the same time each run the check, and the first answer holds. A check that
+    dispatches finds its own implementation unavailable meanwhile.
     """
 
     def __init__(self) -> None:
         self._answers: dict[OpImpl, Answer] = {}
         self._asking: set[tuple[OpImpl, int]] = set()
         self.unanswered: set[OpImpl] = set()
-        """Implementations to be asked again, because their check needs a module that is being imported."""
+        """Implementations to check again, because their check needs a module that is being imported."""
         self.slow: dict[str, float] = {}
-        """Implementation's id → seconds of its slowest check, where these were many."""
+        """Implementation's id → seconds of its slowest check, if that was slow."""
 
     @property
     def answers(self) -> Mapping[OpImpl, Answer]:
-        """All of them: it grows, and is replaced where everybody is asked again, or was in vain."""
+        """Return all answers: a growing mapping, replaced after all checks were repeated, or one was inconclusive."""
         return self._answers
 
     def of(self, impl: OpImpl) -> Answer:
-        """Whether an implementation can run here, and a message why not."""
+        """Return whether an implementation can run here, and a message why not."""
         answers, asked = self._answers, (impl, threading.get_ident())
         answer = answers.get(impl)
         if answer is not None:
@@ -69,7 +69,7 @@ class Availability:
 
     @contextmanager
     def asked_again(self) -> Iterator[None]:
-        """Ask everybody again; the old answers come back if the block raises."""
+        """Repeat all checks; the old answers come back if the block raises."""
         with writers:
             before, self._answers = self._answers, {}
             try:
@@ -79,5 +79,5 @@ class Availability:
                 raise
 
     def forget_who_asks(self) -> None:
-        """In a forked child: the other threads that were asking do not exist here."""
+        """Forget checks of other threads in a forked child, because the threads do not exist there."""
         self._asking = {asked for asked in self._asking if asked[1] == threading.get_ident()}

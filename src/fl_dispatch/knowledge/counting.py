@@ -1,6 +1,6 @@
 """Counting calls by implementation.
 
-Off by default; while on, a wrapper stands in the table before each implementation.
+Counting is off by default; while it is on, the table wraps each implementation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..types import OpImpl
 
 
 class CallCounter:
-    """Counts the calls of implementations. Exact under threads: each thread has its own cell."""
+    """Counter of calls by implementation. Exact under threads, because each thread has its own cell."""
 
     def __init__(self) -> None:
         self.on = False
@@ -23,7 +23,7 @@ class CallCounter:
         self._wrappers: dict[OpImpl, Callable[..., Any]] = {}
 
     def function(self, impl: OpImpl) -> Callable[..., Any]:
-        """The function that stands in the table for an implementation: its own, or a wrapper that counts."""
+        """Return an implementation's function for the table: its own, or a wrapper that counts."""
         if not self.on:
             return impl.fn
         wrapper = self._wrappers.get(impl)
@@ -37,7 +37,7 @@ class CallCounter:
         return fn is impl.fn or fn is self._wrappers.get(impl)
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """Calls by (operator, implementation id)."""
+        """Return calls by (operator, implementation id)."""
         return {key: sum(cells.values()) for key, cells in list(self._cells.items())}
 
     def reset(self) -> None:
@@ -52,7 +52,7 @@ def _counted(fn: Callable[..., Any], cells: dict[int, int]) -> Callable[..., Any
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return fn(*args, **kwargs)
-        result = fn(*args, **kwargs)  # one that declines or fails did not run
+        result = fn(*args, **kwargs)  # an implementation that declines or fails did not run
         thread = get_ident()
         cells[thread] = cells.get(thread, 0) + 1  # only this thread writes this cell
         return result

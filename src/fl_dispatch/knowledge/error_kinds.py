@@ -1,4 +1,4 @@
-"""Kinds of errors that calls raise: what an exception says about the arguments, the memory and the device."""
+"""Kinds of errors of calls: what an exception says about the arguments, the memory and the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TORCH_DISPATCHER = ("Could not run '", "The operator '", "There were no tensor 
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Tell more in an exception, once; one that cannot be changed stays as it is."""
+    """Add a note to an exception, once; an exception that cannot be changed stays without it."""
     try:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -44,7 +44,7 @@ def declines(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which is the caller's matter (Triton's ``OutOfResources`` is not that)."""
+    """Whether memory ran out, which the caller must handle (Triton's ``OutOfResources`` is another error)."""
     return any(
         isinstance(part, torch.OutOfMemoryError | MemoryError)
         or (isinstance(part, RuntimeError) and any(sign in text_of(part).lower() for sign in _OUT_OF_MEMORY))
@@ -53,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_dead_device(error: BaseException) -> bool:
-    """Whether the error kills the device context, so that any retry fails or lies."""
+    """Whether the error kills the device context, so that any retry fails or gives wrong results."""
     return any(
         isinstance(part, RuntimeError) and any(sign in text_of(part).lower() for sign in _DEAD_DEVICE)
         for part in _parts(error)
@@ -63,17 +63,17 @@ def is_dead_device(error: BaseException) -> bool:
 def is_capturing() -> bool:
     """Whether a graph is being captured in this thread's stream, of this machine's device or of a CUDA device.
 
-    A device that fails to answer counts as capturing: then nothing falls back, and the error at hand is the caller's.
+    A device that fails to answer counts as capturing: then no call falls back, and the caller gets the original error.
     """
     try:
         return detect_device().captures() or CUDA.captures()
-    except Exception:  # a vendor's code, asked in the middle of another failure
+    except Exception:  # a vendor's code, called while another failure is handled
         logger.warning("the device cannot say whether a graph is being captured", exc_info=True)
         return True
 
 
 def _parts(error: BaseException) -> list[BaseException]:
-    """The exception, those of its group, and their causes."""
+    """Return the exception, the exceptions of its group, and their causes."""
     parts: list[BaseException] = [error]
     for part in parts:
         inner = list(part.exceptions) if isinstance(part, BaseExceptionGroup) else []

@@ -1,4 +1,4 @@
-"""Failures: the bans of implementations that failed where another one succeeded."""
+"""Bans of implementations that failed where another one succeeded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..types import OpImpl
 
 @dataclass(frozen=True)
 class ArgumentKind:
-    """The kind of arguments that a ban is for: what the leading tensor is, and the layer."""
+    """The kind of arguments of a ban: the leading tensor's dtype, rank, layout and device, and the layer."""
 
     dtype: torch.dtype | None
     rank: int
@@ -26,7 +26,7 @@ class ArgumentKind:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], scope: str | None) -> ArgumentKind:
-        """The kind of a call's arguments."""
+        """Return the kind of a call's arguments."""
         tensor = leading_tensor(args)
         if tensor is None:
             return cls(None, 0, "none", "none", scope)
@@ -43,7 +43,7 @@ class ArgumentKind:
 
 @dataclass
 class Failure:
-    """How often, and why, an implementation failed for a kind of arguments."""
+    """The number and the reason of an implementation's failures for a kind of arguments."""
 
     count: int
     cause: str
@@ -67,49 +67,49 @@ class FailureLog:
             self._failures = {**self._failures, (impl.op_name, impl.impl_id): kinds}
 
     def tell_once(self, impl: OpImpl, problem: str) -> bool:
-        """Whether this problem of an implementation is news; ``problem`` is a kind, because each call has its text."""
+        """Return whether a kind of problem is new for an implementation; each call's text may differ."""
         key = (impl.op_name, impl.impl_id, problem)
         news = key not in self._told
         self._told.add(key)
         return news
 
     def as_a_whole(self, impl: OpImpl) -> str:
-        """Why an implementation is banned for all calls; empty when it is not."""
+        """Return why an implementation is banned for all calls; empty if it is not."""
         kinds = self._failures.get((impl.op_name, impl.impl_id), {})
         if len(kinds) < self.WIDEN_AFTER:
             return ""
         return f"banned: it failed for {len(kinds)} kinds of arguments, last {next(reversed(kinds.values())).cause}"
 
     def for_kind(self, impl: OpImpl, kind: ArgumentKind) -> str:
-        """Why an implementation is banned for a kind of arguments; empty when it is not."""
+        """Return why an implementation is banned for a kind of arguments; empty if it is not."""
         failure = self._failures.get((impl.op_name, impl.impl_id), {}).get(kind)
         return f"banned for {kind}: {failure.cause} ({failure.count} times)" if failure else ""
 
     def for_some_kinds(self, impl: OpImpl, scope: str | None) -> str:
-        """For which kinds of arguments in this scope an implementation is banned, and why; empty for none."""
+        """Return the kinds of arguments in this scope that an implementation is banned for, and why; empty for none."""
         return "; ".join(self.for_kind(impl, kind) for kind in sorted(self.kinds(impl, scope), key=str))
 
     def kinds(self, impl: OpImpl, scope: str | None) -> frozenset[ArgumentKind]:
-        """The kinds of arguments in this scope for which an implementation must not run."""
+        """Return the kinds of arguments in this scope for which an implementation must not run."""
         kinds = self._failures.get((impl.op_name, impl.impl_id), {})
         return frozenset(kind for kind in kinds if kind.scope == scope)
 
     def has_bans(self, op_name: str) -> bool:
-        """Whether some implementation of an operator is banned for some calls."""
+        """Whether an implementation of the operator is banned for some calls."""
         return any(op == op_name for op, _ in self._failures)
 
     def failures(self) -> Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]:
-        """All bans: (operator, implementation id) → kind of arguments → failure."""
+        """Return all bans: (operator, implementation id) → kind of arguments → failure."""
         return self._failures
 
     def clear(self, op_name: str | None = None) -> Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]:
-        """Lift the bans of one operator, or all; returns what :meth:`restore` takes."""
+        """Lift the bans of one operator, or all; return the argument for :meth:`restore`."""
         with writers:
             before = self._failures
             self._failures = {} if op_name is None else {key: bans for key, bans in before.items() if key[0] != op_name}
             return before
 
     def restore(self, before: Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]) -> None:
-        """Take a change back."""
+        """Undo a :meth:`clear`."""
         with writers:
             self._failures = {key: dict(bans) for key, bans in before.items()}

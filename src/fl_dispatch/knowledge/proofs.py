@@ -1,4 +1,4 @@
-"""Proofs: which implementations have succeeded in this process."""
+"""Proofs: implementations that have succeeded in this process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from ..types import OpImpl
 
 
 class Proofs:
-    """Which implementations have succeeded in this process, and which of them need watching all the same.
+    """The implementations that have succeeded in this process, and those that are watched nevertheless.
 
-    Success with arguments that it was free to overwrite is proven apart from success without any.
+    A success with arguments that an implementation was free to overwrite is a proof of its own.
     """
 
     def __init__(self) -> None:
@@ -16,23 +16,23 @@ class Proofs:
         self._watched: frozenset[tuple[str, str]] = frozenset()
 
     def add(self, impl: OpImpl, *, wrote: bool) -> bool:
-        """An implementation succeeded. Returns whether it is the first time at all."""
+        """Record an implementation's success; return whether it is the first."""
         first = not (self.holds(impl, wrote=True) or self.holds(impl, wrote=False))
         self._proven |= {(impl.op_name, impl.impl_id, wrote)}
         return first
 
     def operators(self) -> frozenset[str]:
-        """Operators of which some implementation has succeeded."""
+        """Return operators with an implementation that has succeeded."""
         return frozenset(op_name for op_name, _, _ in self._proven)
 
     def watch(self, impl: OpImpl) -> None:
-        """From now on keep copies of what it overwrites: it failed after it had been proven."""
+        """Keep copies of what an implementation overwrites from now on, because it failed after a success."""
         self._watched |= {(impl.op_name, impl.impl_id)}
 
     def holds(self, impl: OpImpl, *, wrote: bool) -> bool:
-        """Whether it has succeeded; with ``wrote``, free to overwrite arguments."""
+        """Whether an implementation has succeeded; with ``wrote``, while free to overwrite arguments."""
         return (impl.op_name, impl.impl_id, wrote) in self._proven
 
     def watches(self, impl: OpImpl) -> bool:
-        """Whether copies are kept although it is proven."""
+        """Whether copies are kept although the implementation is proven."""
         return (impl.op_name, impl.impl_id) in self._watched

@@ -1,4 +1,4 @@
-"""Implementations that Dynamo can trace, and those that it cannot: as declared, else as a trial found."""
+"""Implementations that Dynamo can or cannot trace, as declared or found in a trial."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ logger = get_logger(__name__)
 
 
 class Traces:
-    """The knowledge about tracing implementations. Owned by one manager."""
+    """Traceability of implementations. Owned by one manager."""
 
     def __init__(self) -> None:
         self._found: dict[OpImpl, str] = {}
 
     def obstacle(self, impl: OpImpl) -> str | None:
-        """Why Dynamo cannot trace an implementation; empty if it can, ``None`` while it is unknown."""
+        """Return why Dynamo cannot trace an implementation; empty if it can, ``None`` while that is unknown."""
         if impl.opaque is not None:
             return "it is declared opaque" if impl.opaque else ""
         return self._found.get(impl)
 
     def add(self, impl: OpImpl, obstacle: str) -> str:
-        """Keep what a trial found. Returns what is known: a trial in another thread may have been first."""
+        """Record a trial's result and return the known one, because another thread's trial may have been first."""
         known = self._found.setdefault(impl, obstacle)
         if known is obstacle and obstacle:
             logger.info(
@@ -35,5 +35,5 @@ class Traces:
         return known
 
     def untraceable(self) -> Mapping[OpImpl, str]:
-        """The implementations of which a trial found that Dynamo cannot trace them, and why."""
+        """Return implementations that Dynamo cannot trace according to a trial, and why."""
         return {impl: obstacle for impl, obstacle in list(self._found.items()) if obstacle}

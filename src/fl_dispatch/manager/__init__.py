@@ -1,4 +1,4 @@
-"""The dispatch manager: the class, the process's one, and calls through it."""
+"""The dispatch manager: its class, the process's manager, and calls through it."""
 
 from __future__ import annotations
 

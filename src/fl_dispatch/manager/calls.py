@@ -18,7 +18,7 @@ from .process import ROOT, get_default_manager
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_dynamo_compiling
 _KNOWN_LAYERS = 256  # some libraries make a class for every module
-_layers: set[type] = set()  # classes of first arguments that are no tensors: asking each time would double the cost
+_layers: set[type] = set()  # classes of first arguments that are not tensors; asking at each call would double its cost
 
 
 def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         NoImplementationError: no implementation is allowed, available and fit for the arguments.
-        Exception: what the implementation raised, if no other one could take over.
+        Exception: the implementation's error, if no other implementation could take over.
 
     >>> import torch
     >>> call_op("silu_and_mul", torch.zeros(1, 4))
@@ -49,7 +49,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         kind = args[0].__class__
         if kind is _Tensor:
             fn = table.entries[op_name]
-        elif not _is_compiling() and kind in _layers:  # a trace would be made anew for every class that is added
+        elif not _is_compiling() and kind in _layers:  # each added class would invalidate the trace
             fn = table.entries[LAYER_KEYS.get(op_name, op_name)]
         else:
             fn = _entry_for(table, op_name, args[0])
@@ -66,11 +66,11 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     try:
         return recover(key_of(op_name, args), table, fn, failure, args, kwargs)
     finally:
-        del failure  # its traceback holds this frame, and with it the arguments
+        del failure  # the traceback holds this frame, and with it the arguments
 
 
 def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., Any]:
-    """The entry of a call with a first argument that is no plain tensor: a layer, or a tensor of another class."""
+    """Return the entry for a first argument that is not a plain tensor: a layer, or a tensor subclass."""
     if op_name not in LAYER_KEYS or not may_be_layer(first):
         return table.entries[op_name]
     if not _is_compiling() and len(_layers) < _KNOWN_LAYERS:
@@ -79,17 +79,16 @@ def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., 
 
 
 def resolve_op(op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The implementation that :func:`call_op` would run; see :meth:`fl_dispatch.manager.OpManager.resolve`."""
+    """Return the implementation that :func:`call_op` would run; see :meth:`fl_dispatch.manager.OpManager.resolve`."""
     return get_default_manager().resolve(op_name, *args, **kwargs)
 
 
 def bind_op(op_name: str, scope: str | None = None) -> Callable[..., Any]:
-    """A function with the operator's signature that dispatches at every call, at the lowest cost.
+    """Return a function with the operator's signature that dispatches at every call, at the lowest cost.
 
     Args:
         op_name: the operator.
-        scope: the layer that it is bound for, such as ``model.layers.3.input_layernorm``; policies and bans can name
-            it.
+        scope: the layer's name, such as ``model.layers.3.input_layernorm``; policies and bans can name it.
 
     >>> import torch
     >>> bind_op("silu_and_mul")(torch.zeros(1, 4))
@@ -99,5 +98,5 @@ def bind_op(op_name: str, scope: str | None = None) -> Callable[..., Any]:
 
 
 def explain(op_name: str, *args: Any, scope: str | None = None, **kwargs: Any) -> Decision:
-    """Which implementation of an operator runs, and why; see :meth:`fl_dispatch.manager.OpManager.explain`."""
+    """Explain which implementation of an operator runs, and why; see :meth:`fl_dispatch.manager.OpManager.explain`."""
     return get_default_manager().explain(op_name, *args, scope=scope, **kwargs)

@@ -1,4 +1,4 @@
-"""Rules of a policy that can have no effect: found at start, and once a host has bound its layers."""
+"""Find rules of a policy that can have no effect: at start, and once a host has bound its layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = 2
 
 
 def check(state: State, policy: SelectionPolicy) -> None:
-    """Whether every rule can have an effect; an order of an unregistered operator is logged.
+    """Check that every rule can have an effect; log an order of an unregistered operator.
 
     Raises:
         ConfigError: an order leaves nothing to run, or a rule can never hold.
@@ -41,7 +41,7 @@ def check(state: State, policy: SelectionPolicy) -> None:
 
 
 def unmatched_scopes(state: State, policy: SelectionPolicy) -> dict[str, list[str]]:
-    """The layer patterns of a policy that fit no layer that was bound, each with the operator's layers as examples."""
+    """Return the policy's layer patterns that fit no bound layer, each with example layers of the operator."""
     found: dict[str, list[str]] = {}
     for key, _ in (*policy.per_op_order, *policy.op_tuned):
         op_name, at, pattern = key.partition("@")

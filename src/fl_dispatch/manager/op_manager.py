@@ -1,8 +1,8 @@
-"""The manager: it answers questions about operators and takes changes.
+"""The manager: it answers questions about operators and applies changes.
 
-A call reads one table entry and runs it (:mod:`.calls`); what else a call may need happens in the entry, or
-after an exception in :mod:`fl_dispatch.run.recovery`. Writers (a registration, a policy change, a ban, a first success)
-change the :class:`~fl_dispatch.state.State` and then have the entries concerned rebuilt.
+A call reads one table entry and runs it (:mod:`.calls`); any other work happens in the entry, or after an exception in
+:mod:`fl_dispatch.run.recovery`. A writer (a registration, a policy change, a ban, a first success) changes the
+:class:`~fl_dispatch.state.State` and then has the affected entries rebuilt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from . import checks
 from .start import Start
 
 managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
-"""All managers that live."""
+"""All living managers."""
 
 
 class OpManager:
@@ -43,13 +43,14 @@ class OpManager:
         registry: the implementations; a new empty registry by default.
         register_builtins: register the built-in backends and discover plugins at the first use.
         root: the table for the global policy; a private one by default.
-        view: what compiled code calls, see :class:`~fl_dispatch.state.State`; only the process's manager has views.
+        view: the opaque view that compiled code calls, see :class:`~fl_dispatch.state.State`; only the process's
+            manager has views.
 
     Attributes:
-        state: what it knows.
-        table_keeper: what calls read, kept up to date.
+        state: its knowledge.
+        table_keeper: the tables that calls read, kept up to date.
         freezer: freezes dispatch.
-        shadow: compares live calls, while it is wanted.
+        shadow: compares live calls while shadow mode is on.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class OpManager:
         return call_through(self.table_keeper.root, op_name, args, kwargs)
 
     def bind(self, op_name: str, scope: str | None = None) -> Callable[..., Any]:
-        """A function that runs an operator; see :func:`fl_dispatch.bind_op`."""
+        """Return a function that runs an operator; see :func:`fl_dispatch.bind_op`."""
         self.ensure_initialized()
         key = self.table_keeper.bind(op_name, scope or "")
         operator = OPERATORS.get(op_name)
@@ -91,14 +92,13 @@ class OpManager:
         return generated.bound(operator, key, root, recovery.recover, unknown)
 
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """The implementation that a call would run, without fallback.
+        """Return the implementation that a call would run, without fallback.
 
-        Without arguments it is the first candidate; with them, the one that those arguments would run. An
-        implementation that takes a layer, or leaves parameters out, comes as a function with the operator's own
-        parameters.
+        Without arguments that is the first candidate; with arguments, the candidate that such a call would run. An
+        implementation that takes a layer, or omits parameters, is wrapped in a function with the operator's parameters.
 
         Raises:
-            NoImplementationError: there is none.
+            NoImplementationError: no implementation fits.
         """
         impl = self._selected(op_name, args, kwargs)
         function = self._resolved.get(impl)
@@ -107,17 +107,17 @@ class OpManager:
         return function
 
     def get_selected_impl_id(self, op_name: str, *args: Any, **kwargs: Any) -> str:
-        """The id of the implementation that :meth:`resolve` returns.
+        """Return the id of the implementation that :meth:`resolve` returns.
 
         Raises:
-            NoImplementationError: there is none.
+            NoImplementationError: no implementation fits.
         """
         return self._selected(op_name, args, kwargs).impl_id
 
     # ---- explaining
 
     def explain(self, op_name: str, *args: Any, scope: str | None = None, **kwargs: Any) -> Decision:
-        """Which implementation runs, and why, for every registered one.
+        """Explain for every registered implementation whether it runs, and why.
 
         Args:
             op_name: the operator.
@@ -137,15 +137,15 @@ class OpManager:
     def first_choices(
         self, op_name: str, *, in_layers: bool = False, given: Iterable[str] = (), tokens: int | None = None
     ) -> list[OpImpl]:
-        """The implementations that the policy in force puts first, one for each condition of its rules.
+        """Return the implementations that the policy in force puts first, one for each condition of its rules.
 
-        A host asks before it has stated its facts, so facts and bans do not count.
+        Facts and bans do not count, because a host asks before it states its facts.
 
         Args:
             op_name: the operator.
-            in_layers: those of the layers that rules name, too.
-            given: optional parameters that the calls give; an implementation without one of them does not count.
-            tokens: only implementations for calls of this many tokens.
+            in_layers: whether to add the first implementations of layers that rules name.
+            given: optional parameters that the calls pass; an implementation without one of them does not count.
+            tokens: the number of tokens of the calls; by default any.
         """
         self.ensure_initialized()
         if not self.registry.get_implementations(op_name):
@@ -160,7 +160,7 @@ class OpManager:
     def all_take(self, op_name: str, given: Iterable[str]) -> bool:
         """Whether every implementation, chosen or not, takes these optional parameters.
 
-        A host that gives them otherwise would pass over one that was written before they were declared.
+        A host that passes them anyway would skip implementations written before the parameters were declared.
         """
         self.ensure_initialized()
         return all(self._takes(impl, given) for impl in self.registry.get_implementations(op_name))
@@ -170,7 +170,7 @@ class OpManager:
         return convention is None or not {*given} & {*convention.left_out}
 
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
-        """The implementations that are banned for some or all calls: operator → ids."""
+        """Return the implementations that are banned for some or all calls: operator → ids."""
         failed: dict[str, set[str]] = {}
         for op, impl_id in self.state.failures.failures():
             if op_name in (None, op):
@@ -178,14 +178,14 @@ class OpManager:
         return failed
 
     def call_counts(self) -> dict[tuple[str, str], int]:
-        """Calls by (operator, implementation id) while counting was on."""
+        """Return calls by (operator, implementation id) while counting was on."""
         return self.state.counter.counts()
 
     # ---- state
 
     @property
     def registry(self) -> OpRegistry:
-        """The implementations."""
+        """Return the registry of implementations."""
         return self.state.registry
 
     @property
@@ -214,10 +214,10 @@ class OpManager:
             self._start.run()
 
     def ask_again(self) -> None:
-        """Ask all implementations again whether they are available, lift all bans, and rebuild the tables.
+        """Check the availability of all implementations again, lift all bans, and rebuild the tables.
 
         Raises:
-            DispatchFrozenError: the answers would change what is frozen.
+            DispatchFrozenError: the answers would change a frozen choice.
         """
         with writers:
             with self.state.availability.asked_again():
@@ -239,28 +239,28 @@ class OpManager:
     def set_facts(self, **facts: Any) -> None:
         """State facts about the process that implementations may require, such as ``kv_layout="NHD"``.
 
-        A fact that is a ``frozenset`` is each of its members at once, such as all the numbers that divide a block.
+        A ``frozenset`` states each of its members, for example all divisors of a block's size.
 
         Raises:
-            DispatchFrozenError: the facts would change what is frozen.
+            DispatchFrozenError: the facts would change a frozen choice.
         """
         with writers:
             before, self.state.facts = self.state.facts, {**self.state.facts, **facts}
             try:
                 self._require_unchanged("stating facts")
                 self._republish_unless_stale(None)
-            except BaseException:  # refused, or interrupted in an availability check: it has not happened
+            except BaseException:  # refused, or interrupted in an availability check: the change has no effect
                 self.state.facts = before
                 self.table_keeper.mark_stale()
                 raise
 
     def keep_whole(self, op_names: Iterable[str]) -> frozenset[str]:
-        """Have compiled code call these operators by their views, and no others that it can look into.
+        """Make compiled code call these operators by their views, and trace all other operators that it can.
 
-        A host that joins calls in its graphs finds them there.
+        A host that fuses calls in its graphs needs the views to find them.
 
         Returns:
-            All that is kept whole now; while dispatch is frozen it stays as it was, because graphs were made with it.
+            All operators called by their views now; unchanged while dispatch is frozen, because graphs depend on them.
         """
         with writers:
             if not self.frozen and (whole := frozenset(op_names)) != self.state.whole:
@@ -269,29 +269,29 @@ class OpManager:
             return self.state.whole
 
     def unmatched_scopes(self) -> dict[str, list[str]]:
-        """The layer patterns of the policy that fit no layer that was bound, each with the operator's layers."""
+        """Return the policy's layer patterns that fit no bound layer, each with the operator's layers."""
         return checks.unmatched_scopes(self.state, GLOBAL.get())
 
     def warn_of_unmatched_scopes(self, *elsewhere: Mapping[str, list[str]]) -> None:
-        """Log each layer pattern of the policy that fits no layer; a host calls it once all are bound.
+        """Log the policy's layer patterns that fit no layer; a host calls this once all layers are bound.
 
         Args:
-            elsewhere: the :meth:`unmatched_scopes` of processes that have other layers of the same model.
+            elsewhere: the :meth:`unmatched_scopes` of processes with other layers of the same model.
         """
         checks.warn_of_unmatched_scopes(self.unmatched_scopes(), *elsewhere)
 
     def set_counting(self, on: bool = True) -> None:
-        """Count calls by implementation from now on, or stop; what was counted stays.
+        """Start or stop counting calls by implementation; stopping keeps the counts.
 
-        Counting puts a wrapper before each implementation. Replays of a compiled or captured graph are not seen, nor
-        are calls of operators that were bound while dispatch was frozen: they are the implementation itself.
+        Counting wraps each implementation. It does not see replays of compiled or captured graphs, or calls of
+        operators that were bound while dispatch was frozen, because these are the bare implementation.
         """
         with writers:
             self.state.counter.on = on
             self._republish_unless_stale(None)
 
     def reset_counts(self) -> None:
-        """Start counting from zero."""
+        """Set all counts to zero."""
         self.state.counter.reset()
 
     # ---- decisions
@@ -315,13 +315,13 @@ class OpManager:
         raise NoImplementationError(op_name, [*reasons, *decision.skipped_reasons()])
 
     def _current(self) -> DispatchTable:
-        """The table that a call here reads."""
+        """Return the table that a call here reads."""
         root: DispatchTable = self.table_keeper.root
         current: DispatchTable = root if root.plain else root.current
         return current
 
     def republish(self, op_names: Iterable[str] | None) -> None:
-        """Rebuild the entries of some operators, or of all, in every table; if frozen, fix what is new."""
+        """Rebuild the entries of some operators, or of all, in every table; if frozen, fix new entries' choices."""
         self.table_keeper.rebuild(op_names)
         self._fix_new()
 
@@ -331,27 +331,27 @@ class OpManager:
                 self._fixed(plan)
 
     def _fixed(self, plan: Plan) -> Choices:
-        """The choices that are fixed for an operator or layer; one that came after the freeze is fixed now."""
+        """Return the fixed choices of an operator or layer; fix them now if it came after the freeze."""
         return self.state.fixed.add((plan.op_name, plan.scope), partial(self.state.choices, plan.decision))
 
     # ---- changes from elsewhere
 
     def _require_unchanged(self, change: str, *, bans: bool = True, only: str | None = None) -> None:
-        """Refuse a change, which is in place already, if something fixed would be decided otherwise after it."""
+        """Refuse a change, already made by the caller, if it alters a fixed choice."""
         if self.frozen:
             contexts = [table.policy for table in self.table_keeper.context_tables()]
             self.state.fixed.require_unchanged(change, [self.table_keeper.root.policy, *contexts], bans=bans, only=only)
 
     def admit_registration(self) -> None:
-        """Refuse a registration, which is in place already, if it changes what is frozen."""
+        """Refuse a registration, already made by the registry, if it alters a fixed choice."""
         self._require_unchanged("a registration")
 
     def on_registration(self, op_names: frozenset[str]) -> None:
-        """Some operators have other implementations: rebuild their entries."""
+        """Rebuild the entries of operators with changed registrations."""
         self._republish_unless_stale(op_names)
 
     def on_policy_change(self) -> Callable[[], None]:
-        """The global policy is another one: lift the bans and rebuild. Returns what takes that back."""
+        """Lift the bans and rebuild after a change of the global policy; return a function that undoes this."""
         with writers:
             before = self.state.failures.clear()
 
@@ -371,7 +371,7 @@ class OpManager:
             return take_back
 
     def after_fork_in_child(self) -> None:
-        """Start anew what another thread of the parent was doing: it does not exist here."""
+        """Reset what other threads of the parent were doing, because they do not exist in this child."""
         self._start.after_fork_in_child()
         self.state.availability.forget_who_asks()
         self.table_keeper.mark_stale()

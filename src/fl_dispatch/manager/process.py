@@ -1,4 +1,4 @@
-"""The process's manager and its root table, and what concerns all managers: policy changes, freezing, forks."""
+"""The process's manager, its root table, and changes that concern all managers: policy changes, freezing, forks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def _start_root() -> None:
     while True:
         manager = get_default_manager()
         manager.ensure_initialized()
-        if manager.table_keeper.root is ROOT:  # else another manager took over meanwhile
+        if manager.table_keeper.root is ROOT:  # unless another manager took over meanwhile
             return
 
 
 _start_root._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
 ROOT = DispatchTable(_start_root)
-"""The table of the process's manager for the global policy; it stays when the manager is another one."""
+"""The table of the process's manager for the global policy; it stays the same object when the manager is replaced."""
 
 
 def get_default_manager() -> OpManager:
-    """The process's manager, which :func:`fl_dispatch.call_op` uses."""
+    """Return the process's manager, which :func:`fl_dispatch.call_op` uses."""
     global _default
     manager = _default
     if manager is None:
@@ -44,16 +44,16 @@ def get_default_manager() -> OpManager:
 
 
 def table_for(policy: SelectionPolicy) -> DispatchTable:
-    """The table of the process's manager for a context with this policy."""
+    """Return the table of the process's manager for a context with this policy."""
     while True:
         tables = get_default_manager().table_keeper
         table = tables.table_for(policy)
-        if tables.root is ROOT:  # else another manager took over meanwhile
+        if tables.root is ROOT:  # unless another manager took over meanwhile
             return table
 
 
 def reset_default_manager() -> None:
-    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators, contexts follow.
+    """Drop registrations, bans, counts and settings; the next use starts anew. Bound operators and contexts stay valid.
 
     Raises:
         DispatchFrozenError: dispatch is frozen.
@@ -75,14 +75,15 @@ def reset_default_manager() -> None:
 
 
 def freeze_dispatch(compiling: bool = True) -> Manifest:
-    """Fix what every operator and bound layer runs from here on; for hosts that compile or capture.
+    """Fix the implementation of every operator and bound layer from here on, for hosts that compile or capture.
 
-    From then on an operator that is bound anew is the implementation itself; a failure of an implementation is raised,
-    because nothing may take over; and a change of the policy (also a context), of registrations, bans or facts that
-    would make something else run raises :class:`DispatchFrozenError` and changes nothing. Idempotent.
+    From then on :func:`bind_op` returns the bare implementation, and an implementation's failure is raised, because no
+    other may take over. A change of the policy (also a context), registrations, bans or facts that would alter a choice
+    raises :class:`DispatchFrozenError` and changes nothing. Idempotent.
 
     Args:
-        compiling: ``torch.compile`` comes next, so that it is tried now which implementations Dynamo can trace.
+        compiling: whether ``torch.compile`` comes next, so that trials run now for implementations that Dynamo may
+            trace.
 
     Returns:
         The manifest: what runs, why, and a hash. Processes with the same choices have equal hashes.
@@ -98,7 +99,7 @@ def freeze_dispatch(compiling: bool = True) -> Manifest:
 
 
 def thaw_dispatch() -> None:
-    """Allow changes again. Operators that were bound while dispatch was frozen stay what they are."""
+    """Allow changes again. Operators that were bound while dispatch was frozen keep their implementations."""
     get_default_manager().freezer.thaw()
 
 
@@ -106,13 +107,13 @@ def thaw_dispatch() -> None:
 
 
 def admit_policy(change: str, policy: SelectionPolicy, *, bans: bool = False) -> None:
-    """Raise :class:`DispatchFrozenError` if a policy would change what is frozen anywhere."""
+    """Raise :class:`DispatchFrozenError` if a policy would change a frozen choice of any manager."""
     for state in frozen_states():
         state.fixed.require_allowed(change, policy, bans=bans)
 
 
 def change_policy(policy: SelectionPolicy | None) -> None:
-    """Replace the global policy (with ``None`` the settings decide) in all managers, or in none."""
+    """Replace the global policy in all managers, or in none; with ``None`` the settings decide."""
     with writers:
         before, changed = GLOBAL.replace(policy), []
         try:

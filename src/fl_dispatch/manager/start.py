@@ -1,4 +1,4 @@
-"""A manager's start: backends are imported, registered and checked once, by whichever call comes first."""
+"""A manager's start: the first call imports, registers and checks the backends, once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from . import checks
 logger = get_logger(__name__)
 
 WAIT_SECONDS = 30.0
-"""For another thread that loads the backends; then a call does without those that it has not loaded."""
+"""Seconds to wait for another thread that loads the backends; then a call goes ahead without the missing ones."""
 
 
 class Start:
-    """Whether one manager has started, and how it does.
+    """The start of one manager.
 
     Args:
         state: the manager's knowledge; its registry gets the backends.
         tables: its tables, which are stale until it has started.
         shadow: its shadow mode, which the settings may switch on.
-        backends: whether there are backends to register; else the registry is complete as it is.
+        backends: whether there are backends to register; otherwise the registry is already complete.
     """
 
     def __init__(self, state: State, tables: TableKeeper, shadow: Shadow, backends: bool) -> None:
@@ -38,15 +38,15 @@ class Start:
         self._at_work: set[int] = set()
 
     def run(self) -> None:
-        """Load the backends unless that is done, and build the tables.
+        """Load the backends unless they are loaded, and build the tables.
 
-        A thread that loads them runs their code: imports, registration, availability checks. Code that dispatches gets
-        what is there so far; then the next call tries again. One thread loads them at a time, and others wait for it,
-        except those that it may be waiting for: they load them too, and what is registered first stays.
+        The loading thread runs the backends' code: imports, registration, availability checks. If that code dispatches,
+        it gets the implementations registered so far, and the next call tries again. Other threads wait for the loading
+        one, except threads that it may be waiting for: they load the backends too, and the first registration stays.
         """
         thread, complete = threading.get_ident(), self._done
         if not complete and thread not in self._at_work:
-            awaited = writers.mine or is_importing()  # by the thread that is loading, perhaps
+            awaited = writers.mine or is_importing()  # perhaps by the thread that is loading
             with loading.within(0 if awaited else WAIT_SECONDS) as alone:
                 if alone or awaited:
                     self._at_work.add(thread)
@@ -58,18 +58,18 @@ class Start:
                     logger.warning("A backend has been loading for %.0f s; a call does without it", WAIT_SECONDS)
         with writers:
             if not self._tables.root.stale and self._done:
-                return  # another thread did
+                return  # another thread loaded them
             self._done = self._done or complete
             self._state.changed(None)
             if not self._done:
                 self._tables.root.mark_stale()
 
     def after_fork_in_child(self) -> None:
-        """Forget what other threads of the parent were doing: they do not exist here."""
+        """Reset what other threads of the parent were doing, because they do not exist in this child."""
         self._at_work &= {threading.get_ident()}
 
     def _load(self) -> bool:
-        """Register all backends and ask who is available; whether none has to wait for a module."""
+        """Register all backends and check availability; return whether no backend has to wait for a module."""
         state = self._state
         found = [discovery.imported(each) for each in (*builtin_ops.backends(), *discovery.plugins())]
         loaded = [discovery.load_backend(state.registry, target) for target in found if target is not None]

@@ -1,1 +1,1 @@
-"""Run a call: the table that it reads, the functions in it, and what follows an exception."""
+"""Run a call: its table, the functions in the table, and the recovery after an exception."""

@@ -1,4 +1,4 @@
-"""One call that needs care: its arguments in every form that an implementation may want."""
+"""One call on the careful path, with its arguments in each form that an implementation may take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .snapshot import mutable_parts
 
 
 class Call:
-    """One call that needs care: its arguments in every form that an implementation may want."""
+    """One call on the careful path, with its arguments in each form that an implementation may take."""
 
     __slots__ = ("args", "kind", "kwargs", "layer", "op_name", "operator", "scope")
 
@@ -39,10 +39,10 @@ class Call:
 
     @classmethod
     def of(cls, op_name: str, scope: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """A call as its caller wrote it, with a layer first or not.
+        """Make a call from the arguments as the caller wrote them, with or without a layer first.
 
         Raises:
-            TypeError: it does not fit the operator.
+            TypeError: the arguments do not fit the operator.
         """
         operator = OPERATORS.get(op_name)
         if operator is not None and is_layer_first(operator, args):
@@ -52,7 +52,7 @@ class Call:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments by name; none for an undeclared operator."""
+        """Return the arguments by name; empty for an undeclared operator."""
         return {} if self.operator is None else dict(zip(self.operator.parameters, self.args, strict=True))
 
     def run(self, fn: Any, convention: Convention | None) -> Any:
@@ -67,10 +67,10 @@ class Call:
         return fn(layer, *taken)
 
     def why_declined(self, impl: OpImpl, convention: Convention | None) -> str:
-        """Why an implementation declines these arguments; empty when it takes them.
+        """Return why an implementation declines these arguments; empty if it takes them.
 
         Raises:
-            Exception: whatever its ``supports`` raises.
+            Exception: any error of its ``supports``.
         """
         if convention is not None and (name := self.given(convention.left_out)):
             return f"it does not take '{name}'"
@@ -87,13 +87,13 @@ class Call:
         return supports(*given, **{name: values[name] for name in convention.asked})
 
     def branch(self, decision: Decision) -> Branch:
-        """The branch of a decision that this call takes."""
+        """Return the branch of a decision that this call takes."""
         if not decision.conditional or self.operator is None:
             return decision.branches[-1]
         return decision.branch_for(self.operator.workload(*self.args))
 
     def given(self, names: Sequence[str]) -> str | None:
-        """The first of these parameters that the call gives a value other than its default."""
+        """Return the first of these parameters with a value other than its default in this call."""
         if self.operator is None or not names:
             return None
         values = self.values
@@ -104,9 +104,9 @@ class Call:
         return None
 
     def updated(self) -> list[Any]:
-        """The tensors to restore before a retry; an output that shares memory with an input is one, too.
+        """Return the tensors to restore before a retry, including outputs that share memory with an input.
 
-        For an undeclared operator, everything mutable that its arguments reach.
+        For an undeclared operator, return every mutable object that its arguments reach.
         """
         if self.operator is None:
             return self._reached()
@@ -118,7 +118,7 @@ class Call:
         ]
 
     def holds_state(self) -> bool:
-        """Whether it writes a state that cannot be copied."""
+        """Whether the call writes a state that cannot be copied."""
         if self.operator is None:
             return False
         return any(access is Access.STATE for access, _ in self.operator.written(self.args).values())
@@ -138,10 +138,10 @@ class Call:
 
 
 def _share_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether tensors may lie in the same memory, which storages of their own may show (NumPy, DLPack, pinned)."""
+    """Whether tensors may share memory, even with different storages (NumPy, DLPack, pinned memory)."""
     try:
         first, second = one.untyped_storage(), two.untyped_storage()
-    except NotImplementedError:  # a sparse tensor does not say
+    except NotImplementedError:  # a sparse tensor has no address
         return True
     start, other = first.data_ptr(), second.data_ptr()
     return start == other or (start < other + second.nbytes() and other < start + first.nbytes())

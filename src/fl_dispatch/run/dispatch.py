@@ -1,4 +1,4 @@
-"""A dispatched call through any root table and for any key: what the hot path does, where speed does not matter."""
+"""Dispatch a call through any root table and key, where speed does not matter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .table import DispatchTable
 def call_through(
     root: DispatchTable, op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str = ""
 ) -> Any:
-    """Run an operator; ``key`` is that of a bound one."""
+    """Run an operator; ``key`` is a bound operator's."""
     if root.stale:
         root.start()
     table = root if root.plain else root.current
@@ -28,4 +28,4 @@ def call_through(
     try:
         return recover(key, table, fn, failure, args, kwargs)
     finally:
-        del failure  # its traceback holds this frame, and with it the arguments
+        del failure  # the traceback holds this frame, and with it the arguments

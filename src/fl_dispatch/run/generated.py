@@ -1,8 +1,7 @@
-"""Generated functions: what stands in a dispatch table where the bare implementation does not do, and bound operators.
+"""Generated functions: table entries that do more than the bare implementation, and bound operators.
 
-A function with an operator's own parameters is the only form with a cost at the floor of the language: a wrapper
-object or an ``*args`` closure costs several times more. The source is made from the declaration alone, never from user
-input.
+Only a function with the operator's own parameters costs no more than a Python call; a wrapper object or an ``*args``
+closure costs several times more. The source is made from the declaration alone, never from user input.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .keys import BOUND, LAYER
 from .layer_form import LayerStandIn, attributes_of, passed_by, refuse_a_stranger
 from .table import DispatchTable
 
-_FILE = "<string>"  # vLLM leaves exactly this name out of its compile-cache key; anything else it tries to read
+_FILE = "<string>"  # vLLM leaves exactly this name out of its compile-cache key, and tries to read any other
 
 
 def direct(
@@ -36,21 +35,21 @@ def direct(
     view: Callable[..., Any] | None = None,
     declined: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """The function for a table entry that usually runs its first candidate at once.
+    """Make the function for a table entry that usually runs its first candidate at once.
 
     Args:
         operator: the declaration; ``None`` for an undeclared operator.
         impl: the first candidate.
         convention: how it is called.
-        form: ``call`` (the caller may leave defaults out), ``bound`` (all arguments are passed) or ``layer`` (a layer
+        form: ``call`` (the caller may leave out defaults), ``bound`` (all arguments are passed) or ``layer`` (a layer
             comes first).
         fn: the implementation's function, or a wrapper of it that counts or compares.
         otherwise: called with the same arguments when the candidate must not run.
-        unproven: parameters that, when given, make the call write arguments for which the candidate is not proven.
-            ``None``: it is not proven at all, so ``otherwise`` runs unless it declines.
-        ask: ask the implementation's ``supports``.
-        view: what runs instead inside compiled code, with all of the operator's parameters.
-        declined: called with the same arguments where the candidate is known not to take them; else ``otherwise``.
+        unproven: optional parameters that make the call write arguments for which the candidate is not proven. With
+            ``None`` the candidate is not proven at all, so ``otherwise`` runs unless it declines.
+        ask: whether to ask the implementation's ``supports``.
+        view: the opaque view that runs inside compiled code, with all of the operator's parameters.
+        declined: called with the same arguments if the candidate declines them; by default ``otherwise``.
     """
     supports = impl.supports if ask else None
     declined = declined or otherwise
@@ -74,7 +73,7 @@ def bound(
     recover: Callable[..., Any],
     unknown: Callable[[str], Exception],
 ) -> Callable[..., Any]:
-    """A bound operator: the operator's signature, the table lookup built in."""
+    """Make a bound operator: a function with the operator's signature and the table lookup built in."""
     args = f"({''.join(f'{name}, ' for name in operator.parameters)})"
     lines = [
         f"def {operator.name}({_signature(operator, operator.parameters)}):",
@@ -86,13 +85,13 @@ def bound(
 
 
 def dispatched(operator: Operator, args: str, key: Sequence[str], take: str = "_result = ") -> list[str]:
-    """Source of a dispatched call, the same for bound operators and opaque views.
+    """Return the source of a dispatched call, shared by bound operators and opaque views.
 
     Args:
         operator: the declaration.
         args: the arguments as the source of a tuple.
-        key: lines that give ``_key``; ``_table`` is known there.
-        take: ``return``, or an assignment where more follows.
+        key: lines that set ``_key`` and may read ``_table``.
+        take: ``return``, or an assignment if more code follows.
     """
     more_follows = take != "return "
     return [
@@ -115,7 +114,7 @@ def dispatched(operator: Operator, args: str, key: Sequence[str], take: str = "_
         "        try:",
         f"            {take}_recover(_key, _table, _fn, _failure, {args}, {{}})",
         "        finally:",
-        "            del _failure",  # its traceback holds this frame, and with it the arguments
+        "            del _failure",  # the traceback holds this frame, and with it the arguments
     ]
 
 
@@ -127,7 +126,7 @@ def _generate(
     guards: Sequence[str],
     free: Sequence[str],
 ) -> Callable[..., Any]:
-    """See :func:`direct`; unless all ``guards`` hold it declines, and unless all of ``free`` do it may not run."""
+    """Make the function of :func:`direct`; decline unless all ``guards`` hold, run only if all of ``free`` hold."""
     attributes, own = attributes_of(operator), passed_by(operator)
     if form == LAYER:
         head = ", ".join(["_obj", _signature(operator, own)]) if own else "_obj"
@@ -144,8 +143,8 @@ def _generate(
     lines = [f"def {operator.name}({head}):", *prepare]
     if names["_view"] is not None:
         lines += ["    if _is_compiling():", f"        return _view({', '.join(operator.parameters)})"]
-    if names["_supports"] is not None:  # one that raises is asked again, and its error logged, on the other path
-        # In a trace the answer may be symbolic: neither True itself nor a string.
+    if names["_supports"] is not None:  # a predicate that raises runs again on the other path, which logs its error
+        # In a trace the answer may be symbolic: neither True nor a string.
         lines += [
             "    try:",
             f"        _fits = _supports({_asked(convention)})",
@@ -167,7 +166,7 @@ def _generate(
 
 
 def _read_attributes(attributes: Mapping[str, str]) -> list[str]:
-    """Lines that read a layer's attributes; plain reads first, because ``getattr`` with a default is slower."""
+    """Return lines that read a layer's attributes; plain reads first, because ``getattr`` with a default is slower."""
     if not attributes:
         return []
     plain = [f"        {name} = _obj.{attribute}" for name, attribute in attributes.items()]
@@ -187,7 +186,7 @@ def _predicated(
         try:
             answer = supports(*args, **kwargs)
             fits = not isinstance(answer, str) and bool(answer)
-        except Exception:  # it is asked again, and its error logged, on the other path
+        except Exception:  # the predicate runs again on the other path, which logs its error
             fits = None
         if fits is None:
             return otherwise(*args, **kwargs)
@@ -197,7 +196,7 @@ def _predicated(
 
 
 def _asked(convention: Convention) -> str:
-    """The arguments of ``supports``, as source."""
+    """Return the arguments of ``supports``, as source."""
     return ", ".join([*convention.operands, *(f"{name}={name}" for name in convention.asked)])
 
 

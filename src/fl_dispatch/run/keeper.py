@@ -1,4 +1,4 @@
-"""Keeps a manager's tables complete and up to date: the root, and one for each policy that contexts use."""
+"""Keep a manager's tables complete and up to date: the root, and one for each policy of a context."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .plan import Shared, build
 from .table import DispatchTable, Plan, context_table
 
 KEPT_TABLES = 1024
-"""Policies with tables kept for the next context of the same policy; beyond it the least recently used table goes."""
+"""Policies with tables kept for a next context; beyond this number the least recently used table is dropped."""
 KEPT_UP_TO_DATE = 64
-"""Kept tables that are rebuilt when something changes; others are made anew when they are wanted."""
+"""Kept tables that are rebuilt on a change; the others are dropped and made anew on demand."""
 
 
 class TableKeeper:
     """The tables of one manager.
 
     Args:
-        state: what the entries are made from.
+        state: the knowledge from which entries are made.
         root: the table for the global policy.
 
     Attributes:
         _live: the tables of policy contexts, as long as a context refers to them.
-        _by_policy: those of the last policies, for the next context that has one of them.
-        _shared: what tables have in common.
-        _uses: numbers the uses of tables by contexts.
+        _by_policy: the tables of recent policies, for the next context with one of them.
+        _shared: recipes that tables share.
+        _uses: counts the uses of tables by contexts.
     """
 
     def __init__(self, state: State, root: DispatchTable) -> None:
@@ -44,7 +44,7 @@ class TableKeeper:
         self._take(root)
 
     def bind(self, op_name: str, scope: str) -> str:
-        """Have entries for a bound operator in every table from now on; returns their key."""
+        """Add entries for a bound operator to every table, present and future; return their key."""
         key = bound_key(op_name, scope)
         with writers:
             scopes = self._state.scopes.setdefault(op_name, set())
@@ -56,7 +56,7 @@ class TableKeeper:
         return key.text
 
     def table_for(self, policy: SelectionPolicy) -> DispatchTable:
-        """The table for a context with this policy. Takes a lock only where the policy is new."""
+        """Return the table for a context with this policy; take a lock only if the policy is new."""
         key = policy, tuple(sorted((name, str(origin)) for name, origin in policy.origins.items()))
         table = self._by_policy.get(key)
         if table is None:
@@ -72,7 +72,7 @@ class TableKeeper:
         return table
 
     def _keep(self, count: int) -> None:
-        """Forget all tables but the ``count`` that contexts used last; a table that a context refers to lives on."""
+        """Drop all tables except the ``count`` that contexts used last; a table with an open context lives on."""
         if len(self._by_policy) > count:
             last = sorted(self._by_policy.items(), key=lambda item: item[1].used)[-count:]
             self._by_policy = dict(last)
@@ -86,12 +86,12 @@ class TableKeeper:
                 self._fill(table)
 
     def context_tables(self) -> list[DispatchTable]:
-        """The contexts' tables that live."""
+        """Return the contexts' tables that are alive."""
         with writers:
             return list(self._live)
 
     def retire(self, successor: TableKeeper, root: DispatchTable) -> None:
-        """Another manager takes over bound scopes, root table and contexts' tables; this one goes on with ``root``."""
+        """Hand bound scopes, root table and contexts' tables to another manager's keeper; go on with ``root``."""
         successor._state.scopes = {op: set(scopes) for op, scopes in self._state.scopes.items()}
         for table in self.context_tables():
             successor.adopt(table)
@@ -110,12 +110,12 @@ class TableKeeper:
                         self._fill(table)
                     else:
                         self._refresh(table, op_names)
-            except BaseException:  # a user's interrupt in an availability check, say
+            except BaseException:  # for example a user's interrupt in an availability check
                 self.mark_stale()
                 raise
 
     def _keep_or_forget(self, op_names: list[str] | None) -> None:
-        """Drop what tables shared before they are rebuilt, and forget unused tables instead of rebuilding them."""
+        """Drop shared recipes before a rebuild, and drop unused tables instead of rebuilding them."""
         self._shared.forget(op_names)
         if op_names is None:
             self._by_policy = {}
@@ -123,17 +123,17 @@ class TableKeeper:
             self._keep(KEPT_UP_TO_DATE)
 
     def rebuild_root(self) -> None:
-        """Rebuild the root table alone: the global policy is another one."""
+        """Rebuild only the root table, because the global policy changed."""
         with writers:
             self._fill(self.root)
 
     def mark_stale(self) -> None:
-        """Have all tables rebuilt at the next call."""
+        """Mark all tables for a rebuild at the next call."""
         for table in self._all():
             table.mark_stale()
 
     def policy_of(self, table: DispatchTable) -> SelectionPolicy:
-        """The policy that a table's entries are made for: while dispatch is frozen, one that is admitted."""
+        """Return the policy of a table's entries; while dispatch is frozen, one that is admitted."""
         admitted = table is self.root or self._state.fixed.allows(table.policy)
         return table.policy if admitted else self.root.policy
 
@@ -145,7 +145,7 @@ class TableKeeper:
         self.root = root
 
     def _all(self) -> list[DispatchTable]:
-        return [*self._live, self.root]  # the root last: once it is not stale, none is
+        return [*self._live, self.root]  # the root last: if it is not stale, no table is
 
     def _keys(self, op_name: str) -> list[Key]:
         return keys_of(op_name, self._state.scopes.get(op_name, ()))
@@ -156,7 +156,7 @@ class TableKeeper:
         registry, impls = self._state.registry, None
         plans: dict[str, Plan] = {}
         recipes: dict[Any, Any] = {}
-        while impls is not registry.snapshot().impls_by_op:  # an availability check may register something
+        while impls is not registry.snapshot().impls_by_op:  # an availability check may register an implementation
             impls = registry.snapshot().impls_by_op
             keys, recipes = [key for op in impls for key in self._keys(op)], {}
             plans = build(self._state, self.policy_of(table), keys, recipes, self._shared)
@@ -170,11 +170,11 @@ class TableKeeper:
         asked = {key.text for key in keys}
         kept = {key: plan for key, plan in table.plans.items() if key not in asked}
         if table.state is self._state:
-            table.publish({**kept, **fresh}, recipes)  # a key without a new plan is gone
+            table.publish({**kept, **fresh}, recipes)  # a key without a new plan is removed
 
 
 class PrivateTable(DispatchTable):
-    """Root table of a manager that is not the process's: its context tables are looked up by policy."""
+    """Root table of a manager other than the process's; it looks up its context tables by policy."""
 
     __slots__ = ("keeper",)
 
@@ -182,10 +182,10 @@ class PrivateTable(DispatchTable):
 
     def __init__(self, start: Callable[[], None]) -> None:
         super().__init__(start)
-        self.contexts_used = True  # contexts are entered at the process's root, which does not notify this one
+        self.contexts_used = True  # contexts are entered at the process's root, which does not notify this table
 
     @property
     def current(self) -> DispatchTable:
-        """The table that a call here reads."""
+        """Return the table that a call here reads."""
         in_force = context_table.get(self)
         return self.keeper.table_for(in_force.policy) if in_force.of_context else self

@@ -1,6 +1,6 @@
-"""The layer form: a layer stands for the arguments that it holds, in a caller's call and in an implementation's.
+"""The layer form: a layer replaces the arguments that it holds, for callers and for implementations.
 
-The declaration says which attribute of the layer is which parameter (:class:`~fl_dispatch.ops.LayerForm`).
+The declaration maps the layer's attributes to parameters (:class:`~fl_dispatch.ops.LayerForm`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LayerStandIn:
 
 
 def may_be_layer(value: Any) -> bool:
-    """Whether a value can be a layer: no tensor, and nothing that a caller may pass in place of a tensor by mistake."""
+    """Whether a value can be a layer: not a tensor, and not an object that callers pass for a tensor by mistake."""
     return value is not None and not isinstance(value, _NO_LAYER) and type(value).__module__ != "numpy"
 
 
@@ -35,29 +35,29 @@ def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
 
 
 def attributes_of(operator: Operator) -> Mapping[str, str]:
-    """The parameters that a layer supplies → its attributes; none where the operator has no layer form."""
+    """Return the parameters that a layer supplies → its attributes; empty if the operator has no layer form."""
     return operator.layer.attributes if operator.layer else {}
 
 
 def passed_by(operator: Operator) -> list[str]:
-    """The declared parameters that a layer-first call passes itself, in order."""
+    """Return the declared parameters that a layer-first call passes itself, in order."""
     attributes = attributes_of(operator)
     return [name for name in operator.parameters if name not in attributes]
 
 
 def read_from(operator: Operator, layer: Any) -> dict[str, Any]:
-    """The arguments that a layer supplies, by name; an attribute that it lacks leaves the parameter at its default."""
+    """Return the arguments that a layer supplies, by name; a missing attribute leaves the parameter at its default."""
     attributes = attributes_of(operator).items()
     return {name: getattr(layer, attribute) for name, attribute in attributes if hasattr(layer, attribute)}
 
 
 def stand_in(operator: Operator, values: Mapping[str, Any]) -> LayerStandIn:
-    """A layer for an implementation that takes one, made of the operator's arguments by name."""
+    """Make a layer for an implementation that takes one, from the operator's arguments by name."""
     return LayerStandIn({attribute: values[name] for name, attribute in attributes_of(operator).items()})
 
 
 def arguments_of(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The operator's arguments by name, for a call with a layer as its first argument.
+    """Return the operator's arguments by name, for a call with a layer as its first argument.
 
     Raises:
         TypeError: the call does not fit the layer form.
@@ -77,10 +77,10 @@ def arguments_of(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: 
 
 
 def refuse_a_stranger(operator: Operator, layer: Any) -> None:
-    """Refuse a layer that holds none of the operator's arguments: it is another kind of layer, or no layer at all.
+    """Refuse an object that holds none of the operator's arguments, because it is no layer of this operator.
 
     Raises:
-        TypeError: it is one.
+        TypeError: the object holds none of them.
     """
     attributes = attributes_of(operator).values()
     if attributes and not any(hasattr(layer, attribute) for attribute in attributes):

@@ -1,8 +1,8 @@
-"""Table entries from decisions: the bare implementation wherever nothing has to happen before it.
+"""Make table entries from decisions: the bare implementation unless other work must come before it.
 
-Layers share what does not depend on the layer. A decision without rules for single layers is made once for all scopes
-of an operator, and so is the function that compiled code traces. Policies that decide an operator alike share its
-entries, so a policy for each tenant costs a table of references and no functions of its own.
+Layers share the parts that do not depend on the layer. A decision without rules for single layers is made once for all
+scopes of an operator, and so is the function that compiled code traces. Policies with equal decisions for an operator
+share its entries, so a policy for each tenant costs a table of references and no functions of its own.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .traced import Site, undeclared, untried, with_other_trace
 
 
 class Shared:
-    """The recipes of all tables of a manager, each as long as a table has it."""
+    """The recipes of all tables of a manager; each lives as long as a table uses it."""
 
     def __init__(self) -> None:
         self._by_operator: dict[str, MutableMapping[Any, _Recipe]] = {}
 
     def of(self, op_name: str) -> MutableMapping[Any, _Recipe]:
-        """The recipes of one operator, by all that they are made from."""
+        """Return the recipes of one operator, keyed by all their inputs."""
         return self._by_operator.setdefault(op_name, WeakValueDictionary())
 
     def forget(self, op_names: Iterable[str] | None) -> None:
-        """Have the recipes of some operators made anew, or of all."""
+        """Drop the recipes of some operators, or of all, so that they are made anew."""
         for op_name in [*self._by_operator] if op_names is None else op_names:
             self._by_operator.pop(op_name, None)
 
@@ -53,10 +53,10 @@ def build(
     recipes: dict[Any, Any] | None = None,
     shared: Shared | None = None,
 ) -> dict[str, Plan]:
-    """The plans for some keys under one policy; an operator without a registered implementation (any more) has none.
+    """Return the plans for some keys under one policy; an operator without a registered implementation has none.
 
-    ``recipes`` are those of the last call with the same state and policy, and get the new ones. ``shared`` has those of
-    other policies with the same state.
+    ``recipes`` are those of the last call with the same state and policy, and are updated. ``shared`` has the recipes
+    of other policies with the same state.
     """
     recipes = {} if recipes is None else recipes
     shared = Shared() if shared is None else shared
@@ -80,7 +80,7 @@ def build(
 
 
 def direct_function(state: State, impl: OpImpl) -> Function:
-    """One implementation as a function with the operator's parameters, without fallback; ``supports`` is not asked."""
+    """Return one implementation as a function with the operator's parameters, without fallback or ``supports``."""
 
     def otherwise(*args: Any, **kwargs: Any) -> Any:
         raise NotSupported(f"'{impl.impl_id}' of '{impl.op_name}' does not take all of these parameters")
@@ -91,17 +91,17 @@ def direct_function(state: State, impl: OpImpl) -> Function:
 
 
 def why_declined(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
-    """Why an implementation declines the operator's arguments, as a call finds it; empty when it takes them.
+    """Return why a call would find that an implementation declines these arguments; empty if it takes them.
 
     Raises:
-        Exception: whatever its ``supports`` raises.
+        Exception: any error of its ``supports``.
     """
     call = Call(impl.op_name, None, tuple(args), {})
     return call.why_declined(impl, state.registry.convention(impl))
 
 
 def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -> Function:
-    """The implementation of an unconditional choice, as a function for a bound operator's callers."""
+    """Return the implementation of an unconditional choice, as a function for a bound operator's callers."""
     operator, first = OPERATORS[decision.op_name], decision.candidates[0]
     site = Site(state, policy, decision, operator, CALL)
     view = site.needed_view()
@@ -113,14 +113,14 @@ def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Recipe:
-    """The common part of several layers' entries, and of several policies'.
+    """The part of an entry that several layers and policies share.
 
     Args:
         site: the decision, and the form of call.
-        view: what compiled code calls instead of tracing into the choice.
-        undeclared: those of which a trace finds out whether Dynamo can trace them.
-        traced: what Dynamo traces in place of the careful path.
-        declined: what a trace goes on with when the first candidate declines.
+        view: the opaque view that compiled code calls instead of tracing the choice.
+        undeclared: implementations that a trial must check, because they do not say whether Dynamo can trace them.
+        traced: the function that Dynamo traces in place of the careful path.
+        declined: the function with which a trace goes on if the first candidate declines.
         plans: layer → the plan of its entry.
     """
 
@@ -133,13 +133,13 @@ class _Recipe:
 
 
 ANY_LAYER = ""
-"""Stands for every layer that nothing singles out."""
+"""Stands for every layer without a rule of its own."""
 
 
 def _recipe(
     state: State, policy: SelectionPolicy, key: Key, scope: str | None, others: MutableMapping[Any, _Recipe]
 ) -> _Recipe | None:
-    """The recipe for a key, which may be one of ``others``: of the policy itself, entries read ``strict`` alone."""
+    """Return the recipe for a key, possibly one of ``others``: entries read only ``strict`` of the policy itself."""
     try:
         decision = state.decide(key.op_name, scope, policy)
     except NoImplementationError:
@@ -171,7 +171,7 @@ def _new_recipe(state: State, policy: SelectionPolicy, key: Key, decision: Decis
 
 
 def _entry(recipe: _Recipe, scope: str | None) -> Function:
-    """The function in the table for one layer, or for calls by name."""
+    """Return the table's function for one layer, or for calls by name."""
     site, careful = recipe.site, _careful(recipe, scope)
     if not site.decision.conditional:
         return _first_candidate(recipe, site, site.decision.branches[-1], scope, careful, recipe.view)
@@ -189,10 +189,10 @@ def _first_candidate(
     view: Function | None,
     later: bool = False,
 ) -> Function:
-    """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path.
+    """Return the first candidate with its guards once it is proven; until then, the careful path.
 
     While dispatch is frozen it need not be proven: its failure is raised, so nothing has to be restored. A call that it
-    declines goes to the next candidate in the same way.
+    declines goes to the next candidate under the same rules.
     """
     if not branch.candidates:
         return careful
@@ -220,10 +220,10 @@ def _first_candidate(
 
 
 def _unproven(state: State, impl: OpImpl, operator: Operator | None, later: bool) -> Sequence[str] | None:
-    """Parameters that, when given, make a call write arguments for which an implementation is not proven.
+    """Return optional parameters that make a call write arguments for which an implementation is not proven.
 
-    ``None``: it is not proven at all, or watched. While dispatch is frozen nothing has to be proven, but a ``later``
-    candidate, which may never have run before, is compared with the declaration once.
+    ``None`` means that it is not proven at all, or watched. While dispatch is frozen nothing has to be proven, but the
+    first result of a ``later`` candidate, which may never have run before, is compared with the declaration.
     """
     proofs = state.proofs
     succeeded = proofs.holds(impl, wrote=True) or proofs.holds(impl, wrote=False)
@@ -240,11 +240,11 @@ def _unproven(state: State, impl: OpImpl, operator: Operator | None, later: bool
 
 
 def _next_candidate(recipe: _Recipe, site: Site, branch: Branch, scope: str | None, careful: Function) -> Function:
-    """The function for calls that the first candidate declines: the next, or the careful path if that must choose."""
+    """Return the function for calls that the first candidate declines: the next one, or the careful path."""
     first, *rest = branch.candidates
     convention = site.state.registry.convention(first)
     if first.supports is None and not (convention and convention.left_out):
-        return careful  # it takes every call
+        return careful  # the first candidate takes every call
     others = replace(branch, candidates=tuple(rest))
     entry = _first_candidate(recipe, site, others, scope, careful, None, later=True)
     if entry is careful:
@@ -253,7 +253,7 @@ def _next_candidate(recipe: _Recipe, site: Site, branch: Branch, scope: str | No
 
     def next_candidate(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return careful(*args, **kwargs)  # which a trace has its own form of
+            return careful(*args, **kwargs)  # a trace has its own form of this
         if impl.device_types is not None:
             tensor = leading_tensor((*args, *kwargs.values()))
             if not impl.takes_device("none" if tensor is None else tensor.device.type):
@@ -280,7 +280,7 @@ def _kind_checked(
     careful: Function,
     traced: Function,
 ) -> Function:
-    """An entry with an implementation that is banned for some kinds of arguments."""
+    """Return an entry with an implementation that is banned for some kinds of arguments."""
 
     def kind_checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -316,7 +316,7 @@ def _conditional(recipe: _Recipe, operator: Operator, scope: str | None, careful
 
 
 def _careful(recipe: _Recipe, scope: str | None) -> Function:
-    """The path of a first call, of watched and banned implementations, and of calls that the first one refuses."""
+    """Return the path of first calls, watched and banned implementations, and calls that the first one declines."""
     site, traced = recipe.site, recipe.traced
     state, policy, decision = site.state, site.policy, site.decision
 

@@ -1,4 +1,4 @@
-"""Everything after an exception, and the path of calls that need care.
+"""Recovery after an exception, and the careful path.
 
 Three rules decide. *Never a wrong answer*: the next implementation runs on the original arguments, or the call raises.
 *The input may be guilty*: if every candidate fails, none is banned. *A dead device stays dead*: nothing is retried
@@ -38,7 +38,7 @@ class FinalError(Exception):
 
 
 class LaterError(Exception):
-    """Carries an error out of a table entry that another candidate than the first one raised."""
+    """An error of a candidate after the first, on its way out of a table entry."""
 
     def __init__(self, error: Exception, impl: OpImpl) -> None:
         self.error, self.impl = error, impl
@@ -52,10 +52,10 @@ def must_raise(state: State, error: BaseException, policy: SelectionPolicy) -> b
 
 
 def run(state: State, policy: SelectionPolicy, decision: Decision, call: Call) -> Any:
-    """Run the first candidate that fits, with everything a first call needs; falls back where that is safe.
+    """Run the first candidate that fits, with the checks of a first call; fall back where that is safe.
 
     Raises:
-        NoImplementationError: no candidate fits the arguments; it says why for each.
+        NoImplementationError: no candidate fits the arguments; the message says why for each.
     """
     return _Attempts(state, policy, decision, call).run(call.branch(decision).candidates)
 
@@ -68,8 +68,8 @@ def recover(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Go on after a table's function raised on the fast path, where no copy of its arguments was kept."""
-    if _is_compiling():  # while it was traced: the next one is, if it is known that nothing was written
+    """Recover after a table's function raised on the fast path, which keeps no copies of its arguments."""
+    if _is_compiling():  # raised in a trace: the next one is traced if nothing was written for certain
         if isinstance(error, NotSupported):
             return table.plans[key].declined(*args, **kwargs)
         raise error
@@ -82,10 +82,10 @@ def recover(
             failed, error = error.impl, error.error
         plan = table.plans.get(key)
         if plan is None:
-            raise error  # the operator was taken away during the call: no candidate is left
+            raise error  # the operator was removed during the call: no candidate is left
         try:
             call = Call.of(plan.op_name, plan.scope, args, kwargs)
-        except TypeError as misfit:  # the call does not fit the operator: the caller's mistake
+        except TypeError as misfit:  # the arguments do not fit the operator: the caller's mistake
             if str(misfit) != str(error):
                 add_note(error, f"fl_dispatch: {misfit}")
             raise error from None
@@ -98,7 +98,7 @@ def recover(
 
 
 def _bare(state: State, fn: Callable[..., Any], plan: Plan) -> OpImpl:
-    """The implementation that stood bare in the table until its entry was replaced during the call."""
+    """Return the implementation that was the bare entry until the entry was replaced during the call."""
     impls = state.registry.get_implementations(plan.op_name)
     return next((impl for impl in impls if state.counter.is_function_of(fn, impl)), plan.decision.candidates[0])
 
@@ -128,27 +128,27 @@ def _after_fast_path(
         attempts.failures.append((failed, error))
         return attempts.run([impl for impl in candidates if impl is not failed])
     finally:
-        del error  # its traceback holds this frame, and with it the arguments
+        del error  # the traceback holds this frame, and with it the arguments
 
 
 def _restored(
     call: Call, error: Exception, parts: Sequence[Any] | None = None, copies: Sequence[Any] | None = None
 ) -> bool:
-    """Give a call its original arguments back after an implementation raised; returns whether it has them.
+    """Restore a call's original arguments after an implementation raised; return whether that succeeded.
 
     Args:
         call: the call.
-        error: what was raised.
-        parts: what gets its old values from the copies; by default all that may be overwritten.
+        error: the exception.
+        parts: the objects to restore from the copies; by default all that may be overwritten.
         copies: the old values, if they were kept.
     """
     if isinstance(error, NotSupported):
-        return True  # which promises that nothing was written
+        return True  # it promises that nothing was written
     return not call.holds_state() and put_back(call.updated() if parts is None else parts, copies)
 
 
 def why_not_for_call(state: State, impl: OpImpl, call: Call) -> str:
-    """Why an implementation does not run for these arguments; empty when it does."""
+    """Return why an implementation does not run for these arguments; empty if it does."""
     banned = state.failures.for_kind(impl, call.kind)
     if banned:
         return banned
@@ -156,7 +156,7 @@ def why_not_for_call(state: State, impl: OpImpl, call: Call) -> str:
         return f"it takes tensors on {', '.join(impl.device_types or ())}, not on {call.kind.device}"
     try:
         return call.why_declined(impl, state.registry.convention(impl))
-    except Exception as error:  # of a stranger's 'supports'
+    except Exception as error:  # raised by a foreign 'supports'
         reason = f"its 'supports' raised {text_of(error)}"
         if state.failures.tell_once(impl, type(error).__name__):
             logger.warning("Implementation '%s' is left out of op '%s': %s", impl.impl_id, impl.op_name, reason)
@@ -168,7 +168,8 @@ class _Attempts:
     """The candidates of one call, tried in turn on its original arguments.
 
     Attributes:
-        failures: who failed until now, and how; empty again at the end, because tracebacks hold the arguments.
+        failures: implementations that failed so far, and their errors; emptied at the end, because tracebacks hold the
+            arguments.
     """
 
     state: State
@@ -178,7 +179,7 @@ class _Attempts:
     failures: list[tuple[OpImpl, Exception]] = field(default_factory=list)
 
     def run(self, impls: Sequence[OpImpl]) -> Any:
-        """The result of the first of them that takes the call and does not fail."""
+        """Return the result of the first implementation that takes the call and does not fail."""
         state, call = self.state, self.call
         reasons: list[str] = []
         try:
@@ -211,7 +212,7 @@ class _Attempts:
         if not self.state.lockstep:
             return
         for impl, error in self.failures:
-            if not declines(error):  # all ranks decline alike
+            if not declines(error):  # all ranks decline the same call
                 raise RankDivergenceError(
                     f"'{impl.impl_id}' of '{self.call.op_name}' failed ({text_of(error)}), and this rank runs in "
                     "lockstep with others that did not fall back; the step is aborted. To leave it out on all ranks: "
@@ -219,27 +220,27 @@ class _Attempts:
                 ) from error
 
     def _order_without(self, impl: OpImpl) -> str:
-        """An operator's order of all candidates but one, as a user sets it."""
+        """Return the operator's order without one candidate, in the form of a user's setting."""
         others = "|".join(f"impl:{other.impl_id}" for other in self.decision.candidates if other is not impl)
         return f"VLLM_FL_PER_OP='{self.call.op_name}={others}'"
 
     def _needs_copies(self, impl: OpImpl) -> bool:
-        """Whether what it overwrites is copied; never in a capture, because a copy would be recorded into the graph."""
+        """Whether to copy what it may overwrite; never in a capture, because the graph would record the copy."""
         proofs = self.state.proofs
         return (not proofs.holds(impl, wrote=True) or proofs.watches(impl)) and not is_capturing()
 
     def _check_result(self, impl: OpImpl, result: Any) -> None:
-        """Compare a first result with the declaration, because the next layer would fail by it, or read it wrongly.
+        """Compare a first result with the declaration, because the next layer would fail on it or misread it.
 
         Raises:
-            BrokenPromiseError: it is not as declared.
+            BrokenPromiseError: the result is not as declared.
         """
         operator = self.call.operator
         if operator is not None and (problem := broken_promise(operator, self.call.args, result)):
             raise BrokenPromiseError(f"{impl.impl_id} of {operator.name}: {problem}")
 
     def _succeeded(self, impl: OpImpl, *, wrote: bool) -> None:
-        """Keep the proof, and ban those that failed before."""
+        """Record the success, and ban implementations that failed before it."""
         state, call, banned = self.state, self.call, False
         state.prove(impl, wrote=wrote)
         if not self.failures:
@@ -248,13 +249,13 @@ class _Attempts:
             if not declines(error):
                 state.failures.record(failed, call.kind, error)
                 banned = True
-            error.with_traceback(None)  # it is settled, and its frames hold the arguments
+            error.with_traceback(None)  # the call is over, and the frames of its errors hold the arguments
         logger.log(logging.INFO if banned else logging.DEBUG, "Op '%s' fallback to %s", call.op_name, impl)
         if banned:
             state.changed({call.op_name})
 
     def _go_on_or_raise(self, updated: Sequence[Any], copies: Sequence[Any] | None, last: bool) -> None:
-        """Put the arguments back for the next candidate, or raise the last failure if that cannot be done."""
+        """Restore the arguments for the next candidate, or raise the last failure if that is impossible."""
         impl, error = self.failures[-1]
         try:
             if must_raise(self.state, error, self.policy):

@@ -1,7 +1,7 @@
-"""Copies of everything that an implementation may write, which come back before another implementation runs.
+"""Copy everything that an implementation may write, and restore it before another implementation runs.
 
-An undeclared operator may write whatever its arguments reach: tensors, arrays, containers, attributes of
-objects. A thing without a copy, such as a generator, does not come back, so the failure is raised.
+An undeclared operator may write whatever its arguments reach: tensors, arrays, containers, attributes of objects. An
+object that cannot be copied, such as a generator, cannot be restored, so the failure is raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ..weight_forms import Forms
 
-MOST_THINGS = 10_000  # an argument that reaches more reaches the whole program, which is not worth a copy
+MOST_THINGS = 10_000  # an argument that reaches more objects reaches the whole program, which is not worth a copy
 _CONTAINERS = (list, deque, dict, set, bytearray)
 _SEQUENCES: tuple[Any, ...] = (list, deque, set, bytearray, tuple, frozenset)
 _IMMUTABLE = (
@@ -52,7 +52,7 @@ _ABSENT = object()
 
 
 def _gradient(tensor: torch.Tensor) -> Any:
-    if not tensor.is_leaf:  # a computed tensor has none, and warns when it is asked
+    if not tensor.is_leaf:  # a non-leaf tensor has no gradient, and warns when it is read
         raise AttributeError("grad")
     return tensor.grad
 
@@ -62,9 +62,9 @@ _GRADIENT: Any = property(_gradient, lambda tensor, value: setattr(tensor, "grad
 
 
 def mutable_parts(values: Iterable[Any]) -> list[Any]:
-    """Every mutable thing that values reach, also what a tensor carries; a tensor as often as it is reached."""
+    """Return every mutable object that values reach, also through tensors; a tensor as often as it is reached."""
     parts: list[Any] = []
-    known: dict[int, Any] = {}  # keeps the things, because an id is used again once its thing is gone
+    known: dict[int, Any] = {}  # keeps the objects alive, because an id is reused once its object is gone
     pending = list(values)
     while pending:
         value = pending.pop()
@@ -76,7 +76,7 @@ def mutable_parts(values: Iterable[Any]) -> list[Any]:
             continue
         known[id(value)] = value
         if len(known) > MOST_THINGS:
-            return [*parts, iter(())]  # which has no copy
+            return [*parts, iter(())]  # it cannot be copied
         if not isinstance(value, torch.Tensor | tuple | frozenset) and (_slots(value) or not _is_open(value)):
             parts.append(value)
         pending += _held(value)
@@ -86,14 +86,14 @@ def mutable_parts(values: Iterable[Any]) -> list[Any]:
 
 
 def copies_of(parts: Iterable[Any]) -> list[Any] | None:
-    """A copy of each part; ``None`` if one has none."""
+    """Return a copy of each part; ``None`` if one cannot be copied."""
     copies: list[Any] = []
     for part in parts:
         if isinstance(part, torch.Tensor):
             try:
                 with torch.no_grad():
                     copies.append((part.clone(), _place(part), _held(part)))
-            except RuntimeError:  # it does not fit into memory twice, say
+            except RuntimeError:  # for example because the copy does not fit into memory
                 return None
         elif _is_array(part) and not part.dtype.hasobject:
             copies.append(_plain(part).copy())
@@ -105,7 +105,7 @@ def copies_of(parts: Iterable[Any]) -> list[Any] | None:
 
 
 def put_back(parts: Sequence[Any], copies: Sequence[Any] | None) -> bool:
-    """Give parts their old values; returns whether all have them."""
+    """Restore the old values of parts; return whether all succeeded."""
     if copies is None:
         return not parts
     return all(_has_back(part, copy) for part, copy in zip(parts, copies, strict=True))
@@ -126,10 +126,10 @@ def _has_back(part: Any, copy: Any) -> bool:
 
 
 def _contents_are_back(part: Any, copy: list[Any]) -> bool:
-    """Put back what a thing held, by the methods of the class that Python itself has: a subclass's may mean another."""
+    """Restore what an object held with the methods of Python's own class, because a subclass may redefine them."""
     held = _held(part)
     if len(held) == len(copy) and all(map(operator.is_, held, copy)):
-        return True  # others may be reading it: what did not change is not touched
+        return True  # other threads may be reading it, so an unchanged object is not touched
     kind, slots = type(part), _slots(part)
     if kind is not copy[0]:
         return False
@@ -139,7 +139,7 @@ def _contents_are_back(part: Any, copy: list[Any]) -> bool:
     elif isinstance(part, bytearray):
         try:
             bytearray.__setitem__(part, slice(None), bytes(contents))
-        except BufferError:  # it is exported to a reader, so it has to keep its length
+        except BufferError:  # a reader has exported its buffer, so its length must stay
             return False
     elif isinstance(part, dict):
         base = _class_of_dictionary(part)
@@ -165,23 +165,23 @@ def _tensor_has_back(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
         try:
             with torch.no_grad():
                 tensor.copy_(copy)
-        except RuntimeError:  # it cannot be written (an expanded view, say): right if unchanged
+        except RuntimeError:  # it cannot be written (an expanded view, for example): right if unchanged
             return torch.equal(tensor, copy)
-    except RuntimeError:  # nor compared (a sparse one)
+    except RuntimeError:  # it cannot be compared either (a sparse tensor)
         return False
     return True
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The shape of a tensor and the memory that it shows: in another one, values put back would miss its views."""
+    """Return a tensor's shape and memory: values restored into other memory would miss the tensor's views."""
     try:
         return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # a sparse one has none
+    except (RuntimeError, NotImplementedError):  # a sparse tensor has no address
         return (tensor.shape,)
 
 
 def _held(value: Any) -> list[Any]:
-    """The class of a thing, the attributes in its slots, and a container's contents; a dictionary's keys come first."""
+    """Return an object's class, its slots' values and a container's contents; a dictionary's keys come first."""
     attributes = [type(value), *(_value(slot, value) for slot in _slots(value))]
     if isinstance(value, dict):
         kind = _class_of_dictionary(value)
@@ -193,7 +193,7 @@ def _held(value: Any) -> list[Any]:
 
 
 def _class_of_dictionary(value: dict[Any, Any]) -> Any:
-    """Python's own class below a dictionary's: an ordered one has an order of its own beside the dictionary."""
+    """Return Python's own base class of a dictionary: an ordered one keeps an order of its own."""
     return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
@@ -213,7 +213,7 @@ def _slots(value: Any) -> list[Any]:
 
 
 def _members(kind: type) -> list[types.MemberDescriptorType]:
-    """The slots of a class; a member declared in C may be a pointer into memory that Python cannot see."""
+    """Return the slots of a class; a member declared in C may be a pointer into memory that Python cannot see."""
     return [
         member
         for base in kind.__mro__
@@ -224,7 +224,7 @@ def _members(kind: type) -> list[types.MemberDescriptorType]:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether an object holds nothing but attributes: it is no larger than those need."""
+    """Whether an object holds only attributes, because it is no larger than they need."""
     kind = type(value)
     words = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0) + len(_members(kind))
     return bool(kind.__basicsize__ <= object.__basicsize__ + words * _POINTER)
@@ -236,7 +236,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _plain(array: Any) -> Any:
-    """The array without its subclass, because a subclass may redefine methods (masked arrays do)."""
+    """Return the array without its subclass, because a subclass may redefine methods (masked arrays do)."""
     return sys.modules["numpy"].ndarray.view(array, sys.modules["numpy"].ndarray)
 
 

@@ -1,11 +1,10 @@
-"""Operator → function for one policy: the only thing that a call reads.
+"""Dispatch tables: operator → function for one policy, the only data that a call reads.
 
-``entries`` never changes what a key (see :mod:`.keys`) means; writers replace it as a whole, or add a key, so readers
-take no lock.
+Writers replace ``entries`` as a whole or add a key (see :mod:`.keys`), so readers take no lock.
 
 A *root table* is a manager's table for the global policy. A policy context puts another table into ``context_table``,
-and ``DispatchTable.current`` reads it: a property with ``ContextVar.get`` itself as its getter, called with the table
-as its default. That is one attribute read, and Dynamo can trace and guard it.
+and ``DispatchTable.current`` reads it: a property with ``ContextVar.get`` as its getter and the table as the default. A
+read costs one attribute lookup, and Dynamo can trace and guard it.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from ..settings.selection_policy import SelectionPolicy
 from ..state import State
 
 context_table: ContextVar[DispatchTable] = ContextVar("fl_dispatch_context_table")
-"""The table of the policy context that is open here; unset where none was."""
+"""The table of the policy context that is open here; unset if none was entered."""
 
 
 MADE_FROM = "fl_decision"
-"""An attribute of generated entries: the decision, for a call that runs while its entry is replaced."""
+"""Attribute of generated entries with the decision, for a call that runs while its entry is replaced."""
 
 
 class Plan(NamedTuple):
-    """The facts that one entry was made from.
+    """The facts from which one entry was made.
 
     Args:
         op_name: the operator.
         scope: the layer that it was bound for.
-        decision: who may run, best first.
+        decision: the implementations that may run, best first.
         entry: the function in the table.
-        declined: what a trace goes on with when the first candidate declines while it is traced.
+        declined: the function with which a trace goes on if the first candidate declines.
     """
 
     op_name: str
@@ -48,18 +47,19 @@ class DispatchTable:
     """The functions that calls run under one policy.
 
     Args:
-        start: brings the table's manager up; called when a root table is stale.
+        start: starts the table's manager; called if a root table is stale.
         policy: the policy of a context's table.
 
     Attributes:
         policy: the policy that the functions were chosen for (unset on a root table until its manager starts).
         entries: key → function.
-        plans: key → what the function was made from.
-        recipes: what entries have in common with others, see :func:`~fl_dispatch.run.plan.build`.
-        stale: the entries are not complete, or out of date.
-        of_context: it is a policy context's, and no root.
-        contexts_used: callers read ``current``, because there may be a policy context.
-        plain: not stale, and no policy context was ever entered in this process, so that ``current`` need not be read.
+        plans: key → the facts from which the function was made.
+        recipes: the parts that entries share with others, see :func:`~fl_dispatch.run.plan.build`.
+        stale: whether the entries are incomplete or out of date.
+        of_context: whether it is a policy context's table, not a root.
+        contexts_used: whether callers read ``current``, because there may be a policy context.
+        plain: whether callers may skip ``current``: the table is not stale, and this process never entered a policy
+            context.
         state: of the manager that fills it.
         used: the number of the last use by a context.
     """
@@ -98,7 +98,7 @@ class DispatchTable:
     current = property(context_table.get)
 
     def publish(self, plans: dict[str, Plan], recipes: dict[Any, Any]) -> None:
-        """Make a complete set of entries visible to callers."""
+        """Publish a complete set of entries to callers."""
         entries = {key: plan.entry for key, plan in plans.items()}
         self.plans, self.recipes = plans, recipes
         self.entries = entries
@@ -106,16 +106,16 @@ class DispatchTable:
         self.plain = not self.contexts_used
 
     def add(self, plans: dict[str, Plan]) -> None:
-        """Make entries visible that had none before."""
+        """Publish entries for new keys."""
         self.plans.update(plans)
         self.entries.update({key: plan.entry for key, plan in plans.items()})
 
     def mark_stale(self) -> None:
-        """The entries are out of date: the next call has them rebuilt first."""
+        """Mark the entries as out of date, so that the next call rebuilds them first."""
         self.plain = False
         self.stale = True
 
     def note_context(self) -> None:
-        """A policy context is about to be entered: from now on callers read ``current``."""
+        """Prepare for a policy context: from now on callers read ``current``."""
         self.contexts_used = True
         self.plain = False

@@ -26,12 +26,12 @@ _TREATED_APART = tuple(os.path.dirname(str(module.__file__)) + os.sep for module
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One decision in one form of call, and what stands in a trace of it.
+    """One decision in one form of call, with the functions that stand for it in a trace.
 
     Args:
         state: of the manager that decided.
-        policy: that it was decided under.
-        decision: who may run, best first.
+        policy: the policy of the decision.
+        decision: the implementations that may run, best first.
         operator: the declaration; ``None`` for an undeclared operator.
         form: of the call, see :mod:`.keys`.
     """
@@ -51,22 +51,22 @@ class Site:
         view: Function | None = None,
         declined: Function | None = None,
     ) -> Function:
-        """A function that runs one implementation, see :func:`.generated.direct`."""
+        """Return a function that runs one implementation, see :func:`.generated.direct`."""
         convention = self.state.registry.convention(impl)
         return generated.direct(
             self.operator, impl, convention, self.form, fn, otherwise, unproven, view=view, declined=declined
         )
 
     def who_may_run(self) -> list[OpImpl]:
-        """The candidates up to the first one that takes every call, for calls that no condition singles out."""
+        """Return the candidates up to the first one that takes every call, for calls that meet no rule's condition."""
         return self.state.who_may_run(self.decision, self.decision.branches[-1])
 
     def needed_view(self) -> Function | None:
-        """The opaque view that compiled code calls instead of tracing into the choice; ``None`` where it may look in.
+        """Return the opaque view that compiled code must call instead of tracing the choice; ``None`` if it may trace.
 
-        A view is needed where a trace cannot hold the choice: Dynamo cannot trace what may run, the operator may not be
-        traced, the choice depends on the call, a host looks for the calls, or dispatch is frozen, so that the guards
-        of a predicate may be dropped.
+        A view is needed if a trace cannot hold the choice: Dynamo cannot trace a candidate, the operator may not be
+        traced, the choice depends on the call, a host looks for the calls, or dispatch is frozen, so that a predicate's
+        guards may be dropped.
         """
         operator, state = self.operator, self.state
         if operator is None or Mode.OPAQUE not in operator.modes or state.view is None:
@@ -84,13 +84,13 @@ class Site:
     def _view(self, operator: Operator) -> Function:
         failures, scope = self.state.failures, self.decision.scope
         assert self.state.view is not None
-        # The layer's name would make every layer's graph another one, so it stands there only where a rule needs it.
+        # The layer's name would make every layer's graph different, so the view has it only if a rule needs it.
         banned_here = any(failures.kinds(impl, scope) != failures.kinds(impl, None) for impl in self.who_may_run())
         named = banned_here or self.policy.singles_out(operator.name, scope)
         return self.state.view(operator, scope or "" if named else "")
 
     def traced(self, view: Function | None, candidates: Sequence[OpImpl]) -> Function:
-        """The function that Dynamo traces in place of the careful path: the choice among candidates, of guards alone.
+        """Return the function that Dynamo traces in place of the careful path: a choice by guards alone.
 
         An implementation that is banned for some calls in this scope is left out, since a trace serves many calls.
         """
@@ -113,10 +113,10 @@ class Site:
         return function
 
     def once_tried(self, impls: Sequence[OpImpl], inline: Function) -> Function:
-        """The function that Dynamo traces where implementations do not say whether it can trace them.
+        """Return the function that Dynamo traces if implementations do not say whether it can trace them.
 
-        It is ``inline`` if all can be traced, else the view. They are tried, and the view is made, when Dynamo first
-        comes here.
+        The function runs ``inline`` if all can be traced, else the view. The trial runs, and the view is made, when
+        Dynamo first reaches the function.
         """
         by_view: list[Function] = []
 
@@ -139,7 +139,7 @@ class Site:
 
 
 def _on_its_devices(impl: OpImpl, hints: Sequence[str], first: Function, other: Function) -> Function:
-    """The first function for tensors on the implementation's devices, which a trace knows; the other one elsewhere."""
+    """Return ``first`` for tensors on the implementation's devices, which a trace knows, and ``other`` elsewhere."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         tensor = leading_tensor((*args, *(value for name, value in kwargs.items() if name not in hints)))
@@ -150,7 +150,7 @@ def _on_its_devices(impl: OpImpl, hints: Sequence[str], first: Function, other: 
 
 
 def _or_next(first: Function, other: Function) -> Function:
-    """The first function, or the other one where the first declines while it is traced."""
+    """Return ``first``, falling back to ``other`` if it declines while it is traced."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -162,21 +162,21 @@ def _or_next(first: Function, other: Function) -> Function:
 
 
 def undeclared(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
-    """The implementations that do not say whether Dynamo can trace them, where that makes a difference."""
+    """Return implementations that do not say whether Dynamo can trace them, if that makes a difference."""
     if operator is None or operator.samples is None or state.view is None:
         return []
     return [impl for impl in impls if impl.opaque is None] if {Mode.INLINE, Mode.OPAQUE} <= operator.modes else []
 
 
 def untried(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
-    """Implementations for which the trial has not yet run."""
+    """Return the implementations without a trial so far."""
     return [impl for impl in undeclared(state, impls, operator) if state.traces.obstacle(impl) is None]
 
 
 def with_other_trace(fn: Function, traced: Function) -> Function:
     """Give callers ``fn``, and Dynamo ``traced`` in its place.
 
-    The result is a copy of ``fn`` wherever Dynamo would look into it, so that a call costs what it did.
+    The result is a copy of ``fn`` if Dynamo would trace into it, so that a call costs no more than before.
     """
     if isinstance(fn, types.MethodType) and _is_looked_into(fn.__func__):
 
@@ -194,7 +194,7 @@ def with_other_trace(fn: Function, traced: Function) -> Function:
 
 
 def _is_looked_into(fn: Any) -> bool:
-    """Whether a function is written in Python, and outside of what Dynamo treats in a way of its own."""
+    """Whether a function is written in Python, outside the modules that Dynamo handles specially."""
     return isinstance(fn, types.FunctionType) and not fn.__code__.co_filename.startswith(_TREATED_APART)
 
 

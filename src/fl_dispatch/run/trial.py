@@ -1,4 +1,4 @@
-"""The trial: whether Dynamo can trace an implementation, tried once, on the declaration's samples.
+"""A trial whether Dynamo can trace an implementation, run once on the declaration's samples.
 
 The trial runs when compiled code first meets an implementation that does not declare it, possibly inside that very
 trace, and before dispatch is frozen. Processes with the same code get the same answer.
@@ -25,7 +25,7 @@ _DECLINED = "declined"
 
 
 def obstacle(state: State, impl: OpImpl) -> str:
-    """Why Dynamo cannot trace an implementation; empty if it can, or if its tensors cannot be made here."""
+    """Return why Dynamo cannot trace an implementation; empty if it can, or if its tensors cannot be made here."""
     known = state.traces.obstacle(impl)
     if known is None:  # no lock is held: a trace in another thread may wait for one that this thread needs
         known = state.traces.add(impl, "" if is_elsewhere(impl) else _tried(state, impl, OPERATORS[impl.op_name]))
@@ -51,12 +51,12 @@ def _tried(state: State, impl: OpImpl, operator: Operator) -> str:
                 return found
             traced = True
             if dtype is not DTYPES[0]:
-                break  # a kernel may choose by dtype, but hardly by dtype and form at once
+                break  # a kernel may choose by dtype, but hardly by dtype and form together
     return "" if traced else "it declines every sample of the declaration, so it was not tried"
 
 
 def _groups(operator: Operator, dtype: torch.dtype) -> Iterable[Iterator[tuple[Any, ...]]]:
-    """Samples that give the same optional arguments, the smallest first."""
+    """Yield groups of samples with the same optional arguments, the smallest first."""
     assert operator.samples is not None
     place, generator = torch.device(detect_device().torch_type), torch.Generator().manual_seed(0)
     groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
@@ -69,7 +69,7 @@ def _groups(operator: Operator, dtype: torch.dtype) -> Iterable[Iterator[tuple[A
 
 
 def _traced(function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
-    """Why a call cannot be traced; empty if it can, ``None`` if the implementation declines it."""
+    """Return why a call cannot be traced; empty if it can, ``None`` if the implementation declines it."""
     reached = []
 
     def stop(graph: Any, inputs: Any) -> Any:
@@ -83,7 +83,7 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
             return _DECLINED
         return None
 
-    own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)  # a cache of its own
+    own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)  # its own cache
     try:
         with torch.no_grad():
             result = torch.compile(own, fullgraph=True, backend=stop, dynamic=False)(*args)
@@ -93,7 +93,7 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
 
 
 def _in_one_line(error: Exception) -> str:
-    """Dynamo's explanation, or the first line of another error."""
+    """Return Dynamo's explanation, or the first line of another error."""
     lines = [line.strip() for line in text_of(error).splitlines()]
     explained = next((line for line in lines if line.startswith("Explanation: ")), "")
     return explained.removeprefix("Explanation: ") or lines[0]

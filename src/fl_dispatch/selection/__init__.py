@@ -1,1 +1,1 @@
-"""Choose: what may run, in what order, and why. Pure functions of implementations and policy."""
+"""Choose which implementations may run, in what order, and why: pure functions of implementations and policy."""

@@ -1,9 +1,9 @@
-"""Which implementation runs, and why: a pure function of implementations and policy.
+"""Decide which implementation runs, and why: a pure function of implementations and policy.
 
-First whatever may not run at all is set aside: vendor allow and deny lists, facts, availability, bans. Then tokens give
-the order: the operator's own order; else a tuned one, followed by the default; else the default order of ``prefer``.
-Inside one token higher priority comes first, then the smaller id. The first candidate that fits the arguments is taken
-at the call.
+The first step sets aside implementations that may not run: vendor allow and deny lists, facts, availability, bans. Then
+tokens give the order: the operator's own order; else a tuned order, followed by the default; else the default order of
+``prefer``. Within one token higher priority comes first, then the smaller id. A call takes the first candidate that
+fits its arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Considered:
 
     Args:
         impl: the implementation.
-        status: ``chosen``, ``fallback`` (it is tried if those before it fail) or ``skipped``.
+        status: ``chosen``, ``fallback`` (tried if those before it fail) or ``skipped``.
         reason: why, as a message.
         rank: place among the candidates, from 1; ``None`` when skipped.
     """
@@ -41,7 +41,7 @@ class Considered:
     rank: int | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """This choice as plain data."""
+        """Return this entry as plain data."""
         impl = self.impl
         return {
             "impl_id": impl.impl_id,
@@ -64,9 +64,9 @@ class Branch:
     Args:
         rule: the condition; ``None`` for the branch that takes all other calls.
         candidates: best first.
-        order: the tokens in the order they were tried.
-        source: which setting gave the order.
-        origin: where that setting was made.
+        order: the tokens, in the order in which they were tried.
+        source: the setting that gave the order.
+        origin: the origin of that setting.
     """
 
     rule: TunedRule | None
@@ -76,7 +76,7 @@ class Branch:
     origin: Origin
 
     def consider(self, refusals: Mapping[OpImpl, str]) -> tuple[Considered, ...]:
-        """Every implementation with its place and reason; ``refusals`` says why others may not run."""
+        """Return every implementation with its place and reason; ``refusals`` says why others may not run."""
         ranked = [
             Considered(impl, FALLBACK if rank > 1 else CHOSEN, self._why(impl, rank), rank)
             for rank, impl in enumerate(self.candidates, start=1)
@@ -102,7 +102,7 @@ class Decision:
 
     Args:
         op_name: the operator.
-        scope: the scope that it was decided for, or ``None``.
+        scope: the layer's scope, or ``None``.
         branches: the candidates by condition; the last branch has no condition.
         refusals: every registered implementation, and why it may not run; empty when it may.
         notes: further remarks on an implementation that may run.
@@ -116,7 +116,7 @@ class Decision:
 
     @property
     def considered(self) -> tuple[Considered, ...]:
-        """Every registered implementation, candidates first, for a call that no condition singles out."""
+        """Return every registered implementation, candidates first, for a call that meets no rule's condition."""
         return tuple(map(self._with_note, self.branches[-1].consider(self.refusals)))
 
     def _with_note(self, entry: Considered) -> Considered:
@@ -126,7 +126,7 @@ class Decision:
         return replace(entry, reason=f"{entry.reason}; {note}")
 
     def noting(self, told: Callable[[OpImpl], str]) -> Decision:
-        """A copy of this decision with a remark on each candidate; ``told`` returns an empty text for none."""
+        """Return a copy of this decision with a remark on each candidate; ``told`` returns empty text for none."""
         notes = dict(self.notes)
         for impl in self.candidates:
             if more := told(impl):
@@ -135,11 +135,11 @@ class Decision:
 
     @property
     def candidates(self) -> tuple[OpImpl, ...]:
-        """The implementations that may run, best first, for a call that no condition singles out."""
+        """Return the implementations that may run, best first, for a call that meets no rule's condition."""
         return self.branches[-1].candidates
 
     def branches_for(self, tokens: int | None) -> Iterator[Branch]:
-        """The branches that calls of ``tokens`` tokens may take; all for ``None``."""
+        """Return the branches that calls of ``tokens`` tokens may take; all for ``None``."""
         for branch in self.branches:
             if tokens is None or branch.rule is None or branch.rule.admits(tokens):
                 yield branch
@@ -148,27 +148,27 @@ class Decision:
 
     @property
     def chosen(self) -> OpImpl | None:
-        """The implementation that runs first."""
+        """Return the implementation that runs first."""
         return self.candidates[0] if self.candidates else None
 
     @property
     def first_choices(self) -> list[OpImpl]:
-        """The implementations that run first, one for each condition, without repetitions."""
+        """Return the implementations that run first, one for each condition, without repetitions."""
         return list(dict.fromkeys(branch.candidates[0] for branch in self.branches if branch.candidates))
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The tokens in the order they were tried."""
+        """Return the tokens in the order in which they were tried."""
         return self.branches[-1].order
 
     @property
     def source(self) -> str:
-        """Which setting gave the order."""
+        """Return the setting that gave the order."""
         return self.branches[-1].source
 
     @property
     def origin(self) -> Origin:
-        """The origin of that setting."""
+        """Return the origin of that setting."""
         return self.branches[-1].origin
 
     @property
@@ -177,26 +177,26 @@ class Decision:
         return len(self.branches) > 1
 
     def branch_for(self, workload: Workload) -> Branch:
-        """The branch that a call with this workload takes."""
+        """Return the branch that a call with this workload takes."""
         return next(branch for branch in self.branches if branch.rule is None or admits(branch.rule, workload))
 
     def for_call(self, branch: Branch, why_not: Callable[[OpImpl], str]) -> Decision:
-        """The decision for one call on this branch: its candidates, less those that refuse the call's arguments."""
+        """Return the decision for one call on this branch, without candidates that refuse the call's arguments."""
         refusals = {impl: why_not(impl) for impl in branch.candidates}
         fit = tuple(impl for impl in branch.candidates if not refusals[impl])
         only = replace(branch, rule=None, candidates=fit)
         return replace(self, branches=(only,), refusals={**self.refusals, **refusals})
 
     def skipped_reasons(self) -> list[str]:
-        """One line for each implementation that may not run at all."""
+        """Return one line for each implementation that may not run at all."""
         return [str(entry) for entry in self.considered if entry.status == SKIPPED]
 
     def reasons(self) -> list[str]:
-        """One line for each implementation."""
+        """Return one line for each implementation."""
         return [str(entry) for entry in self.considered]
 
     def as_data(self) -> dict[str, Any]:
-        """The decision as plain data, for programs and other processes."""
+        """Return the decision as plain data, for programs and other processes."""
         return {
             "operator": self.op_name,
             "scope": self.scope,
@@ -233,11 +233,11 @@ def select(
     Args:
         op_name: the operator.
         impls: its registered implementations.
-        policy: what is wanted.
-        scope: the layer that it is decided for.
+        policy: the policy in force.
+        scope: the layer's scope.
         available: whether an implementation can run here, and why not.
         banned: why an implementation must not run after failures; empty when it may.
-        facts: what the host stated about the process; compared with what implementations require.
+        facts: the host's facts about the process; compared with implementations' requirements.
         notes: further remarks on an implementation that may run; they decide nothing.
     """
     refusals = {impl: why_excluded(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
@@ -253,7 +253,7 @@ def select(
     source, origin = f"op_tuned of {tuned_key}", policy.origin(f"op_tuned.{tuned_key}")
     for rule in policy.get_tuned_rules(op_name, scope) if policy.enabled else ():
         if policy.batch_invariant and (rule.tokens is not None or rule.phase is not None):
-            continue  # a row would be computed by what its batch is
+            continue  # the batch's other rows would decide how a row is computed
         tuned = (*rule.order, *(token for token in order if token not in rule.order))
         condition = None if _is_unconditional(rule) else rule
         branches.append(Branch(condition, _rank(fit, tuned), tuned, source, origin))
@@ -274,7 +274,7 @@ def admits(rule: TunedRule, workload: Workload) -> bool:
 
 
 def condition_of(rule: TunedRule) -> dict[str, Any]:
-    """A rule's condition as plain data."""
+    """Return a rule's condition as plain data."""
     return {"dtype": rule.dtype, "tokens": rule.tokens, "phase": rule.phase}
 
 

@@ -1,4 +1,4 @@
-"""Why an implementation may not run at all, whatever the order says: vendors, lists, facts, availability."""
+"""Reasons why an implementation may not run whatever its order: vendors, lists, facts, availability."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def why_excluded(
     available: Callable[[OpImpl], tuple[bool, str]],
     facts: Mapping[str, Any],
 ) -> str:
-    """Why an implementation may not run at all, or an empty string."""
+    """Return why an implementation may not run at all; empty if it may."""
     kind = impl.kind
     has_reference = any(other.kind is BackendImplKind.REFERENCE for other in impls)
     if not policy.enabled and has_reference and kind is not BackendImplKind.REFERENCE:
@@ -43,11 +43,11 @@ def why_excluded(
 
 
 def _holds(fact: Any, needed: Any) -> bool:
-    """Whether a fact is what is needed; of a set every member is a fact."""
+    """Whether a fact meets a requirement; every member of a set counts as a fact."""
     return needed in fact if isinstance(fact, frozenset) else bool(fact == needed)
 
 
 def _in_words(fact: Any) -> str:
     if not isinstance(fact, frozenset):
         return repr(fact)
-    return " or ".join(sorted(map(repr, fact), key=lambda text: (len(text), text)))  # members may be of many types
+    return " or ".join(sorted(map(repr, fact), key=lambda text: (len(text), text)))  # members may have different types
