@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,6 +47,8 @@ GROUPED: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"hidden_size": 128, "intermediate_size": 256, "mamba_num_heads": 16, "ssm_state_size": 32},
 }
 """The same of models whose norm has a mean for each group of a state, as each of two ranks needs one of its own."""
+WHOLE: Mapping[str, Any] = {"head_dim": 128}
+"""Sizes of attention that two ranks divide into whole blocks of 128."""
 SCHEMES_OF_STATES = (
     "compressed-tensors W8A8 int8",
     "compressed-tensors W8A8 fp8",
@@ -76,16 +78,17 @@ FACTOR = 2.0
 """A factor by which that scale is wrong."""
 
 
-def build(name: str, folder: Path) -> Path:
+def build(name: str, folder: Path, **sizes: Any) -> Path:
     """Write a model, not quantized."""
-    return states.build(name, folder, **{**SIZES, **GROUPED}[name])
+    return states.build(name, folder, **{**SIZES, **GROUPED}[name], **sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class Run(quantized_engines.Run):
-    """An engine with one of the models."""
+    """An engine with one of the models; ``sizes``: further ones."""
 
     model: str = "qwen3_5"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.model}, {self.scheme}, {self.kind}"
@@ -136,8 +139,8 @@ class QuantizedStates(QuantizedEngines):
         return [*self.MISTAKEN, *self.RUNS]
 
     def model(self, run: Run, folder: Path) -> Path:  # type: ignore[override]
-        place = folder / run.model
-        return place if place.exists() else build(run.model, place)
+        place = folder / "-".join((run.model, *map(str, run.sizes.values())))
+        return place if place.exists() else build(run.model, place, **run.sizes)
 
     def wrong(self, run: quantized_engines.Run) -> Sequence[str]:
         return run.made.operators[-1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantized_states import PLANTED_PAIRS, PRODUCTS, SCHEMES_OF_STATES, SIZES, Mistaken, QuantizedStates, Run
+from quantized_states import PLANTED_PAIRS, PRODUCTS, SCHEMES_OF_STATES, SIZES, WHOLE, Mistaken, QuantizedStates, Run
 from sampling import drawn
 
 PAIRS = [(name, scheme) for name in SIZES for scheme in SCHEMES_OF_STATES]
@@ -13,6 +13,8 @@ RANKS = [
     ("qwen3_next", "compressed-tensors W8A8 fp8"),
     ("nemotron_h", "compressed-tensors W4A16"),
     ("qwen3_5", "gptq"),
+    ("qwen3_5", "fp8, blocks of 128"),
+    ("nemotron_h", "fp8, blocks of 128"),
     ("nemotron_h", "compressed-tensors W8A8 int8"),
 ]
 
@@ -23,7 +25,7 @@ class TestQuantizedStates(QuantizedStates):
     RUNS = [
         *ALONE,
         *(
-            Run(scheme, {"tp_size": 2}, "two ranks", name)
+            Run(scheme, {"tp_size": 2}, "two ranks", name, WHOLE if "blocks" in scheme else {})
             for name, scheme in drawn(RANKS, 1, "quantized states, ranks, SGLang")
         ),
     ]
