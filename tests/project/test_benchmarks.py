@@ -1,4 +1,7 @@
-"""Every benchmark that a page names starts: its imports are there, and it says what it takes."""
+"""Every benchmark that a page names starts: its imports are there, and it says what it takes.
+
+The table of shares of the hardware's peak is that of the committed results.
+"""
 
 from __future__ import annotations
 
@@ -26,3 +29,9 @@ def test_a_benchmark_starts(name: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: " in done.stdout
+
+
+def test_the_table_of_shares_is_that_of_the_results() -> None:
+    done = subprocess.run([sys.executable, FOLDER / "peak_shares.py"], capture_output=True, text=True, check=True)
+    page = FOLDER.parent / "docs/measured/gpu.md"
+    assert done.stdout in page.read_text(encoding="utf-8"), "python benchmarks/peak_shares.py prints the table"
