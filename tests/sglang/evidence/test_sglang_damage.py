@@ -14,6 +14,8 @@ from running import PROMPTS
 
 pytestmark = pytest.mark.engine
 
+TWO_BY_TWO = {"tp_size": 2, "pp_size": 2}
+"""Two stages of two ranks each."""
 COMMON = PROMPTS[2][:48]
 POISONED = [*COMMON, POISON, *PROMPTS[1]]
 INNOCENT = [*COMMON, *PROMPTS[1]]
@@ -25,8 +27,8 @@ def asked(*prompts: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("engine", "where"),
-    [({}, ""), ({"tp_size": 2}, "1"), ({"pp_size": 2}, "")],
-    ids=["one rank", "one of two", "two stages"],
+    [({}, ""), ({"tp_size": 2}, "1"), (TWO_BY_TWO, "1")],
+    ids=["one rank", "one of two", "one of a stage's two"],
 )
 def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
     engine: dict[str, int],
@@ -54,10 +56,10 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
         ({}, 1, True),
         ({"disable_overlap_schedule": True}, 1, True),
         ({}, 9, True),
-        ({"pp_size": 2}, 1, True),
+        (TWO_BY_TWO, 1, True),
         ({"pp_size": 2}, 9, True),
     ],
-    ids=["in a prompt", "in an answer", "without overlap", "for good", "two stages", "two stages, for good"],
+    ids=["in a prompt", "in an answer", "without overlap", "for good", "two by two ranks", "two stages, for good"],
 )
 def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_again(
     engine: dict[str, Any],
@@ -79,4 +81,4 @@ def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_agai
         assert SAID in first[2]
     else:
         assert first[2] == (right[2] if in_answer else second[0])
-        assert found["log"].count("it is read again, watched") == engine.get("pp_size", 1)
+        assert found["log"].count("it is read again, watched") == engine.get("pp_size", 1) * engine.get("tp_size", 1)
