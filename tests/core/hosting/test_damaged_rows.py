@@ -83,3 +83,30 @@ def test_where_the_kernel_fails_pytorchs_operators_take_over(monkeypatch: pytest
     before = given.clone()
     check(rows.damaged_rows(given).tolist(), before, given)
     assert len(rows.FAILED) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "launches"),
+    [
+        (RuntimeError("PassManager::run failed"), 1),
+        (torch.OutOfMemoryError("CUDA out of memory."), 3),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), 3),
+    ],
+    ids=["of the compiler", "of PyTorch's memory", "of the memory for a kernel's code"],
+)
+def test_a_kernel_that_found_no_memory_is_tried_again(
+    error: Exception, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+
+    def launch(logits: torch.Tensor) -> torch.Tensor:
+        launched.append(logits)
+        raise error
+
+    monkeypatch.setattr(rows, "FAILED", [])
+    monkeypatch.setattr(rows, "why_unavailable", lambda: "")
+    monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.damaged_rows_in_one_launch", launch)
+    for _ in range(3):
+        given = logits(torch.float32)
+        check(rows.damaged_rows(given).tolist(), logits(torch.float32), given)
+    assert len(launched) == launches

@@ -7,12 +7,13 @@ from torch.nn.functional import pad
 
 from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import why_unavailable
+from fl_dispatch.knowledge.error_kinds import is_out_of_memory
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)
 
 FAILED: list[str] = []
-"""The error of the kernel, after which PyTorch's operators do its work."""
+"""The error of the kernel, after which PyTorch's operators do its work; one of memory counts for its call alone."""
 
 
 def damaged_rows(logits: Tensor) -> Tensor:
@@ -34,8 +35,9 @@ def damaged_rows(logits: Tensor) -> Tensor:
             from .rows_kernel import damaged_rows_in_one_launch
 
             return damaged_rows_in_one_launch(logits)
-        except Exception as error:  # Triton compiles no such kernel for this chip
-            FAILED.append(str(error))
+        except Exception as error:
+            if not is_out_of_memory(error):  # then Triton compiles no such kernel for this chip
+                FAILED.append(str(error))
             logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
     highest = logits.amax(-1)
     damaged = (highest - highest).ne(0)  # NaN from NaN and from infinity
