@@ -40,8 +40,7 @@ ATTRIBUTE = "fl_prepared"
 IN_A_ROW = 64
 """Consecutive calls that find a weight written, or its memory shared, after which it is no longer prepared.
 
-A weight that was given up as shared is tried again after the same number of calls or steps.
-"""
+A weight that was given up as shared is tried again after the same number of calls or steps."""
 SHARED = "a view, a NumPy array or a DLPack capsule shares its memory, and PyTorch may not notice what that writes"
 """Why a weight in shared memory is not marked."""
 CALLED_BY_PYTORCH = "fl_dispatch.compiled.views"

@@ -1,8 +1,8 @@
-"""Backends that put their kernels in the place of PyTorch's own operators (ATen's), in this process.
+"""Backends that replace PyTorch's own operators (ATen's) by their kernels, in this process.
 
 A backend registers one :class:`AtenReplacement`. The plugins ask all of them through
-:mod:`fl_dispatch.hosting.start.aten`; manifests and lists of operators read :func:`replaced_operators`. A backend may
-put its kernels into a :mod:`.slot`; what compares calls does.
+:mod:`fl_dispatch.hosting.start.aten`; manifests and lists of operators read :func:`replaced_operators`. A backend that
+compares calls puts its kernels into a :mod:`.slot`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class ReplacementReport(TypedDict):
         sealed: whether kernels for new kinds of arguments are refused.
         replaced: the keys that run the backend's kernels, sorted.
         calls: key → how often its kernel ran.
-        native: key → how often PyTorch's ran, for a kind of arguments that is new, or because the backend raised.
+        native: key → how often PyTorch's kernel ran, for a new kind of arguments or because the backend raised.
         waits: the keys that graphs do not capture, because the kernel waits for the device.
-        declined: key → for how many kinds of arguments the backend raised, and what; those are PyTorch's.
-        wrong: key → why it was taken out.
-        skipped: key → why it was never in place.
+        declined: key → the number of kinds of arguments for which the backend raised, and the error; PyTorch runs
+            these.
+        wrong: key → why it was removed.
+        skipped: key → why it was never installed.
     """
 
     why_not: str
@@ -49,25 +50,25 @@ class AtenReplacement(Protocol):
         """The backend's name, for people."""
 
     def replace(self, settings: Settings, device: DeviceSpec) -> str:
-        """Put in place what the settings ask for and begin to learn; why nothing is, or an empty string. Idempotent."""
+        """Install the replacements of the settings and begin to learn; return why nothing is replaced. Idempotent."""
 
     def operators(self) -> Mapping[str, str]:
-        """``aten::mm.out`` → the function that runs; empty where nothing is replaced."""
+        """Return ``aten::mm.out`` → the function that runs; empty if nothing is replaced."""
 
     def settle(self) -> Mapping[str, str]:
-        """End learning: take out what was found wrong. Key → why, of everything that was taken out until now."""
+        """End learning and remove kernels that were found wrong; return key → why, for all removed so far."""
 
     def leave(self, operators: Mapping[str, str]) -> None:
-        """Take operators out, key → why; what is not in place stays as it is."""
+        """Remove operators, key → why; ignore operators that are not installed."""
 
     def resume(self, operators: Collection[str]) -> None:
-        """Put back what :meth:`leave` took out, as it was."""
+        """Install again what :meth:`leave` removed, unchanged."""
 
     def seal(self) -> None:
-        """Compile and tune nothing from now on."""
+        """Stop compiling and tuning from now on."""
 
     def report(self) -> ReplacementReport:
-        """The state."""
+        """Return the state."""
 
 
 _registered: dict[str, AtenReplacement] = {}
@@ -76,33 +77,33 @@ _kept: dict[str, set[str]] = {}
 
 
 def refuse_taken_name(replacement: AtenReplacement, *others: AtenReplacement) -> None:
-    """Raise :class:`RegistrationError` if one that is registered, or one of the others, has this one's name."""
+    """Raise :class:`RegistrationError` if a registered replacement, or one of the others, has this one's name."""
     if any(other.NAME == replacement.NAME and other is not replacement for other in (*_registered.values(), *others)):
         raise RegistrationError(f"a replacement of PyTorch's operators is registered as '{replacement.NAME}' already")
 
 
 def register_replacement(replacement: AtenReplacement) -> None:
-    """Add a backend's replacement; the same one again, for another manager, changes nothing.
+    """Add a backend's replacement; adding it again, for another manager, changes nothing.
 
     Raises:
-        RegistrationError: another one has this name.
+        RegistrationError: another replacement has this name.
     """
     refuse_taken_name(replacement)
     _registered[replacement.NAME] = replacement
 
 
 def replacements() -> tuple[AtenReplacement, ...]:
-    """Registered replacements, in the order of registration."""
+    """Return registered replacements, in the order of registration."""
     return tuple(_registered.values())
 
 
 def replaced_operators() -> Mapping[str, str]:
-    """``aten::mm.out`` → the function that runs, ``flag_gems.ops.mm.mm_out``; sorted."""
+    """Return ``aten::mm.out`` → the function that runs, ``flag_gems.ops.mm.mm_out``; sorted."""
     return dict(sorted((key, run) for found in replacements() for key, run in found.operators().items()))
 
 
 def obey(listed: Collection[str], why: str = "aten_blacklist") -> None:
-    """Leave to PyTorch what a list names, ``*`` for all; what an earlier list named, and this one does not, resumes."""
+    """Leave listed operators to PyTorch, ``*`` for all; resume those that only an earlier list named."""
     keys = {name.removeprefix("aten::").removesuffix(".default") for name in listed}
     for found in replacements():
         kept = _kept.setdefault(found.NAME, set())
@@ -118,5 +119,5 @@ def obey(listed: Collection[str], why: str = "aten_blacklist") -> None:
 
 
 def kept_operators() -> tuple[str, ...]:
-    """``aten::mm.out`` of each operator that a backend replaces, were it not for :func:`obey`'s list; sorted."""
+    """Return ``aten::mm.out`` of each operator that a backend would replace without :func:`obey`'s list; sorted."""
     return tuple(sorted(f"aten::{key}" for found in replacements() for key in _kept.get(found.NAME, ())))

@@ -1,7 +1,7 @@
-"""The slots in PyTorch's dispatcher: one for each operator and device, for the life of the process.
+"""Slots in PyTorch's dispatcher: one for each operator and device, for the life of the process.
 
-A registration cannot be taken back while the process runs: a thread that calls the operator meanwhile reads what is
-freed, and the process ends. So a slot stays. Without a guard it passes calls on to PyTorch's kernel.
+A registration cannot be removed while the process runs: a thread that calls the operator meanwhile would read freed
+memory and crash. So a slot stays. Without a guard it passes calls on to PyTorch's kernel.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Slot:
 
     Args:
         key: the operator with its overload, ``mm.out``; ``mm`` is ``mm.default``.
-        dispatch_key: of the device, such as ``CUDA``.
+        dispatch_key: the device's dispatch key, such as ``CUDA``.
 
     Attributes:
-        schema: of the operator.
+        schema: the operator's schema.
         tensors: for each of its arguments, whether it is a tensor.
-        guard: what runs; ``None`` is PyTorch's own kernel.
+        guard: the function that runs; ``None`` for PyTorch's own kernel.
 
     Raises:
         RuntimeError: this PyTorch has no such operator, or no kernel for it.
@@ -41,7 +41,7 @@ class Slot:
         self.tensors = tuple(str(a.type) in ("Tensor", "Optional[Tensor]") for a in self.schema.arguments)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch says that a kernel is overridden, once, for one operator
+            warnings.simplefilter("ignore")  # PyTorch warns once, for one operator, that a kernel is overridden
             self._library.impl(key, self, dispatch_key)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,12 +49,12 @@ class Slot:
         return run(*args, **kwargs)
 
     def run_native(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's own kernel."""
+        """Run PyTorch's own kernel."""
         args, kwargs = self._wrapped(args, kwargs)
         return self._kernel.call_boxed(self._keys, *args, **kwargs)
 
     def _wrapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as a kernel takes them: PyTorch hands a function in Python numbers where a tensor was one."""
+        """Convert arguments for a kernel: PyTorch passes a Python function numbers in place of wrapped tensors."""
         pairs = enumerate(zip(self.tensors, args, strict=False))
         numbers = [i for i, (tensor, value) in pairs if tensor and isinstance(value, int | float | complex)]
         if numbers:
@@ -67,7 +67,7 @@ _slots: dict[tuple[str, str], Slot] = {}
 
 
 def slot_of(key: str, dispatch_key: str) -> Slot:
-    """The slot of an operator on a kind of device, registered when it is first asked for.
+    """Return the slot of an operator on a kind of device, registering it on first use.
 
     Raises:
         RuntimeError: this PyTorch has no such operator, or no kernel for it.
@@ -78,14 +78,14 @@ def slot_of(key: str, dispatch_key: str) -> Slot:
 
 
 def draws(key: str) -> bool:
-    """Whether an operator draws random numbers; not if this PyTorch has none of the name."""
+    """Whether an operator draws random numbers; false if this PyTorch has no such operator."""
     name, _, overload = key.partition(".")
     operator = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
     return operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def _tensor(number: bool | int | float | complex, tensors: list[Tensor]) -> Tensor:
-    """A number as a tensor that has no more say over a result's dtype than the number."""
+    """Return a number as a tensor that affects a result's dtype no more than the number does."""
     if isinstance(number, bool | complex):
         return torch.tensor(number)
     alike = [t for t in tensors if t.is_floating_point() == isinstance(number, float) and t.dtype is not torch.bool]

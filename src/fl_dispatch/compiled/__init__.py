@@ -1,1 +1,1 @@
-"""Compiled code: opaque views, and choices that stay as they are."""
+"""Compiled code: opaque views, and frozen choices."""

@@ -1,8 +1,8 @@
-"""Freezing: from here on the choice of implementations is fixed, and the manifest lists it.
+"""Freezing: fix the choice of implementations from here on, and list it in the manifest.
 
 Hosts that drop the guards of compiled code, or replay captured graphs, would go on with an old choice after a change.
-So they freeze dispatch before they compile; a change that would alter a choice is an error from then on, and so is a
-failure, because nothing may take over. A change that alters no choice passes.
+So they freeze dispatch before they compile. From then on a change that would alter a choice is an error, and so is a
+failure, because no other implementation may take over. A change that alters no choice passes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..state import State
 from .manifest import Manifest, manifest_of
 
 logger = get_logger(__name__)
-_frozen: tuple[weakref.ref[State], ...] = ()  # replaced as a whole
+_frozen: tuple[weakref.ref[State], ...] = ()  # writers replace it as a whole
 
 
 def frozen_states() -> Iterator[State]:
-    """The states of the managers that are frozen."""
+    """Return the states of the managers that are frozen."""
     for reference in _frozen:
         state = reference()
         if state is not None:
@@ -36,7 +36,7 @@ class Freezer:
     """Freezes the choices of one manager.
 
     Attributes:
-        manifest: what is frozen; ``None`` while nothing is.
+        manifest: the frozen choices; ``None`` while dispatch is not frozen.
     """
 
     def __init__(self, state: State, tables: TableKeeper) -> None:
@@ -44,11 +44,11 @@ class Freezer:
         self.manifest: Manifest | None = None
 
     def freeze(self, compiling: bool = True) -> Manifest:
-        """Fix what runs now, for the global policy, every operator and every bound layer. Idempotent.
+        """Fix the current choices of the global policy for every operator and bound layer. Idempotent.
 
-        If code is going to be compiled, it is tried first what Dynamo can trace, so that the manifest holds it.
+        If code will be compiled, trials first find what Dynamo can trace, so that the manifest lists it.
 
-        A policy context that is open, in any thread, and asks for something else runs what is fixed from now on.
+        A policy context with other choices that is open in any thread runs the fixed choices from now on.
         """
         global _frozen
         state = self._state
@@ -67,7 +67,7 @@ class Freezer:
         return self.manifest
 
     def add_tactics(self, tactics: Mapping[str, Mapping[str, str]]) -> None:
-        """Let the manifest list what kernels' autotuners chose; nothing while nothing is frozen."""
+        """Add the choices of kernels' autotuners to the manifest; do nothing while dispatch is not frozen."""
         with writers:
             if self.manifest is not None:
                 self.manifest = replace(self.manifest, tactics=tactics)

@@ -1,4 +1,4 @@
-"""The manifest: what runs in a process with frozen dispatch, as plain data with one hash."""
+"""The manifest: the choices of a process with frozen dispatch, as plain data with one hash."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Manifest:
 
     Args:
         choices: operator → its choices as plain data, conditional ones first; and ``operator@scope`` for each layer
-            that runs something else than the operator elsewhere.
+            with choices of its own.
         reasons: the same keys → why.
-        versions: package → version: torch, this one, and those that the implementations come from.
-        aten: operator of PyTorch → the function that replaces it, see :mod:`fl_dispatch.aten_replacement`.
+        versions: package → version: torch, this package, and the packages of the implementations.
+        aten: PyTorch's operator → the function that replaces it, see :mod:`fl_dispatch.aten_replacement`.
         untraceable: ``operator: implementation`` → why Dynamo cannot trace it, so that compiled code calls its view.
         whole: operators that compiled code calls by their views, because a host joins their calls.
-        tactics: kernel that was timed → key, sizes and dtypes → the configuration that runs there. A host adds them
-            when kernels are warm, which is after compiled code was given its key.
-        hash: of all of these but the reasons and the tactics; equal in processes that make the same choices.
+        tactics: autotuned kernel → key, sizes and dtypes → the chosen configuration. A host adds them when kernels are
+            warm, after compiled code got its cache key.
+        hash: over all of these except reasons and tactics; equal in processes with the same choices.
     """
 
     choices: Mapping[str, list[dict[str, Any]]]
@@ -64,7 +64,7 @@ class Manifest:
         return Manifest.from_data, (self.as_data(),)  # its mappings are views, which pickle refuses
 
     def as_data(self) -> dict[str, Any]:
-        """The manifest as plain data, for other processes and files."""
+        """Return the manifest as plain data, for other processes and files."""
         return {
             "hash": self.hash,
             "choices": dict(self.choices),
@@ -78,7 +78,7 @@ class Manifest:
 
     @classmethod
     def from_data(cls, plain: Mapping[str, Any]) -> Manifest:
-        """The manifest that :meth:`as_data` described.
+        """Return the manifest that :meth:`as_data` wrote.
 
         Raises:
             ValueError: the hash is not that of the choices and versions.
@@ -92,7 +92,7 @@ class Manifest:
         return manifest
 
     def differences(self, other: Manifest) -> list[str]:
-        """One line for each operator, layer and package that is not the same in both; empty if the hashes agree."""
+        """Return one line for each operator, layer and package that differs; empty if the hashes agree."""
         lines = []
         for mine, theirs in (
             (self.choices, other.choices),
@@ -114,7 +114,7 @@ def manifest_of(
     untraceable: Mapping[OpImpl, str],
     whole: Iterable[str] = (),
 ) -> Manifest:
-    """The manifest of what was decided for each operator and layer, and the choices that it came to."""
+    """Return the manifest of the decisions for each operator and layer, and the resulting choices."""
     named: dict[str, list[dict[str, Any]]] = {}
     reasons: dict[str, str] = {}
     for (op_name, scope), made in sorted(choices.items(), key=lambda item: (item[0][0], item[0][1] or "")):
@@ -134,7 +134,7 @@ def manifest_of(
 
 
 def _as_words(untraceable: Mapping[str, str]) -> dict[str, str]:
-    """``untraceable`` with one word for all reasons, because Dynamo's may name an address."""
+    """Return ``untraceable`` with one word for all reasons, because Dynamo's may name an address."""
     return dict.fromkeys(untraceable, "opaque")
 
 

@@ -1,4 +1,4 @@
-"""Whether two tensors share the memory of an element. Exact for any strides, so interleaved slices do not."""
+"""Whether two tensors share an element's memory, exactly for any strides: interleaved slices share none."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _lies(tensor: Tensor) -> Lies:
 
 @lru_cache(KEPT_ANSWERS)
 def _meet(distance: int, one: Lies, other: Lies) -> bool:
-    """Whether bytes of one are bytes of another that begins at a distance, in bytes.
+    """Whether two tensors share bytes; the other one begins ``distance`` bytes after the first.
 
-    Elements at ``i`` and ``j`` meet where ``i * strides`` of the one and ``distance + j * strides`` of the other differ
-    by less than an element. Both sums together have one term for each stride, from the largest to the smallest, and
-    whatever the smaller ones cannot make up for is left out.
+    Elements ``i`` and ``j`` overlap if ``i * strides`` of the first and ``distance + j * strides`` of the other differ
+    by less than an element. The search adds terms from the largest stride to the smallest, and drops partial sums that
+    the smaller strides cannot compensate.
     """
     terms: dict[int, list[int]] = {}
     for (size, shape, strides), sign in ((one, 1), (other, -1)):
@@ -39,7 +39,7 @@ def _meet(distance: int, one: Lies, other: Lies) -> bool:
                 bounds = terms.setdefault(stride * size, [0, 0])
                 bounds[sign > 0] += sign * (count - 1)
     steps = sorted(((step, low, high) for step, (low, high) in terms.items()), reverse=True)
-    # The distance that is left: the other's element begins before the one ends, and ends after the one begins.
+    # The remaining distance: the other's element begins before the first one ends, and ends after the first one begins.
     low_end, high_end = 1 - other[0], one[0] - 1
     left = {distance}
     for index, (step, low, high) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""The results of an opaque view: as declared, in memory of their own, or in the arguments that they belong in."""
+"""The results of an opaque view: as declared, in new memory, or in the arguments to which they belong."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..state import State
 from .overlap import overlap
 
 KEPT_PROMISES = 4096
-"""Kinds of arguments of which a view remembers what results were promised for."""
+"""Kinds of arguments for which a view remembers the promised results."""
 
 
 def described(result: Any) -> tuple[Any, ...]:
-    """Shape and dtype of each result: what compiled code reads its memory by."""
+    """Return shape and dtype of each result, by which compiled code reads its memory."""
     if isinstance(result, Tensor):
         return ((result.shape, result.dtype),)
     return tuple((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in result)
@@ -27,7 +27,7 @@ def described(result: Any) -> tuple[Any, ...]:
 def promised(
     operator: Operator, args: tuple[Any, ...], kind: tuple[Any, ...], promises: dict[tuple[Any, ...], tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """Shape and dtype that the declaration promises for arguments of this kind."""
+    """Return the shapes and dtypes that the declaration promises for arguments of this kind."""
     assert operator.fake is not None
     if len(promises) >= KEPT_PROMISES:
         promises.clear()
@@ -36,7 +36,7 @@ def promised(
 
 
 def broken(operator: Operator, plan: Plan, state: State, args: tuple[Any, ...], result: Any) -> BrokenPromiseError:
-    """The error for results that break a promise to compiled code; it names the implementations that may have run."""
+    """Return the error for results that break a promise to compiled code; it names the possible implementations."""
     branch = plan.decision.branch_for(operator.workload(*args))
     names = " or ".join(impl.impl_id for impl in state.who_may_run(plan.decision, branch))
     problem = broken_promise(operator, args, result)
@@ -44,7 +44,7 @@ def broken(operator: Operator, plan: Plan, state: State, args: tuple[Any, ...], 
 
 
 def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
-    """Put the first results into the arguments that they belong in; returns the rest."""
+    """Write the first results into the arguments to which they belong; return the rest."""
     pending = list(result) if isinstance(result, tuple) else [result]
     written = [target for target in targets if target is not None]
     if any(overlap(one, other) for index, one in enumerate(written) for other in written[:index]):
@@ -53,7 +53,7 @@ def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
         value = pending[index]
         if target is None or value is target:
             continue
-        for later in range(index + 1, len(pending)):  # a later result may live in this argument
+        for later in range(index + 1, len(pending)):  # a later result may share memory with this argument
             if isinstance(pending[later], Tensor) and _storage(pending[later]) == _storage(target):
                 pending[later] = pending[later].clone()
         target.copy_(value)
@@ -61,9 +61,9 @@ def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
 
 
 def fresh(inputs: tuple[Tensor | None, ...], result: Any, weights: tuple[Tensor | None, ...] = ()) -> Any:
-    """The results, none of which shares memory with an input or with another result.
+    """Return the results, copied if they share memory with an input or with another result.
 
-    The addresses of ``weights`` are not asked for: they would be prepared anew (:mod:`fl_dispatch.weight_forms`).
+    Addresses of ``weights`` are not read, because the weights would be prepared anew (:mod:`fl_dispatch.weight_forms`).
     """
     results = result if isinstance(result, tuple) else () if result is None else (result,)
     if not results:

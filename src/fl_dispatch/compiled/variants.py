@@ -1,6 +1,7 @@
-"""The variants of an opaque view: what an operator's schema says once and for all, derived from its declaration.
+"""The variants of an opaque view, derived from an operator's declaration, because a schema is fixed.
 
-An operator that may write arguments has two variants, because a schema says what is written; see :mod:`.views`.
+An operator that may write arguments has two variants, because a schema says which arguments are written; see
+:mod:`.views`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class Variant:
     """One of an operator's views.
 
     Args:
-        name: of the torch operator, without the namespace.
+        name: the torch operator's name, without the namespace.
         parameters: the declared parameters that it takes, in order.
-        fixed: the parameters that it does not take (the hints, and the one that decides between two views), and the
-            value of each.
+        fixed: the parameters that it does not take (hints, and the parameter that decides between two views) → their
+            values.
         writes: the parameters into which it writes the first results, in their order.
         returns: the schema types of the other results.
     """
@@ -39,10 +40,10 @@ class Variant:
 
 
 def variants(operator: Operator) -> tuple[Variant, ...]:
-    """The views of an operator: one that writes nothing, one that writes, or both.
+    """Return the views of an operator: one that writes nothing, one that writes, or both.
 
     Raises:
-        ValueError: what it writes does not follow from one parameter.
+        ValueError: more than one parameter decides what the operator writes.
     """
     returned = return_types(operator)
     operands, hints = operator.operands(tuple(operator.parameters)), dict.fromkeys(operator.hints)
@@ -63,7 +64,7 @@ def variants(operator: Operator) -> tuple[Variant, ...]:
 
 
 def schema(operator: Operator, variant: Variant) -> str:
-    """The torch schema of a view, without its name."""
+    """Return the torch schema of a view, without its name."""
     hints = types_of(operator)
     parts = []
     for name in variant.parameters:
@@ -77,9 +78,9 @@ def schema(operator: Operator, variant: Variant) -> str:
 
 
 def decider_of(operator: Operator) -> tuple[str, bool | None]:
-    """The parameter that decides whether arguments are written, and its value if not; empty if every call writes.
+    """Return the parameter that decides whether a call writes, and its value if not; empty if every call writes.
 
-    A call that writes one argument anyhow writes the optional ones that it is given.
+    An operator that always writes one argument also writes each optional one that a call passes.
     """
     deciders = {
         write.given or (name if operator.parameters[name].default is None else "")
@@ -99,7 +100,7 @@ def types_of(operator: Operator) -> dict[str, Any]:
 
 
 def _schema_type(operator: Operator, name: str, hint: Any) -> tuple[str, bool]:
-    """The schema type of a hint, and whether it is optional."""
+    """Return the schema type of a type hint, and whether it is optional."""
     members = [member for member in members_of(hint) if member is not types.NoneType]
     if len(members) != 1 or members[0] not in _SCHEMA_TYPES:
         raise ValueError(f"operator {operator.name}: '{name}' has no type that a torch operator can take: {hint}")
@@ -111,10 +112,10 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def return_types(operator: Operator, given: bool = False) -> list[str]:
-    """The schema types of the results.
+    """Return the schema types of the results.
 
-    If the return type is a union, its last tuple is returned when the deciding parameter is given, else the tensor, or
-    the first tuple where there are two.
+    If the return type is a union, its last tuple is returned if the deciding parameter is given; otherwise the tensor,
+    or the first of two tuples.
     """
     hint = types_of(operator)["return"]
     members = members_of(hint)

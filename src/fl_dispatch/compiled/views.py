@@ -1,8 +1,8 @@
 """Opaque views: declared operators as ``torch.library`` operators, for compiled code that must not look inside.
 
-A view dispatches anew whenever it runs, so it serves choices beyond a trace: an implementation that Dynamo cannot
-trace, a choice that depends on the arguments. Everything about it is derived from the declaration. An operator that
-may write arguments has two views, because a schema says once and for all what is written:
+A view dispatches whenever it runs, so it serves choices beyond a trace: an implementation that Dynamo cannot trace, or
+a choice by arguments. It is derived from the declaration. An operator that may write arguments has two views, because a
+schema says which arguments are written:
 
 - ``fl_dispatch::rms_norm(Tensor x, Tensor? weight, float epsilon, str scope) -> Tensor`` writes nothing;
 - ``fl_dispatch::rms_norm_(Tensor(a!) x, Tensor(b!) residual, ...) -> ()`` writes its results into the arguments, in the
@@ -33,21 +33,21 @@ from .results import broken, described, fresh, promised, store
 from .variants import Variant, decider_of, members_of, return_types, returns_tensors, schema, types_of, variants
 
 NAMESPACE = "fl_dispatch"
-# A reload must not drop the library: compiled graphs hold its operators.
+# A reload must keep the library, because compiled graphs hold its operators.
 _library: torch.library.Library | None = globals().get("_library")
 
 
 @functools.cache
 def view(root: DispatchTable, operator: Operator, scope: str = "") -> Callable[..., Any]:
-    """A function with the operator's parameters, in the declaration's order, that calls its opaque views.
+    """Return a function with the operator's parameters, in the declaration's order, that calls its opaque views.
 
     Args:
-        root: what the views read; one in a process, because PyTorch has one operator of a name.
+        root: the table that the views read; one per process, because PyTorch has one operator of a name.
         operator: the declaration; it must allow :attr:`~fl_dispatch.ops.Mode.OPAQUE`.
-        scope: the layer for which it dispatches.
+        scope: the layer's scope.
 
     Returns:
-        The function. It also returns the arguments that it writes, as the operator does. Hints are dropped.
+        The function; it returns the arguments that it writes, as the operator does, and drops hints.
     """
     decider, _ = decider_of(operator)
     names = list(operator.parameters)
@@ -73,7 +73,7 @@ def view(root: DispatchTable, operator: Operator, scope: str = "") -> Callable[.
 
 
 def _define(root: DispatchTable, operator: Operator, variant: Variant) -> str:
-    """Define a view unless it exists; returns its name."""
+    """Define a view unless it exists; return its name."""
     global _library
     with writers:
         if _library is None:
@@ -88,19 +88,19 @@ def _define(root: DispatchTable, operator: Operator, variant: Variant) -> str:
 
 
 def _full(operator: Operator, variant: Variant) -> str:
-    """The operator's arguments in the declaration's order, as source: what the view does not take is a constant."""
+    """Return the operator's arguments in the declaration's order, as source; those the view lacks are constants."""
     return ", ".join(repr(variant.fixed[name]) if name in variant.fixed else name for name in operator.parameters)
 
 
 def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callable[..., Any]:
-    """The view's kernel: a dispatched call, and then care for the memory of its results."""
+    """Return the view's kernel: a dispatched call, followed by the copies that its results need."""
     own = [name for name in operator.parameters if name in variant.parameters]
     tensors = [name for name in own if Tensor in members_of(types_of(operator)[name])]
     targets = variant.writes
     call = f"({_full(operator, variant)}{',' if operator.parameters else ''})"
     key = [
         f"    _key = {operator.name!r} if not scope else {operator.name + '@'!r} + scope",
-        "    if _key not in _table.entries:",  # a graph from a cache may be older than this process's layers
+        "    if _key not in _table.entries:",  # a cached graph may have been made before this process bound its layers
         f"        _key = {operator.name!r}",
     ]
     lines = [
@@ -123,7 +123,7 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
             lines += [f"    if _result is None or ({done}):", "        return None"]
         lines.append(f"    return _fresh(({', '.join(tensors)},), _store(({', '.join(targets)},), _result))")
     elif variant.returns == ("Tensor",):
-        # Who asks for a weight's address may write there: it would be prepared anew (fl_dispatch.weight_forms).
+        # Reading a weight's address counts as a possible write, and would prepare it anew (fl_dispatch.weight_forms).
         same = {
             name: f"_result.untyped_storage()._cdata == {name}.untyped_storage()._cdata"
             if name in operator.weights

@@ -1,6 +1,6 @@
 """Defaults of the platforms: one YAML file each, with the keys of a user's config file.
 
-``docs/guide/settings.md`` has the keys.
+``docs/guide/settings.md`` lists the keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fl_dispatch.settings.platforms import CONFIG_DIR, detect_platform, get_conf
 
 
 def load_platform_config(platform: str) -> dict[str, Any]:
-    """The content of a platform's file, as plain data.
+    """Return the content of a platform's file, as plain data.
 
     Raises:
         ConfigError: there is no such platform, or its file is wrong.

@@ -1,8 +1,8 @@
-"""The user's settings: read once a process into one immutable object that knows where each value came from.
+"""The user's settings: read once per process into one immutable object with the origin of each value.
 
-``docs/guide/settings.md`` is the user's page. Parts: ``model`` (the data), ``selection_policy`` (what of it
-selects implementations), ``origins``, ``codec`` (values as text), ``items`` (the table of settings), ``values`` (what
-is right), ``load`` (precedence), ``document`` (safe reading), ``names`` (near misses), ``place`` (where one is set).
+``docs/guide/settings.md`` is the user's page. Parts: ``model`` (the data), ``selection_policy`` (settings that select
+implementations), ``origins``, ``codec`` (values as text), ``items`` (the table of settings), ``values`` (rules of valid
+values), ``load`` (precedence), ``document`` (safe reading), ``names`` (near misses), ``place`` (where a value is set).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _prefixes: tuple[str, ...] = _DEFAULT_PREFIXES
 
 
 def get_settings() -> Settings:
-    """The process's settings; read on first use, and their log level applied.
+    """Return the process's settings; the first use reads them and applies their log level.
 
     Raises:
         ConfigError: a setting is wrong. The next call reads again.
@@ -35,7 +35,7 @@ def get_settings() -> Settings:
 
 
 def peek_settings() -> Settings:
-    """The settings as they would be read now; nothing is installed.
+    """Read the settings as they are now, without installing them.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -44,7 +44,7 @@ def peek_settings() -> Settings:
 
 
 def install_settings(settings: Settings) -> Settings:
-    """Make these the process's settings, as a worker does with its parent's."""
+    """Install the process's settings, for example those of a worker's parent."""
     global _settings
     set_log_level(settings.log_level)
     _settings = settings
@@ -52,10 +52,10 @@ def install_settings(settings: Settings) -> Settings:
 
 
 def reset_settings(prefixes: tuple[str, ...] | None = None) -> None:
-    """Forget the settings, so that the next use reads them again.
+    """Drop the settings, so that the next use reads them again.
 
     Args:
-        prefixes: the host's prefixes of variables from now on; ``None`` keeps them.
+        prefixes: the host's new prefixes of variables; ``None`` keeps them.
     """
     global _settings, _prefixes
     _settings = None

@@ -1,7 +1,6 @@
-"""Frozen values as text, for other processes: equal values give the same text everywhere, and the text gives them back.
+"""Frozen values as text for other processes: equal values have equal text, and the text gives the value back.
 
-The types of a value's fields are the codec; a set and the origins have no order or text of their own, so their types
-below say what stands for them.
+The types of a value's fields are the codec; sets and origins have no order or text, so types below stand for them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .origins import Origin
 
 T = TypeVar("T")
 Names = Annotated[frozenset[str], PlainSerializer(sorted)]
-FilePath = Annotated[Path, PlainSerializer(str)]  # which need not be Unicode, and JSON's escapes carry that
+FilePath = Annotated[Path, PlainSerializer(str)]  # it need not be Unicode, and JSON's escapes keep that
 Origins = Annotated[
     Mapping[str, Origin],
     PlainSerializer(lambda origins: {name: origin.source for name, origin in origins.items()}),
@@ -28,21 +27,21 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def to_plain(value: Any) -> dict[str, Any]:
-    """A frozen dataclass as what JSON can hold."""
+    """Return a frozen dataclass as data that JSON can hold."""
     plain: dict[str, Any] = _adapter(type(value)).dump_python(value, mode="json")
     return plain
 
 
 def to_text(value: Any) -> str:
-    """A frozen dataclass as JSON."""
+    """Return a frozen dataclass as JSON."""
     return json.dumps(to_plain(value))
 
 
 def from_text(kind: type[T], text: str) -> T:
-    """The value that :func:`to_text` wrote.
+    """Return the value that :func:`to_text` wrote.
 
     Raises:
-        ValueError: this version would not have written it.
+        ValueError: this version would not have written the text.
     """
     try:
         plain = json.loads(text)

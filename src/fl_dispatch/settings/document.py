@@ -1,7 +1,7 @@
-"""Files that the user wrote, as plain data with the line of every part.
+"""Read files that the user wrote, as plain data with the line of every part.
 
-Safe loading: only mappings, lists and plain scalars; no tags that build objects, no aliases, no duplicate keys, bounded
-size.
+Loading is safe: only mappings, lists and plain scalars; no tags that build objects, no aliases, no duplicate keys,
+bounded size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "flo
 
 
 def read_text(path: str | os.PathLike[str], place: Place, most: int = MAX_BYTES) -> str:
-    """The text of a regular file; links are followed, because the user named the path.
+    """Return the text of a regular file; links are followed, because the user named the path.
 
     Raises:
         ConfigFileNotFoundError: there is no such file.
@@ -44,7 +44,7 @@ def read_text(path: str | os.PathLike[str], place: Place, most: int = MAX_BYTES)
         raise
     except (OSError, ValueError) as error:
         raise place.error(f"cannot be read: {error}") from error
-    if content is None:  # a regular file of the kernel's that has nothing to read yet
+    if content is None:  # a regular file of the kernel that has nothing to read yet
         raise place.error("cannot be read: it holds no data")
     if len(content) > most:
         raise place.error(f"is larger than {most} bytes")
@@ -55,7 +55,7 @@ def read_text(path: str | os.PathLike[str], place: Place, most: int = MAX_BYTES)
 
 
 def read_yaml(path: str | os.PathLike[str], name: str) -> tuple[dict[str, Any], Place]:
-    """A YAML file that holds one mapping, and its place with all lines; an empty file is an empty mapping.
+    """Read a YAML file with one mapping, and its place with all lines; an empty file is an empty mapping.
 
     Raises:
         ConfigError: it cannot be read, or is not such a file.
@@ -80,7 +80,7 @@ def read_yaml(path: str | os.PathLike[str], name: str) -> tuple[dict[str, Any], 
 
 
 def read_json(path: str, place: Place, most: int = MAX_BYTES) -> Any:
-    """A JSON file of at most ``most`` bytes.
+    """Read a JSON file of at most ``most`` bytes.
 
     Raises:
         ConfigError: it cannot be read, or is not JSON.
@@ -105,7 +105,7 @@ def read_json(path: str, place: Place, most: int = MAX_BYTES) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with bounded data: without aliases, which can stand for any amount of it."""
+    """PyYAML's safe loader with bounded data: aliases are refused, because they can stand for any amount of data."""
 
     _nodes_left = MAX_NODES
 

@@ -1,7 +1,8 @@
-"""The table of settings: for each its variables, its YAML key and what makes a value right.
+"""The table of settings: the variables, the YAML key and the check of each.
 
-A value takes three steps: a variable's text is split into plain data (YAML already is that), pydantic checks the type,
-and the item's ``check`` turns it into the field's value. So the same value is right or wrong wherever it was written.
+A value takes three steps: a variable's text is split into plain data (YAML already is plain data), pydantic checks the
+type, and the item's ``check`` turns the data into the field's value. So the same value is valid or invalid wherever it
+was written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Variable:
     Args:
         name: its name; the prefix ``VLLM_FL_`` stands for the host's prefixes.
         split: turns its text into plain data.
-        ours: whether it is this package's, and not the host's.
+        ours: whether the variable is this package's, not the host's.
         file: whether its text is the path of a file that is read.
     """
 
@@ -37,7 +38,7 @@ class Variable:
     file: bool = False
 
     def place(self, name: str, text: str) -> Place:
-        """The place that its value comes from, when it is set under this name to this text."""
+        """Return the place of a value that is set under this name to this text."""
         return Place(f"environment variable {name}" + (f" ({shorten(text)})" if self.file else ""))
 
 
@@ -62,7 +63,7 @@ class Item:
     doc: str
 
     def read(self, plain: Plain, place: Place) -> Any:
-        """The field's value.
+        """Return the field's value.
 
         Raises:
             ConfigError: the plain data has the wrong type or a wrong value.
@@ -243,5 +244,5 @@ ITEMS: tuple[Item, ...] = (
 
 
 def variable_names() -> tuple[str, ...]:
-    """The environment variables that are ours."""
+    """Return this package's environment variables."""
     return tuple(variable.name for item in ITEMS for variable in item.variables if variable.ours)

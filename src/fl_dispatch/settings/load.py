@@ -1,4 +1,4 @@
-"""Reading the settings: file over environment over platform file over default, item by item, never merged."""
+"""Read the settings: file over environment over platform file over default, item by item, never merged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Found:
             self.origins.update({f"{item.field}.{key}": place.at(key).origin for key, _ in value})
 
     def take(self, item: Item, other: _Found) -> None:
-        """The other's value of an item, if it has one."""
+        """Take the other's value of an item, if it has one."""
         if item.field in other.values:
             self.values[item.field] = other.values[item.field]
             self.origins.update({key: o for key, o in other.origins.items() if key.partition(".")[0] == item.field})
@@ -51,13 +51,13 @@ class _Found:
 
 
 class _Environment:
-    """The environment under one or more prefixes: the first one that has a variable decides."""
+    """The environment under one or more prefixes; the first prefix with a variable decides."""
 
     def __init__(self, environ: Mapping[str, str], prefixes: tuple[str, ...]) -> None:
         self._environ, self._prefixes = environ, prefixes
 
     def find(self, variable: Variable) -> tuple[Place, str] | None:
-        """The place that sets a variable, and its text; an empty one is not set."""
+        """Return the place that sets a variable, and its text; an empty variable counts as unset."""
         for name in self._spellings(variable.name):
             text = self._environ.get(name, "").strip()
             if text:
@@ -65,15 +65,15 @@ class _Environment:
         return None
 
     def place(self, field: str) -> Place | None:
-        """The place that sets a field's variable."""
+        """Return the place that sets a field's variable."""
         hits = (self.find(variable) for variable in _BY_FIELD[field].variables)
         return next((hit[0] for hit in hits if hit), None)
 
     def check_names(self) -> None:
-        """Refuse near misses of our variables; warn about other unknown ones with a prefix."""
+        """Refuse near misses of our variables; log a WARNING for other unknown variables with a prefix."""
         bare = [name for name in variable_names() if not name.startswith(PREFIX)]
         for name in sorted(self._environ):
-            meant = near_miss(name, bare, cutoff=0.89)  # closer than elsewhere: any program may have named it
+            meant = near_miss(name, bare, cutoff=0.89)  # stricter than elsewhere: any program may set it
             if meant is not None:
                 raise Place(f"environment variable {name}").error(f"has no effect; did you mean {meant}?")
         known = {v.name.removeprefix(PREFIX) for item in ITEMS for v in item.variables if v.name.startswith(PREFIX)}
@@ -105,11 +105,11 @@ class _Environment:
 
 
 def load_settings(environ: Mapping[str, str] | None = None, *, prefixes: tuple[str, ...] = (PREFIX,)) -> Settings:
-    """The user's settings. Reads files, logs WARNINGs, changes nothing.
+    """Return the user's settings. Reads files, logs WARNINGs, changes nothing.
 
     Args:
         environ: the environment; ``None`` takes the process's.
-        prefixes: the host's prefixes of variables, the first one read first.
+        prefixes: the host's prefixes of variables, in order of precedence.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -146,7 +146,7 @@ def load_settings(environ: Mapping[str, str] | None = None, *, prefixes: tuple[s
 
 
 def load_config_file(path: str | os.PathLike[str], *, source_kind: Literal["user", "platform"] = "user") -> Settings:
-    """The settings of one YAML file; what it leaves out has its default. ``origins`` has only what it sets.
+    """Return the settings of one YAML file; missing items have their defaults. ``origins`` has only items of the file.
 
     Args:
         path: the file.
@@ -180,7 +180,7 @@ def _unknown_key(key: str, known: Mapping[str, Item]) -> str:
 
 
 def _read_platform(forced: str | None) -> _Found:
-    """The defaults of a platform; what is stale in its tuning is said in one WARNING and in the origins."""
+    """Read the defaults of a platform; one WARNING and the origins name its stale tuning."""
     platform = forced or platforms.detect_platform()
     path = platforms.get_config_path(platform) if platform is not None else None
     if path is None:
@@ -217,7 +217,7 @@ def _read_variables(item: Item, environment: _Environment, found: _Found) -> boo
 
 
 def _prefer_beats_tuning(environment: _Environment, found: _Found) -> None:
-    """Drop the platform's ``op_tuned`` where the user chose ``prefer``, which those rules refine; a file has both."""
+    """Drop the platform's ``op_tuned`` if the user chose ``prefer``: the rules refine the ``prefer`` of their file."""
     place = environment.place("prefer")
     if place is not None and "op_tuned" in found.values:
         logger.info("op_tuned (%s) is left out, because the %s is set", found.origins["op_tuned"], place.name)

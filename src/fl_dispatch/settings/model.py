@@ -1,4 +1,4 @@
-"""The settings as data: one immutable object, and where each value of it came from."""
+"""The settings as data: one immutable object with the origin of each value."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _default_oplist_path() -> Path:
 class Settings:
     """The user's settings. ``docs/guide/settings.md`` has each field's variable, YAML key and effect.
 
-    ``platform_file`` is none that a user sets: the platform's file that was read, with a hash of its content.
+    Users do not set ``platform_file``: it names the platform's file that was read, with a hash of its content.
     """
 
     policy: SelectionPolicy = field(default_factory=_default_policy)
@@ -76,10 +76,10 @@ class Settings:
 
     @classmethod
     def of(cls, origins: Mapping[str, Origin] | None = None, **values: Any) -> Settings:
-        """Settings from their values by name, those of the policy among them; the others have their default.
+        """Make settings from values by name, including the policy's; the others have their defaults.
 
         Args:
-            origins: where values came from; one that is not named came from code.
+            origins: origins of values; those that are not named come from code.
         """
         policy = {name: values.pop(name) for name in POLICY_FIELDS if name in values}
         known = {**dict.fromkeys(POLICY_FIELDS, DEFAULT), **dict.fromkeys(policy, CODE)}
@@ -88,14 +88,14 @@ class Settings:
         return cls(policy=SelectionPolicy(**policy, origins=known), origins=own, **values)
 
     def value(self, name: str) -> Any:
-        """A value by its name, one of the policy or another."""
+        """Return a value by its name, also one of the policy."""
         return getattr(self.policy if _is_policy(name) else self, name)
 
     def origin(self, name: str) -> Origin:
-        """The place that set a value, or one operator's part of it: ``prefer``, ``per_op_order.rms_norm``.
+        """Return the origin of a value, or of one operator's part of it: ``prefer``, ``per_op_order.rms_norm``.
 
         Raises:
-            KeyError: there is no such value.
+            KeyError: no value has this name.
         """
         if _is_policy(name):
             return self.policy.origin(name)
@@ -107,7 +107,7 @@ class Settings:
     def registers(self, *names: str) -> bool:
         """Whether a layer with these names (its class, its operators) is registered with the host.
 
-        A white-list leaves no say to the blacklist.
+        If there is a white-list, the blacklist has no effect.
         """
         if not (self.policy.enabled and self.oot_enabled):
             return False
@@ -116,12 +116,12 @@ class Settings:
         return self.oot_blacklist.isdisjoint(names)
 
     def to_json(self) -> str:
-        """The settings as text, origins included; :meth:`from_json` gives them back."""
+        """Return the settings as text, origins included; :meth:`from_json` reads it."""
         return codec.to_text(self)
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """The settings that :meth:`to_json` wrote, usually in another process.
+        """Read the settings that :meth:`to_json` wrote, usually in another process.
 
         Raises:
             ConfigError: the text was not written by :meth:`to_json` of this version.

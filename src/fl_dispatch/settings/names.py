@@ -1,4 +1,4 @@
-"""Names that a user may have meant: known names, and near misses of them."""
+"""Known names, and near misses of them that a user may have meant."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ FLAGGEMS_OPERATORS = (
     "geglu", "gelu_and_mul", "moe_align_block_size", "reglu", "reshape_and_cache",
     "reshape_and_cache_flash", "silu_and_mul", "skip_layer_norm", "swiglu", "to_copy", "topk_softmax",
 )  # fmt: skip
-"""Operators of FlagGems that ATen lacks. The list only says which names are not typing errors."""
+"""Operators of FlagGems that ATen lacks. The list only keeps these names from counting as typing errors."""
 
 VENDOR_ALIASES = {
     "nvidia": "cuda", "huawei": "ascend", "rocm": "amd", "moorethreads": "mthreads", "moore-threads": "mthreads",
     "baidu": "kunlunxin", "alibaba": "thead", "t-head": "thead",
 }  # fmt: skip
-"""Names that users write for a vendor, of companies and their software → the vendor's name in this package."""
+"""Names that users write for a vendor, its companies and software → the vendor's name in this package."""
 
 
 def register_layers(host: str, names: Iterable[str]) -> None:
-    """Make known which layer classes of a host users may name. Its plugin calls it before settings are read."""
+    """Register a host's layer classes as valid names. The plugin calls this before settings are read."""
     _layers[host] = frozenset(names)
 
 
 @functools.cache
 def vendors() -> tuple[str, ...]:
-    """The vendors that this package knows: folders of ``backends/vendor``, and platforms that have settings here.
+    """Return the vendors that this package knows: folders of ``backends/vendor``, and platforms with settings here.
 
-    A platform's backend may come in a package of its vendor's.
+    A platform's backend may be in its vendor's package.
     """
     from fl_dispatch.settings.platforms import list_platforms
 
@@ -54,17 +54,17 @@ def vendors() -> tuple[str, ...]:
 
 
 def known_operators() -> tuple[str, ...]:
-    """The operators that are declared."""
+    """Return the declared operators."""
     from fl_dispatch.ops import OPERATORS
 
     return tuple(OPERATORS)
 
 
 def suggestion(name: str, others: Iterable[str] = (), cutoff: float = 0.6) -> str:
-    """The end of a message about an operator that does not exist: which one was probably meant; empty if none.
+    """Return the end of a message about an unknown operator: the one probably meant, or an empty string.
 
     Args:
-        name: what was written, such as ``RMSNorm`` or ``swiglu``.
+        name: the text as written, such as ``RMSNorm`` or ``swiglu``.
         others: registered operators without a declaration.
         cutoff: how similar two names must be, at most 1.
     """
@@ -82,21 +82,21 @@ def _squeezed(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message that says what is valid, the most similar name first."""
+    """Return the end of a message that lists the valid names, the most similar one first."""
     valid = sorted(known)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return (f"did you mean {close[0]}? " if close else "") + f"valid: {', '.join(valid)}"
 
 
 def near_miss(name: str, known: Iterable[str], cutoff: float = 0.8) -> str | None:
-    """The known name that was probably meant by this one.
+    """Return the known name that was probably meant.
 
-    A known name with further words (``paged_attention_v2``, ``RMSNormGated``) is another name on purpose.
+    A known name with more words (``paged_attention_v2``, ``RMSNormGated``) is not a near miss.
     """
     return _near_miss(name, tuple(known), cutoff)
 
 
-@functools.lru_cache(maxsize=4096)  # every look at the settings asks about each variable of the environment
+@functools.lru_cache(maxsize=4096)  # every check of the settings asks about each variable of the environment
 def _near_miss(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
     spelled = {other.casefold(): other for other in known}
     folded = name.casefold()
@@ -111,19 +111,20 @@ def _near_miss(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
 
 
 def check_operator(name: str, place: Place) -> None:
-    """An operator's name, maybe with a scope.
+    """Check an operator's name, which may have a scope.
 
     Raises:
-        ConfigError: it is a near miss of a declared operator.
+        ConfigError: the name is a near miss of a declared operator.
     """
     _check("operator", name.partition("@")[0], known_operators(), FLAGGEMS_OPERATORS, place)
 
 
 def check_vendor(name: str, place: Place) -> None:
-    """A vendor's name, in any case of letters.
+    """Check a vendor's name, ignoring case.
 
     Raises:
-        ConfigError: it is a near miss or an alias of a vendor of this package, or a near miss of an installed plugin.
+        ConfigError: the name is a near miss or an alias of this package's vendor, or a near miss of an installed
+            plugin.
     """
     if name.casefold() in vendors():
         return
@@ -135,12 +136,13 @@ def check_vendor(name: str, place: Place) -> None:
 
 
 def check_layer(name: str, place: Place) -> None:
-    """The name of an operator or of a host's layer class.
+    """Check the name of an operator or of a host's layer class.
 
-    In a process without a host's plugin no class can be judged; classes have capital letters, operators have none.
+    Without a host's plugin in the process, names of classes cannot be checked; they have capital letters, operators
+    none.
 
     Raises:
-        ConfigError: it is a near miss of one.
+        ConfigError: the name is a near miss of one.
     """
     if not _layers and name != name.lower():
         return
@@ -150,17 +152,17 @@ def check_layer(name: str, place: Place) -> None:
 
 
 def check_flagos_operator(name: str, place: Place) -> None:
-    """A name of FlagGems: a declared operator, or any ATen operator (``mm``, ``mm.out``, ``to_copy``).
+    """Check a name of FlagGems: a declared operator, or any ATen operator (``mm``, ``mm.out``, ``to_copy``).
 
     Raises:
-        ConfigError: it is a near miss of a declared operator, and no ATen operator.
+        ConfigError: the name is a near miss of a declared operator, and not an ATen operator.
     """
     if not _is_aten(name.partition(".")[0]):
         _refuse_near_miss("operator", name, known_operators(), FLAGGEMS_OPERATORS, place)
 
 
 def check_aten_overload(name: str, place: Place) -> None:
-    """One overload of an ATen operator, ``aten::cumsum.out`` or ``cumsum.out``; ``cumsum`` is the default one.
+    """Check one overload of an ATen operator, ``aten::cumsum.out`` or ``cumsum.out``; ``cumsum`` is the default one.
 
     Raises:
         ConfigError: this PyTorch has no such overload.
@@ -191,7 +193,7 @@ def _refuse_near_miss(kind: str, name: str, known: tuple[str, ...], others: tupl
 
 @functools.lru_cache(maxsize=1)
 def _plugins(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The plugins installed along the import path; looking them up reads a file of every installed package."""
+    """Return the plugins installed along the import path; the lookup reads a file of every installed package."""
     return tuple(point.name for point in entry_points(group="vllm_fl.plugin"))
 
 
@@ -202,7 +204,7 @@ def _is_aten(name: str) -> bool:
 
 
 def _swapped(name: str, known: Iterable[str]) -> list[str]:
-    """Known names that differ by two neighbouring letters in the wrong order, which difflib finds too far apart."""
+    """Return known names with two neighbouring letters swapped, which difflib finds too far apart."""
     swaps = {name[:i] + name[i + 1] + name[i] + name[i + 2 :] for i in range(min(len(name), 40) - 1)}
     return [other for other in known if other in swaps]
 

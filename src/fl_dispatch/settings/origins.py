@@ -18,12 +18,12 @@ class Origin:
 
     @property
     def shipped(self) -> bool:
-        """Whether it is ours: a built-in default, or a platform's file that is shipped."""
+        """Whether the origin is this package: a built-in default, or a shipped platform file."""
         return self.source == "default" or "(platform)" in self.source
 
     @property
     def platform(self) -> bool:
-        """Whether it is a platform's file, shipped or the user's own."""
+        """Whether the origin is a platform's file, shipped or the user's own."""
         return "(platform" in self.source
 
     def __str__(self) -> str:

@@ -28,12 +28,12 @@ class Place:
     lines: Mapping[Path, int] = field(default_factory=dict, compare=False, repr=False)
 
     def at(self, *steps: str | int) -> Place:
-        """A place further inside."""
+        """Return a place further inside."""
         return replace(self, path=self.path + steps)
 
     @property
     def source(self) -> str:
-        """The file or variable, with the line of the innermost part that has one."""
+        """Return the file or variable, with the line of the innermost part that has one."""
         for length in range(len(self.path), 0, -1):
             if self.path[:length] in self.lines:
                 return f"{printable(self.name)}, line {self.lines[self.path[:length]]}"
@@ -41,32 +41,32 @@ class Place:
 
     @property
     def key(self) -> str | None:
-        """The path in one word, such as ``op_backends.rms_norm[0]``."""
+        """Return the path as one word, such as ``op_backends.rms_norm[0]``."""
         text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path)
         return shorten(printable(text.removeprefix("."))) or None
 
     @property
     def origin(self) -> Origin:
-        """The place as the origin of a value."""
+        """Return the place as the origin of a value."""
         return Origin(self.source)
 
     def error(self, problem: str) -> ConfigError:
-        """The error that something here is wrong."""
+        """Return the error for a problem at this place."""
         return ConfigError(self.source, self.key, problem)
 
 
 def printable(text: str) -> str:
-    """A text on one line, with nothing in it that a terminal would obey."""
+    """Return text on one line, without characters that a terminal would interpret."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def shorten(text: str, limit: int = 100) -> str:
-    """A text that fits in a message."""
+    """Shorten text so that it fits in a message."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def show(value: Any) -> str:
-    """A value as it is printed in a message."""
+    """Return a value as messages print it."""
     try:
         return shorten(repr(value))
     except (ValueError, RecursionError):

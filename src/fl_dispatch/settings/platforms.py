@@ -1,4 +1,4 @@
-"""Platforms: which have a YAML file with their defaults, and which one this machine is."""
+"""Platforms with a YAML file of defaults, and the platform of this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CONFIG_DIR = Path(__file__).parents[1] / "config"
 
 
 def user_dir() -> Path:
-    """The folder of the user's own platform files, which count before those that are shipped."""
+    """Return the folder of the user's own platform files, which take precedence over shipped ones."""
     return platformdirs.user_config_path("fl_dispatch") / "platforms"
 
 
 def tuned_path(device: devices.DeviceSpec) -> Path:
-    """The user's own file for this machine's chip: the platform's name, then the words of the chip's.
+    """Return the path of the user's file for this chip: the platform's name, then the words of the chip's name.
 
     Raises:
         DeviceError: the device names no platform.
@@ -38,17 +38,17 @@ def is_own(file: Path) -> bool:
 
 
 def identity(file: Path) -> str:
-    """A platform's file by its path and a short hash of its content, which differs where the content does."""
+    """Return a platform file's path with a short hash of its content."""
     return f"{file} ({hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
 
 
 def evidence_path(file: Path) -> Path:
-    """The file beside a platform's file that holds what it was made from."""
+    """Return the file next to a platform's file that holds its evidence."""
     return file.with_name(f"{file.stem}.evidence.json")
 
 
 def shipped_path(device: devices.DeviceSpec) -> Path | None:
-    """The shipped file for a device, none of the user's own."""
+    """Return the shipped file for a device, ignoring the user's own files."""
     if device.platform_config is None:
         return None
     files = _shipped_files()
@@ -57,12 +57,12 @@ def shipped_path(device: devices.DeviceSpec) -> Path | None:
 
 
 def _words(name: str) -> list[str]:
-    """The words of a chip's name: of ``NVIDIA H100 80GB HBM3`` these are nvidia, h100, 80gb, hbm3."""
+    """Return the words of a chip's name: nvidia, h100, 80gb, hbm3 for ``NVIDIA H100 80GB HBM3``."""
     return re.findall(r"[a-z0-9.]+", name.lower())
 
 
 def _shipped_files() -> dict[str, Path]:
-    """Platform → its file: this package's files, and those that other packages ship with their device's spec.
+    """Return platform → file: this package's files, and files that other packages ship with their device's spec.
 
     Precedence among files of one name: the detected device's file, this package's, then files of absent devices.
     """
@@ -73,21 +73,21 @@ def _shipped_files() -> dict[str, Path]:
 
 
 def _shipped(device: devices.DeviceSpec) -> list[Path]:
-    """The file beside a device's spec, and those for single chips, as :func:`detect_platform` says."""
+    """Return the file next to a device's spec, and files for single chips, see :func:`detect_platform`."""
     shipped = device.platform_config
     return [shipped, *shipped.parent.glob(f"{shipped.stem}-*.yaml")] if isinstance(shipped, Path) else []
 
 
 def _own_files() -> dict[str, Path]:
-    """Platform → the user's own file."""
+    """Return platform → the user's own file."""
     return {path.stem: path for path in user_dir().glob("*.yaml")}
 
 
 def _best(files: Mapping[str, Path], device: devices.DeviceSpec) -> str | None:
-    """The platform among these that fits a device best: the one that names most words of its chip."""
+    """Return the platform among these that fits a device best: the one with most words of the chip's name."""
     base = Path(device.platform_config or "").stem
     chips = [name for name in files if name.startswith(f"{base}-")]
-    if chips:  # only then the device is asked for its name
+    if chips:  # only this case reads the device's name
         words = set(_words(device.device_name(0)))
         named = {name: _words(name.removeprefix(f"{base}-")) for name in chips}
         fitting = [name for name in chips if named[name] and words.issuperset(named[name])]
@@ -97,20 +97,20 @@ def _best(files: Mapping[str, Path], device: devices.DeviceSpec) -> str | None:
 
 
 def list_platforms() -> tuple[str, ...]:
-    """The platforms that have a file."""
+    """Return the platforms that have a file."""
     return tuple(sorted({*_shipped_files(), *_own_files()}))
 
 
 def get_config_path(platform: str) -> Path | None:
-    """A platform's file, the user's own before a shipped one, or ``None`` if it has none."""
+    """Return a platform's file, the user's own before a shipped one; ``None`` if it has none."""
     return _own_files().get(platform) or _shipped_files().get(platform)
 
 
 def detect_platform() -> str | None:
-    """The platform of this machine's device, or ``None`` if the device names none.
+    """Return the platform of this machine's device; ``None`` if the device names none.
 
-    A file for one chip is named after the platform and words of the chip's name: ``cuda-h200.yaml`` is for an
-    ``NVIDIA H200``. A file of the user's own counts before those that are shipped, then the one with most words.
+    A file for one chip is named after the platform and words of the chip's name: ``cuda-h200.yaml`` is for an ``NVIDIA
+    H200``. The user's own files come before shipped ones; among these, the file with most words wins.
 
     Raises:
         DeviceError: the device names a file that does not exist.

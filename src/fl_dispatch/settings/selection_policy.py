@@ -33,7 +33,7 @@ _DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRule:
-    """An order of tokens for the calls that fit; a condition that is ``None`` always fits.
+    """An order of tokens for calls that meet the conditions; ``None`` is always met.
 
     Args:
         order: tokens, tried first to last.
@@ -48,22 +48,22 @@ class TunedRule:
     phase: str | None = None
 
     def admits(self, tokens: int) -> bool:
-        """Whether some calls of ``tokens`` tokens fit."""
+        """Whether some calls of ``tokens`` tokens meet the conditions."""
         least, most = self.tokens or (0, None)
         return least <= tokens and (most is None or tokens <= most)
 
     @property
     def asks_for_tokens_alone(self) -> bool:
-        """Whether all calls of a number of tokens fit, or none."""
+        """Whether the number of tokens alone decides if a call meets the conditions."""
         return self.dtype is None and self.phase is None
 
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """Which implementations may run, and in what order they are tried. A value: frozen, hashable, comparable.
+    """The implementations that may run, and their order. A value: frozen, hashable, comparable.
 
     Args:
-        prefer: the kind that is tried first. It orders, it never excludes.
+        prefer: the kind to try first; it orders, it never excludes.
         strict: an implementation's error is raised unchanged instead of trying the next one.
         per_op_order: ``(operator, tokens)`` pairs; only the implementations that a token names are tried. The operator
             may carry a scope pattern: ``rms_norm@model.layers.3.*``.
@@ -71,15 +71,15 @@ class SelectionPolicy:
         allow_vendors: the only vendors that may run; ``None`` allows all, an empty set none.
         op_tuned: ``(operator, rules)`` pairs: orders that depend on dtype, tokens and phase of a call. Below
             ``per_op_order``.
-        enabled: whether dispatch is on; off, an operator that has a reference runs it.
+        enabled: whether dispatch is on; if off, an operator with a reference runs it.
         use_flaggems: whether FlagGems' implementations may run.
         flagos_whitelist: the only operators for which FlagGems may run; ``None`` for all.
         flagos_blacklist: operators for which FlagGems must not run.
         batch_invariant: only implementations that declare ``batch_invariant`` may run.
-        origins: where each field was set, for explanations; not part of the value.
+        origins: the origin of each field, for explanations; not part of the value.
 
     Raises:
-        ValueError: a field has a value that it cannot have.
+        ValueError: a field has an invalid value.
     """
 
     prefer: str = PREFER_DEFAULT
@@ -134,7 +134,7 @@ class SelectionPolicy:
         deny_vendors: Iterable[str] | None = None,
         allow_vendors: Iterable[str] | None = None,
     ) -> SelectionPolicy:
-        """A policy from ordinary containers."""
+        """Make a policy from ordinary containers."""
         return cls(
             prefer=prefer,
             strict=strict,
@@ -145,43 +145,43 @@ class SelectionPolicy:
 
     @property
     def per_op_order_dict(self) -> dict[str, list[str]]:
-        """The per-operator orders as a dictionary."""
+        """Return the per-operator orders as a dictionary."""
         return {op: list(order) for op, order in self.per_op_order}
 
     def get_default_order(self) -> list[str]:
-        """The tokens in the order that ``prefer`` gives them."""
+        """Return the tokens in the order that ``prefer`` gives them."""
         return list(_DEFAULT_ORDERS[self.prefer])
 
     def get_per_op_order(self, op_name: str, scope: str | None = None) -> list[str] | None:
-        """The tokens of an operator's own order, or ``None``."""
+        """Return the tokens of an operator's own order, or ``None``."""
         key = self.per_op_key(op_name, scope)
         return None if key is None else list(dict(self.per_op_order)[key])
 
     def per_op_key(self, op_name: str, scope: str | None = None) -> str | None:
-        """The key of the order that holds: an exact scope beats a longer pattern beats a shorter one beats none."""
+        """Return the key of the order that applies: an exact scope, else the longest pattern, else no scope."""
         return _most_specific((key for key, _ in self.per_op_order), op_name, scope)
 
     def get_tuned_rules(self, op_name: str, scope: str | None = None) -> tuple[TunedRule, ...]:
-        """The operator's conditional orders, first match first; scopes hold as in :meth:`per_op_key`."""
+        """Return the operator's conditional orders, first match first; scopes apply as in :meth:`per_op_key`."""
         key = self.tuned_key(op_name, scope)
         return () if key is None else dict(self.op_tuned)[key]
 
     def tuned_key(self, op_name: str, scope: str | None = None) -> str | None:
-        """The key of the conditional orders that hold, by the rules of :meth:`per_op_key`."""
+        """Return the key of the conditional orders that apply, by the rules of :meth:`per_op_key`."""
         return _most_specific((key for key, _ in self.op_tuned), op_name, scope)
 
     def singles_out(self, op_name: str, scope: str | None) -> bool:
-        """Whether a rule for some layers of an operator holds in this one."""
+        """Whether a rule for some layers of an operator applies to this one."""
         keys = self.per_op_key(op_name, scope), self.tuned_key(op_name, scope)
         return any(key is not None and "@" in key for key in keys)
 
     def scopes_of(self, op_name: str) -> set[str]:
-        """The layers, or patterns of layers, that rules of an operator name."""
+        """Return the layers, or patterns of layers, that an operator's rules name."""
         keys = (key.partition("@") for key, _ in (*self.per_op_order, *self.op_tuned))
         return {scope for op, _, scope in keys if op == op_name and scope}
 
     def is_vendor_allowed(self, vendor: str) -> bool:
-        """Whether a vendor's implementations may run. Vendor names are compared without regard to case."""
+        """Whether a vendor's implementations may run, ignoring the case of its name."""
         return not self.denies_vendor(vendor) and (self.allow_vendors is None or _names(vendor, self.allow_vendors))
 
     def denies_vendor(self, vendor: str) -> bool:
@@ -189,7 +189,7 @@ class SelectionPolicy:
         return _names(vendor, self.deny_vendors)
 
     def is_flaggems_allowed(self, op_name: str) -> bool:
-        """Whether FlagGems may run an operator; a white-list leaves no say to the blacklist."""
+        """Whether FlagGems may run an operator; if there is a white-list, the blacklist has no effect."""
         if not self.use_flaggems:
             return False
         return (
@@ -199,22 +199,22 @@ class SelectionPolicy:
         )
 
     def origin(self, field_name: str) -> Origin:
-        """The place that set a field; ``per_op_order.rms_norm`` for the order of one key."""
+        """Return the origin of a field; ``per_op_order.rms_norm`` for the order of one key."""
         return self.origins.get(field_name) or self.origins.get(field_name.partition(".")[0], CODE)
 
     def fingerprint(self) -> str:
-        """A short hash of the value, the same in every process."""
+        """Return a short hash of the value, the same in every process."""
         plain = codec.to_plain(self)
         del plain["origins"]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """The policy as text; :meth:`from_json` gives an equal one, origins included."""
+        """Return the policy as text; :meth:`from_json` gives an equal one, origins included."""
         return codec.to_text(self)
 
     @classmethod
     def from_json(cls, text: str) -> SelectionPolicy:
-        """The policy that :meth:`to_json` wrote.
+        """Read the policy that :meth:`to_json` wrote.
 
         Raises:
             ValueError: the text was not written by :meth:`to_json` of this version.
@@ -232,7 +232,7 @@ def _most_specific(keys: Iterable[str], op_name: str, scope: str | None) -> str 
 
 
 def fits_scope(pattern: str, scope: str) -> bool:
-    """Whether a pattern names a layer: it is the layer's name, whatever that holds, or a glob that fits it."""
+    """Whether a pattern names a layer: it equals the layer's name, or is a glob that fits it."""
     return pattern == scope or fnmatch.fnmatchcase(scope, pattern)
 
 

@@ -1,4 +1,4 @@
-"""Whether a tuned file still holds: its evidence names the versions, driver and chip that it was measured with."""
+"""Whether a tuned file is still valid: its evidence names the versions, driver and chip of its measurement."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OURS = "fl-dispatch"
 
 
 def stale_entries(file: Path) -> dict[str, str]:
-    """Operator → what is other than when it was tuned, such as ``torch 2.11.0, now 2.13.0``.
+    """Return operator → what changed since it was tuned, such as ``torch 2.11.0, now 2.13.0``.
 
-    Empty for a file without evidence beside it, which ``fl tune`` did not write.
+    Empty for a file without evidence next to it, which ``fl tune`` did not write.
     """
     evidence = platforms.evidence_path(file)
     if not evidence.is_file():
@@ -49,11 +49,11 @@ def stale_entries(file: Path) -> dict[str, str]:
 
 
 MOST_BYTES = 1 << 24
-"""An evidence holds every repeat of every candidate."""
+"""Bytes of an evidence file, which holds every repeat of every candidate."""
 
 
 def installed(package: str) -> str:
-    """The version of an installed package, empty if it is not."""
+    """Return the version of an installed package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ def _changed(what: str, then: Any, now: str) -> str:
 
 
 def in_words(entries: dict[str, str]) -> str:
-    """Stale entries in one line, operators with one reason together."""
+    """Return stale entries in one line, grouping operators with the same reason."""
     reasons: dict[str, list[str]] = {}
     for op_name, why in entries.items():
         reasons.setdefault(why, []).append(op_name)

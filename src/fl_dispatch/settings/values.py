@@ -1,6 +1,6 @@
-"""Rules of right values: how a variable's text becomes plain data, and how plain data becomes a setting's value.
+"""Rules of valid values: how a variable's text becomes plain data, and plain data a setting's value.
 
-``Rule`` and the annotations in the table of items say the types of plain data; pydantic checks them.
+``Rule`` and the annotations in the table of items give the types of plain data; pydantic checks them.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _MUST = {
 
 
 def typed(kind: Any, plain: Plain, place: Place) -> Any:
-    """Plain data that has a type.
+    """Return plain data of the given type.
 
     Raises:
-        ConfigError: it does not; the message is about the first part that does not.
+        ConfigError: the data has another type; the message names the first wrong part.
     """
     try:
         return TypeAdapter(kind).validate_python(plain, strict=True)
@@ -86,17 +86,17 @@ def _type_error(error: ValidationError, place: Place) -> ConfigError:
 
 
 def text(text: str, place: Place) -> str:
-    """The text itself."""
+    """Return the text unchanged."""
     return text
 
 
 def host_level(text: str, place: Place) -> str:
-    """A level by one of the names that Python has and we do not, by ours."""
+    """Return our name of a log level that Python names differently."""
     return _LEVELS.get(text.upper(), text)
 
 
 def boolean(text: str, place: Place) -> bool:
-    """1/0, true/false, yes/no, on/off, in any case."""
+    """Parse 1/0, true/false, yes/no, on/off, ignoring case."""
     try:
         return _BOOLEANS[text.casefold()]
     except KeyError:
@@ -104,7 +104,7 @@ def boolean(text: str, place: Place) -> bool:
 
 
 def number(text: str, place: Place) -> float:
-    """A number, such as ``0.01``."""
+    """Parse a number, such as ``0.01``."""
     try:
         return float(text)
     except ValueError:
@@ -112,7 +112,7 @@ def number(text: str, place: Place) -> float:
 
 
 def whole(text: str, place: Place) -> int:
-    """A whole number, such as ``8``."""
+    """Parse a whole number, such as ``8``."""
     try:
         return int(text)
     except ValueError:
@@ -120,7 +120,7 @@ def whole(text: str, place: Place) -> int:
 
 
 def comma_list(text: str, place: Place) -> list[str]:
-    """``a, b``."""
+    """Parse ``a, b``."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise place.error(f"{show(text)} names nothing; unset the variable instead")
@@ -128,7 +128,7 @@ def comma_list(text: str, place: Place) -> list[str]:
 
 
 def per_op(text: str, place: Place) -> dict[str, list[str]]:
-    """``op=a|b;op2=x``."""
+    """Parse ``op=a|b;op2=x``."""
     orders: dict[str, list[str]] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         key, equals, order = part.partition("=")
@@ -147,12 +147,12 @@ def per_op(text: str, place: Place) -> dict[str, list[str]]:
 
 
 def as_is(value: Any, place: Place) -> Any:
-    """The value itself; its type says all."""
+    """Return the value unchanged, because its type says all."""
     return value
 
 
 def choice(what: str, valid: Iterable[str], value: str, place: Place) -> str:
-    """One of a few words, in any case."""
+    """Check one of a few words, ignoring case."""
     for word in valid:
         if word.casefold() == value.casefold():
             return word
@@ -160,21 +160,21 @@ def choice(what: str, valid: Iterable[str], value: str, place: Place) -> str:
 
 
 def within(least: float, most: float, value: float, place: Place) -> float:
-    """A number between two others, them included."""
+    """Check a number between two bounds, inclusive."""
     if not least <= value <= most:
         raise place.error(f"must be between {least:g} and {most:g}, not {show(value)}")
     return value
 
 
 def platform(value: str, place: Place) -> str:
-    """A platform that has a file."""
+    """Check a platform that has a file."""
     if value not in platforms.list_platforms():
         raise place.error(f"unknown platform {show(value)}; {names.nearest(value, platforms.list_platforms())}")
     return value
 
 
 def path(value: str, place: Place) -> Path:
-    """A path; ``~/`` is the home directory."""
+    """Return a path; ``~/`` is the home directory."""
     try:
         return Path(value).expanduser() if value.startswith("~/") else Path(value)
     except RuntimeError:  # no HOME, and a user id without an account, as in some containers
@@ -182,7 +182,7 @@ def path(value: str, place: Place) -> Path:
 
 
 def name_set(check: Callable[[str, Place], None], values: list[str], place: Place) -> frozenset[str]:
-    """Names, each of which is checked."""
+    """Check names one by one, and return their set."""
     for index, name in enumerate(values):
         _well_formed(name, place.at(index))
         check(name, place.at(index))
@@ -195,7 +195,7 @@ def _well_formed(name: str, place: Place) -> None:
 
 
 def patterns(values: list[str], place: Place) -> frozenset[str]:
-    """Patterns of dotted names, as a shell has them."""
+    """Return shell patterns of dotted names."""
     for index, pattern in enumerate(values):
         if not _PATTERN.fullmatch(pattern):
             raise place.at(index).error(f"{show(pattern)} is no pattern of a name")
@@ -203,7 +203,7 @@ def patterns(values: list[str], place: Place) -> frozenset[str]:
 
 
 def modules(values: list[str], place: Place) -> tuple[str, ...]:
-    """Modules, or functions in them: ``package.module``, ``package.module:function``."""
+    """Check modules, or functions in them: ``package.module``, ``package.module:function``."""
     for index, name in enumerate(values):
         module, _, function = name.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), *(function.split(".") if function else ()))):
@@ -212,10 +212,10 @@ def modules(values: list[str], place: Place) -> tuple[str, ...]:
 
 
 def check_order(tokens: list[str], place: Place) -> tuple[str, ...]:
-    """An order of tokens.
+    """Check an order of tokens.
 
     Raises:
-        ConfigError: it is empty, or a token is not one.
+        ConfigError: the order is empty, or has an invalid token.
     """
     if not tokens:
         raise place.error("the order is empty, so nothing could run")
@@ -230,7 +230,7 @@ def check_order(tokens: list[str], place: Place) -> tuple[str, ...]:
 
 
 def token(value: str, place: Place) -> str:
-    """One token."""
+    """Check one token."""
     return check_order([value], place)[0]
 
 
@@ -242,7 +242,7 @@ def _op_key(key: str, place: Place) -> None:
 
 
 def op_orders(value: dict[str, list[str]], place: Place) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Operators, maybe with a scope, and the order of each."""
+    """Check operators, which may have a scope, and the order of each."""
     orders = []
     for key, tokens in value.items():
         _op_key(key, place.at(key))
@@ -251,7 +251,7 @@ def op_orders(value: dict[str, list[str]], place: Place) -> tuple[tuple[str, tup
 
 
 def op_rules(value: dict[str, list[Rule]], place: Place) -> tuple[tuple[str, tuple[TunedRule, ...]], ...]:
-    """Operators, maybe with a scope, and the rules of each."""
+    """Check operators, which may have a scope, and the rules of each."""
     tuned = []
     for key, rules in value.items():
         inside = place.at(key)

@@ -1,5 +1,4 @@
-"""Shadow mode: a share of the live calls runs through a second implementation too.
+"""Shadow mode: a share of live calls also runs through a second implementation.
 
-The core does without it: it lets one function stand before an implementation (:attr:`.state.State.wrapper`), and no
-more.
+The core knows only a wrapper that may stand before an implementation (:attr:`.state.State.wrapper`).
 """

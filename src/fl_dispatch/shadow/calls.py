@@ -1,4 +1,4 @@
-"""The operator behind an implementation, and its call behind a call."""
+"""The declared operator of an implementation, and the operator's call for an implementation's arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..types import OpImpl
 
 
 def declared(state: State, impl: OpImpl) -> tuple[Operator, Convention] | None:
-    """The operator and the convention of an implementation; ``None`` where its calls cannot be looked at."""
+    """Return the operator and the convention of an implementation; ``None`` if its calls cannot be compared."""
     operator, convention = OPERATORS.get(impl.op_name), state.registry.convention(impl)
     return None if operator is None or convention is None or operator.selection else (operator, convention)
 
@@ -22,7 +22,7 @@ def declared(state: State, impl: OpImpl) -> tuple[Operator, Convention] | None:
 def call_of(
     operator: Operator, convention: Convention, scope: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Call:
-    """The operator's call that the arguments of an implementation with this convention come from."""
+    """Return the operator's call for the arguments of an implementation with this convention."""
     layer, given = None, dict[str, Any]()
     if convention.layer_first:
         layer, *rest = args

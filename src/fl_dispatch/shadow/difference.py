@@ -19,8 +19,8 @@ class Difference:
     """The largest difference between two results.
 
     Args:
-        tolerances: its size; NaN where one of the two has no number, infinite where the results cannot be compared.
-        where: in words.
+        tolerances: the size; NaN if one of the two is not a number, infinite if the results cannot be compared.
+        where: the place, in words.
     """
 
     tolerances: float
@@ -28,7 +28,7 @@ class Difference:
 
 
 def difference(operator: Operator, call: Call, result: Any, second: Call, other: Any) -> Difference:
-    """The largest difference between the results, and between what was written of a state."""
+    """Return the largest difference between the results, and between the states that were written."""
     results, others = flat(result), flat(other)
     if len(results) != len(others):
         return Difference(math.inf, f"{len(results)} results instead of {len(others)}")
@@ -39,7 +39,7 @@ def difference(operator: Operator, call: Call, result: Any, second: Call, other:
     numbers = [pair for pair in pairs if isinstance(pair[2], Tensor) and pair[2].is_floating_point()]
     worst = Difference(0.0, "")
     args = call.args
-    for where, one, wanted in numbers or pairs:  # beside weights that are equal, equal scores may change places
+    for where, one, wanted in numbers or pairs:  # equal weights may stand for equal scores in another order
         found = _of_tensors(operator, args, where, one, wanted)
         if not found.tolerances <= worst.tolerances:
             worst = found
@@ -60,7 +60,7 @@ def _of_tensors(operator: Operator, args: tuple[Any, ...], where: str, one: Any,
     wide = wanted.to(torch.float64 if wanted.dtype is torch.float64 else torch.float32)
     size = torch.where(wide.isfinite(), wide, 0.0).square().mean(-1, keepdim=True).sqrt().clamp(min=1.0)
     share = errors(one, wide, operator.tolerance(_tolerated(one.dtype), args), size)[1].flatten()
-    place = share.argmax()  # of NaN, if there is one
+    place = share.argmax()  # NaN, if there is one
     largest, got, expected = torch.stack(
         (share[place], one.flatten()[place].to(wide.dtype), wide.flatten()[place])
     ).tolist()
@@ -70,5 +70,5 @@ def _of_tensors(operator: Operator, args: tuple[Any, ...], where: str, one: Any,
 
 
 def _tolerated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the tolerance that holds; formats of 8 bits are only ever copied, as keys in a cache are."""
+    """Return the dtype of the tolerance; 8-bit formats are only ever copied, for example as keys in a cache."""
     return dtype if dtype.itemsize > 1 else torch.bfloat16

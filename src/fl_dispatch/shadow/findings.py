@@ -1,4 +1,4 @@
-"""Findings of shadow mode: implementations that disagreed with another one in live calls, kind by kind."""
+"""Findings of shadow mode: implementations that disagreed with another one in live calls, by kind of arguments."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Finding:
 
     Args:
         op_name, impl_id: the operator and the implementation.
-        second: the id of the implementation that it was compared with.
+        second: the id of the implementation used for comparison.
         kind: the arguments' dtype, rank, layout, device and layer.
-        calls: how many calls differed.
-        worst: the largest difference, in tolerances; NaN where one of the two has no number.
-        example: where the first difference was, and how large.
-        outcome: what was done about it.
+        calls: the number of calls that differed.
+        worst: the largest difference, in tolerances; NaN if one of the two is not a number.
+        example: place and size of the first difference.
+        outcome: the consequence of the finding, such as a ban.
         first, last: seconds since the epoch.
     """
 
@@ -47,7 +47,7 @@ class Finding:
     last: float
 
     def as_data(self) -> dict[str, Any]:
-        """This finding as plain data."""
+        """Return the finding as plain data."""
         return {
             "operator": self.op_name,
             "implementation": self.impl_id,
@@ -66,12 +66,12 @@ class Finding:
 
 
 class Findings:
-    """Calls that shadow mode compared, and its findings, in one manager.
+    """Calls that shadow mode compared in one manager, and its findings.
 
     Attributes:
         banned: operator, implementation and kind of arguments of the bans that came from a finding.
-        unfit: why a second run was not possible, by operator.
-        origins: how often requests were found damaged by NaN or infinity, by the call where it began.
+        unfit: operator → why a second run was not possible.
+        origins: first call with NaN or infinity → how often it damaged requests.
     """
 
     def __init__(self) -> None:
@@ -82,23 +82,23 @@ class Findings:
         self.origins: Counter[Origin] = Counter()
 
     def compared(self, impl: OpImpl) -> None:
-        """One more call of an implementation was compared."""
+        """Count one more compared call of an implementation."""
         with writers:
             pair = impl.op_name, impl.impl_id
             self._compared[pair] = self._compared.get(pair, 0) + 1
 
     def begun(self, origins: Iterable[Origin]) -> None:
-        """Count where numbers stopped being finite in a step."""
+        """Count the calls where numbers stopped being finite in a step."""
         for origin in origins:
             logger.error("numbers stopped being finite in %s", origin)
             self.origins[origin] += 1
 
     def known(self, impl: OpImpl, kind: ArgumentKind) -> Finding | None:
-        """The finding about an implementation and this kind of arguments."""
+        """Return the finding about an implementation and this kind of arguments, if any."""
         return self._found.get((impl.op_name, impl.impl_id, kind))
 
     def add(self, impl: OpImpl, second: OpImpl, kind: ArgumentKind, worst: float, example: str, outcome: str) -> None:
-        """One more call differed; the first example of a kind stays, and the last outcome."""
+        """Record a call that differed; keep the first example of a kind, and the last outcome."""
         now, key = time.time(), (impl.op_name, impl.impl_id, kind)
         with writers:
             before = self._found.get(key)
@@ -112,15 +112,15 @@ class Findings:
             self._found = {**self._found, key: found}
 
     def ban(self, impl: OpImpl, kind: ArgumentKind) -> None:
-        """A finding led to a ban."""
+        """Record a ban that came from a finding."""
         with writers:
             self.banned |= {(impl.op_name, impl.impl_id, kind)}
 
     def found(self) -> Iterable[Finding]:
-        """The findings, in the order in which they were first made."""
+        """Return the findings, in the order of their first calls."""
         return self._found.values()
 
     def compared_calls(self) -> dict[Pair, int]:
-        """Calls that were compared, by operator and implementation."""
+        """Return the number of compared calls by operator and implementation."""
         with writers:
             return dict(self._compared)

@@ -1,7 +1,7 @@
-"""A drawn live call runs through a second implementation too, and the results are compared.
+"""Run a drawn live call through a second implementation, too, and compare the results.
 
-The caller always gets what the first implementation gave. The second run comes after it, on copies of what the first
-one may overwrite, so it can change nothing. Nothing of this is in a table unless the user asks for it.
+The caller always gets the first implementation's result. The second run comes later, on copies of whatever the first
+one may overwrite, so it changes nothing. The tables contain none of this unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .sampling import Sampling
 logger = get_logger(__name__)
 
 ACCEPTED = 2.0
-"""Tolerances that two implementations may differ by, because each may be one off."""
+"""Tolerances by which two implementations may differ, because each may be off by one."""
 
 
 class Shadow:
     """Shadow mode of one manager.
 
     Attributes:
-        sampling: which calls are compared; ``None`` while it is off.
-        findings: what it has found.
+        sampling: the selection of calls to compare; ``None`` while shadow mode is off.
+        findings: its findings.
     """
 
     def __init__(self, state: State) -> None:
@@ -52,7 +52,7 @@ class Shadow:
 
     @property
     def sampling(self) -> Sampling | None:
-        """Which calls are compared. Entries that are made from now on follow a change."""
+        """Return the selection of calls to compare. Entries that are made later follow a change."""
         return self._sampling
 
     @sampling.setter
@@ -71,7 +71,7 @@ def _watched(
     scope: str | None,
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The function that stands in the table for an implementation, see :attr:`.state.State.wrapper`."""
+    """Return the function that stands in the table for an implementation, see :attr:`.state.State.wrapper`."""
     if (known := declared(state, impl)) is None:
         return fn
     operator, convention = known
@@ -114,14 +114,14 @@ class _Watch:
     convention: Convention
 
     def compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the implementation as ever, and then the second one on what the arguments were before."""
+        """Run the implementation as usual, and then the second one on copies of the original arguments."""
         call = copy = None
         with self.sampling.working():
             try:
                 call = call_of(self.operator, self.convention, self.scope, args, kwargs)
                 second = self._second(call)
                 copy = _beside(self.operator, call) if second is not None else None
-            except Exception as error:  # the caller's call must run whatever goes wrong here
+            except Exception as error:  # the caller's call must run whatever fails here
                 self._unfit(text_of(error))
         result = self.fn(*args, **kwargs)
         if call is None or copy is None or second is None:
@@ -134,12 +134,12 @@ class _Watch:
                 self.findings.compared(self.impl)
                 if not found.tolerances <= ACCEPTED:
                     self._report(second, call, found)
-            except Exception as error:  # the second implementation's, or of memory that there is not twice
+            except Exception as error:  # an error of the second implementation, or too little memory for copies
                 self._unfit(text_of(error))
         return result
 
     def _second(self, call: Call) -> OpImpl | None:
-        """The implementation to compare with, if one takes the call."""
+        """Return the implementation to compare with, if one takes the call."""
         reasons = []
         for other in self.state.registry.get_implementations(self.impl.op_name):
             if other is self.impl or not self.sampling.is_second(other):
@@ -153,14 +153,14 @@ class _Watch:
         return None
 
     def _unfit(self, reason: str) -> None:
-        """Log once that an operator's calls cannot be compared, or one of them."""
+        """Log once why an operator's calls, or one of them, cannot be compared."""
         op_name, impl_id = self.impl.op_name, self.impl.impl_id
         self.findings.unfit[op_name] = reason
         if self.state.failures.tell_once(self.impl, "shadow"):
             logger.warning("shadow: calls of '%s' by '%s' are not all compared: %s", op_name, impl_id, reason)
 
     def _report(self, second: OpImpl, call: Call, found: Difference) -> None:
-        """Record a difference; the first of a kind is a WARNING, and may be a ban."""
+        """Record a difference; the first one of a kind logs a WARNING, and may lead to a ban."""
         impl, findings = self.impl, self.findings
         known = findings.known(impl, call.kind)
         text = f"differs from '{second.impl_id}': {found.where}"
@@ -175,7 +175,7 @@ class _Watch:
             logger.warning("shadow: '%s' by '%s' %s (%s); %s", impl.op_name, impl.impl_id, text, call.kind, outcome)
 
     def _why_no_ban(self, second: OpImpl, call: Call) -> str:
-        """Why a wrong implementation stays in service; empty where a ban is wanted and safe."""
+        """Return why a wrong implementation stays in service; empty if a ban is wanted and safe."""
         if not self.sampling.wish.ban:
             return "shadow_action is 'log'"
         if second.kind is not BackendImplKind.REFERENCE:
@@ -191,7 +191,7 @@ class _Watch:
 
 
 def _beside(operator: Operator, call: Call) -> Call:
-    """A copy of a call with memory of its own for everything that it may write."""
+    """Return a copy of a call with its own memory for everything that it may write."""
     values = call.values
     written = operator.written(call.args)
     if any(access is Access.STATE for access, _ in written.values()):
@@ -200,7 +200,7 @@ def _beside(operator: Operator, call: Call) -> Call:
         small = operator.beside(call.args)
         values |= dict(zip(operator.parameters, small, strict=False))
     else:
-        with torch.no_grad():  # rows that a call leaves alone must be equal in both, so outputs are copied too
+        with torch.no_grad():  # rows that a call leaves alone must be equal in both runs, so outputs are copied too
             values |= {name: tensor.clone() for name, (_, tensor) in written.items()}
     return Call(operator.name, call.scope, (), values, call.layer)
 

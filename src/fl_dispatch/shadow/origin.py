@@ -1,4 +1,4 @@
-"""The origin of numbers that are not finite: the first call that made NaN or infinity from finite arguments."""
+"""Find the origin of numbers that are not finite: the first call that made NaN or infinity from finite arguments."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..types import OpImpl
 from .calls import call_of, declared
 
 CACHES = "_cache"
-"""The end of the names of caches, which hold whatever earlier requests left in them."""
+"""Suffix of the names of caches, which may hold any values of earlier requests."""
 
 
 class Origin(NamedTuple):
-    """Where numbers stopped being finite: an operator, the id of its implementation, and the layer."""
+    """The call where numbers stopped being finite: an operator, the id of its implementation, and the layer."""
 
     operator: str
     implementation: str
@@ -38,9 +38,9 @@ class Origin(NamedTuple):
 
 @contextmanager
 def watching(state: State) -> Iterator[list[Origin]]:
-    """Look at the arguments and results of every call inside; the list gets the origin, once there is one.
+    """Check the arguments and results of every call in the block; the list gets the origin once it is found.
 
-    Operators that are bound inside show their calls while dispatch is frozen, others do not. Each call waits for the
+    While dispatch is frozen, only calls of operators that were bound in the block are checked. Each call waits for the
     device.
     """
     found: list[Origin] = []
@@ -83,14 +83,14 @@ def _watched(
 
 
 def _read(operator: Operator, call: Call) -> Iterable[Any]:
-    """The arguments that a call reads, but caches."""
+    """Return the arguments that a call reads, except caches."""
     written = operator.written(call.args)
     kept = {name for name, (access, _) in written.items() if access is not Access.UPDATE}
     return [value for name, value in call.values.items() if name not in kept and not name.endswith(CACHES)]
 
 
 def _made(operator: Operator, call: Call, result: Any) -> Sequence[Any]:
-    """The results of a call, and all that it wrote."""
+    """Return the results of a call, and all that it wrote."""
     made = [*flat(result), *(one for access, one in operator.written(call.args).values() if access is not Access.STATE)]
     if operator.small_state is not None and call.holds_state():
         made += operator.small_state.written(*operator.operands(call.args))
@@ -98,7 +98,7 @@ def _made(operator: Operator, call: Call, result: Any) -> Sequence[Any]:
 
 
 def _wide(value: Any) -> Tensor | None:
-    """The value where it is a tensor of numbers that may be infinite; formats of 8 bits in one that can be asked."""
+    """Return a tensor with numbers that may be infinite, 8-bit formats in a wider dtype; ``None`` for other values."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
         return None
     return value if value.dtype.itemsize > 1 else value.float()

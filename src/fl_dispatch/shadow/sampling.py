@@ -1,4 +1,4 @@
-"""Which live calls are compared: a share of them, while the time that comparing has taken is within a budget."""
+"""Draw the live calls to compare: a share of them, while the cost of comparing stays within a budget."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..locking import ForkableLock
 from ..settings import Settings
 from ..types import OpImpl, match_token
 
-_account = ForkableLock()  # of the costs alone: a drawn call does not wait for threads that change something
+_account = ForkableLock()  # guards the costs alone: a drawn call does not wait for threads that change something
 NEVER = 2.0**62
-"""More calls than any process makes: the quotient of a share below 1e-307 is infinite."""
+"""A number of calls beyond any process: the quotient for a share below 1e-307 is infinite."""
 SAVED_SECONDS = 10.0
-"""Seconds for which an unused budget is saved, so that an idle server does not compare all calls of a burst."""
+"""Seconds for which an unused budget accumulates, so that an idle server does not compare all calls of a burst."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Wish:
     """The user's settings of shadow mode.
 
     Args:
-        share: of the calls, in (0, 1].
-        operators: the only ones; ``None`` for all.
+        share: the share of calls, in (0, 1].
+        operators: the operators to compare; ``None`` for all.
         second: the token of the implementation to compare with.
-        ban: a wrong implementation is taken out of service.
-        budget: the most that comparing may cost, as a share of time.
+        ban: whether a wrong implementation is banned.
+        budget: the largest share of time that comparing may take.
     """
 
     share: float
@@ -41,7 +41,7 @@ class Wish:
 
     @classmethod
     def of(cls, settings: Settings) -> Wish | None:
-        """The settings of shadow mode; ``None`` where it is off."""
+        """Return the settings of shadow mode; ``None`` if it is off."""
         if not (settings.shadow_share and settings.shadow_budget and settings.policy.enabled):
             return None
         return cls(
@@ -58,12 +58,12 @@ class Sampling:
 
     Args:
         wish: the settings.
-        clock: seconds.
+        clock: returns seconds.
 
     Attributes:
-        seconds: what comparing has cost until now.
-        passed_over: calls that were drawn while the budget was spent.
-        every_call: draw all calls of this thread's step, because steps are drawn instead.
+        seconds: the time that comparing has taken.
+        passed_over: drawn calls that were skipped because the budget was spent.
+        every_call: whether to draw all calls of this thread's step, because steps are drawn instead.
     """
 
     def __init__(self, wish: Wish, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -84,13 +84,13 @@ class Sampling:
         return match_token(impl, self.wish.second)
 
     def gaps(self, place: str) -> Iterator[int]:
-        """The number of calls up to and including the next one that is drawn; the same on all ranks for one place."""
+        """Yield numbers of calls up to the next drawn one, inclusive; all ranks draw the same calls for one place."""
         draw, share = random.Random(place).random, self.wish.share
-        while True:  # how many calls pass before one that each call is with this probability
+        while True:  # geometric distribution of the gap to the next call
             yield 1 if share == 1 else 1 + int(min(math.log1p(-draw()) / math.log1p(-share), NEVER))
 
     def affordable(self) -> bool:
-        """Whether a drawn call may be compared now: not inside another one, and not over the budget."""
+        """Whether a drawn call may be compared now: not inside another comparison, and within the budget."""
         if getattr(self._busy, "now", False):
             return False
         with _account:
@@ -105,7 +105,7 @@ class Sampling:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, time is the cost of comparing, and calls are not compared in their turn."""
+        """Charge the block's time as a cost of comparing, and compare no calls in it."""
         began, self._busy.now = self.clock(), True
         try:
             yield
@@ -114,11 +114,11 @@ class Sampling:
             self.charge(self.clock() - began)
 
     def charge(self, seconds: float) -> None:
-        """Comparing has cost so much more."""
+        """Add seconds to the cost of comparing."""
         with _account:
             self.seconds += seconds
             self._credit -= seconds
 
     def share_of_time(self) -> float:
-        """The cost of comparing until now, as a share of the time since the start."""
+        """Return the cost of comparing so far, as a share of the time since the start."""
         return self.seconds / max(self.clock() - self._started, 1e-9)
