@@ -1,4 +1,4 @@
-"""The operators, one file a family, and the catalogue of them all."""
+"""The operators, one file per family, and the catalogue of all operators."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Activations: of every element, and gated ones, which halve the last dimension.
+"""Activations: elementwise ones, and gated ones, which halve the last dimension.
 
 Hosts and checkpoints know the tanh form of GELU by several names (``gelu_new``, ``gelu_fast``, ``gelu_pytorch_tanh``,
-NewGELU): they differ in rounding only and are one operator here, ``gelu(x, "tanh")``.
+NewGELU). These differ in rounding only, so they are one operator here, ``gelu(x, "tanh")``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _each_work(x: Tensor) -> Work:
 
 
 def _each_samples(*settings: tuple[object, ...]) -> Samples:
-    """Samples of an activation of every element, for each setting of its other parameters."""
+    """Return samples of an elementwise activation, for each setting of its other parameters."""
 
     def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
         normal = Source(dtype, device, generator).normal
@@ -65,7 +65,7 @@ def _xielu_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 
 
 def _elementwise(*settings: tuple[object, ...], **declaration: Any) -> Callable[[Reference], Operator[Reference]]:
-    """Declare an activation of every element; samples have each setting of its other parameters, probes the first."""
+    """Declare an elementwise activation; samples use each setting of its other parameters, probes the first."""
     settings = settings or ((),)
     samples, probes = _each_samples(*settings), rows.elementwise(*settings[0])
     made = {"layer": LayerForm(), "modes": MODES, "fake": same, "samples": samples, "probes": probes}
@@ -146,7 +146,7 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, epsilo
 
 
 def empty_result(x: Tensor) -> Tensor:
-    """A tensor for the result of a gate, ``[..., n]`` to ``[..., n / 2]``, with no values yet."""
+    """Return an uninitialized tensor for the result of a gate, ``[..., n]`` to ``[..., n / 2]``."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -165,12 +165,12 @@ def _plain_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield Sample("row stride larger than the row", (normal(4, 320)[:, :256],), serving=False)
     yield Sample("batch dimensions swapped", (normal(3, 5, 128).transpose(0, 1),), serving=False)
     yield Sample("scale 0.0001", (normal(4, 256, scale=1e-4),), serving=False)
-    # Only the gate is large: the product of two such halves is outside float16.
+    # Only the gate is large: the product of two such halves would overflow float16.
     yield Sample("gate scale 300", (torch.cat((normal(4, 128, scale=300.0), normal(4, 128)), -1),), serving=False)
 
 
 def _samples(*settings: tuple[object, ...]) -> Samples:
-    """Samples of a gated activation, for each setting of its other parameters."""
+    """Return samples of a gated activation, for each setting of its other parameters."""
 
     def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
         for setting in settings:
@@ -182,7 +182,7 @@ def _samples(*settings: tuple[object, ...]) -> Samples:
 
 
 def _gated(*settings: tuple[object, ...], **declaration: Any) -> Callable[[Reference], Operator[Reference]]:
-    """Declare a gated activation; samples have each setting of its other parameters, probes the first."""
+    """Declare a gated activation; samples use each setting of its other parameters, probes the first."""
     settings = settings or ((),)
     samples, probes = _samples(*settings), rows.gated(*settings[0])
     made = {"layer": LayerForm(), "modes": MODES, "fake": empty_result, "samples": samples, "probes": probes}
@@ -261,10 +261,10 @@ def _clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float, beta: 
 
 @_gated((1.702, 7.0), (1.0, 1.5), layer=LayerForm({"alpha": "alpha", "limit": "limit"}))
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """SwiGLU as gpt-oss has it: gate and up alternate, both are clamped, and one is added to up.
+    """SwiGLU of gpt-oss: gate and up columns alternate, both are clamped, and 1 is added to up.
 
-    With ``g = min(x[..., 0::2], limit)`` and ``u = clamp(x[..., 1::2], -limit, limit)``:
-    ``g * sigmoid(alpha * g) * (u + 1)``.
+    With ``g = min(x[..., 0::2], limit)`` and ``u = clamp(x[..., 1::2], -limit, limit)``: ``g * sigmoid(alpha * g) * (u
+    + 1)``.
 
     Args:
         x: ``[..., 2 * width]``, floating point.
@@ -318,13 +318,13 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
 def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None) -> Tensor:
     """Sigmoid and tanh of the first half of the last dimension times the second half.
 
-    ``beta * tanh(g / beta) * sigmoid(g) * u`` with ``g = x[..., :width]`` and ``u = x[..., width:]``, or
-    ``u = linear_beta * tanh(x[..., width:] / linear_beta)``.
+    ``beta * tanh(g / beta) * sigmoid(g) * u`` with ``g = x[..., :width]`` and ``u = x[..., width:]``, or ``u =
+    linear_beta * tanh(x[..., width:] / linear_beta)``.
 
     Args:
         x: ``[..., 2 * width]``, floating point.
         beta: bound of the gate.
-        linear_beta: bound of up, or ``None`` for none.
+        linear_beta: bound of up; ``None`` for no bound.
 
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.
@@ -341,15 +341,15 @@ def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None)
     layer=LayerForm({"std_multiplier": "std_multiplier", "approximate": "approximate"}),
 )
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
-    """``gelu_and_mul`` of a sparse gate: only what lies far above the mean of its row passes.
+    """``gelu_and_mul`` with a sparse gate: only elements far above the mean of their row pass.
 
-    The gate is ``max(g - (mean + std_multiplier * std), 0)`` with mean and (biased) standard deviation of
-    ``g = x[..., :width]`` over the last dimension.
+    The gate is ``max(g - (mean + std_multiplier * std), 0)`` with mean and (biased) standard deviation of ``g = x[...,
+    :width]`` over the last dimension.
 
     Args:
         x: ``[..., 2 * width]``, floating point.
         std_multiplier: the cut-off, in standard deviations above the mean.
-        approximate: as in ``gelu_and_mul``.
+        approximate: see ``gelu_and_mul``.
 
     Returns:
         ``[..., width]``, dtype of ``x``, contiguous.

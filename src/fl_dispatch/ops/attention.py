@@ -29,11 +29,11 @@ from .quantization import FP8, LARGEST, quantize
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
 STATE = Write(Access.STATE)
 SCALES = ("key_scale", "value_scale")
-"""Parameters that a call gives with a cache in fp8."""
+"""Parameters that a call passes with an fp8 cache."""
 TOKEN_SCALES = ("key_scales", "value_scales")
-"""Parameters that a call gives with a cache in int8."""
-# The result is a mean of values, so it shrinks with the number of keys: the standard absolute error of the half types
-# would accept anything for a long sequence, while the rounding of weights to the half type costs at most half a unit of
+"""Parameters that a call passes with an int8 cache."""
+# The result is a mean of values, so it shrinks with the number of keys. The standard absolute error of the half types
+# would accept anything for a long sequence, while rounding the weights to the half type costs at most half a unit of
 # the mean magnitude. In float32 an error of a score is a relative error of its weight, and the weighted values cancel.
 TOLERANCES = MappingProxyType(
     {
@@ -53,14 +53,14 @@ def _write_work(key: Tensor, value: Tensor, key_cache: Tensor, slot_mapping: Ten
 
 
 def _scale_bytes(key_cache: Tensor) -> int:
-    """Bytes of the scales of one token's key and value in one head."""
+    """Return the bytes of the scales of one token's key and value in one head."""
     return 2 * torch.float32.itemsize if key_cache.dtype is torch.int8 else 0
 
 
 def small_caches(
     key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **token_scales: Tensor | None
 ) -> dict[str, Any]:
-    """Caches of as many slots as there are tokens, slots in their order, and scales of such caches, by parameter."""
+    """Return caches with one slot per token, slots in their order, and the scales of such caches, by parameter."""
     tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
     blocks = -(-tokens // block_size)
     caches = {"key_cache": key_cache, "value_cache": value_cache, **token_scales}
@@ -85,9 +85,9 @@ def written_slots(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, in ``key``'s dtype; zeros where skipped.
+    """Return keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, dtype of ``key``; zeros if skipped.
 
-    Scales of a cache in int8 follow, ``[tokens, kv_heads, 1]``.
+    Scales of an int8 cache follow, ``[tokens, kv_heads, 1]``.
     """
     slots, block_size = slot_mapping.clamp(min=0), key_cache.shape[1]
     skipped = (slot_mapping < 0)[:, None, None]
@@ -98,7 +98,7 @@ def written_slots(
 
 
 SCORES_AT_ONCE = 1 << 25
-"""Queries are taken in parts, so that about this many scores exist at a time."""
+"""Scores that exist at a time, approximately; queries are split accordingly."""
 
 
 @operator(
@@ -134,9 +134,9 @@ def kv_cache_write(
     Token ``t`` goes to block ``slot_mapping[t] // block_size`` at offset ``slot_mapping[t] % block_size``; a negative
     slot is skipped. Non-negative slots are distinct.
 
-    A cache in float8_e4m3fn gets the numbers nearest to ``key / key_scale`` and ``value / value_scale``, ties to even,
-    those beyond 448 as 448. A cache in int8 gets what :data:`~fl_dispatch.ops.quantization.quantize` makes of each
-    head's key and of its value, and the scales that it finds.
+    A float8_e4m3fn cache gets the numbers nearest to ``key / key_scale`` and ``value / value_scale``, ties to even,
+    clamped to 448. An int8 cache gets each head's key and value as quantized by
+    :data:`~fl_dispatch.ops.quantization.quantize`, with their scales.
 
     Args:
         key: ``[tokens, kv_heads, head_dim]``, floating point, any strides. Rows beyond ``slot_mapping`` are padding.
@@ -146,10 +146,10 @@ def kv_cache_write(
         value_cache: ``[blocks, block_size, kv_heads, value_dim]``, a view in any strides. The addressed slots are
             overwritten.
         slot_mapping: ``[at most tokens]``, int64.
-        key_scale, value_scale: of caches in float8_e4m3fn; ``None`` for caches of another dtype.
-        key_scales, value_scales: ``[blocks, block_size, kv_heads]``, float32, views in any strides: of caches in int8;
-            ``None`` for others. The addressed slots are overwritten.
-        may_skip: hint: ``False`` where the caller knows that no slot is negative.
+        key_scale, value_scale: scales of float8_e4m3fn caches; ``None`` for other dtypes.
+        key_scales, value_scales: ``[blocks, block_size, kv_heads]``, float32, views in any strides: scales of int8
+            caches; ``None`` for other dtypes. The addressed slots are overwritten.
+        may_skip: hint: ``False`` if the caller knows that no slot is negative.
     """
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[tokens]
@@ -167,7 +167,7 @@ def kv_cache_write(
 
 
 def _stored(new: Tensor, scale: float | None) -> Tensor:
-    """New keys or values as a cache with this scale has them."""
+    """Return new keys or values as a cache with this scale stores them."""
     if scale is None:
         return new
     largest = LARGEST["float8_e4m3fn"]
@@ -248,8 +248,8 @@ def paged_attention(
     """Attention of new tokens over a paged cache, prefill and decode mixed (Kwon et al., arXiv 2309.06180).
 
     Query ``i`` of a request stands at ``p = seq_len - query_len + i``, and the cache already holds the new tokens. The
-    score of the key at ``j`` is ``s = scale * (q . k)``, then ``softcap * tanh(s / softcap)``, then minus
-    ``slope * |p - j|`` (Press et al., arXiv 2108.12409). Head ``h`` reads key-value head ``h // (heads / kv_heads)``.
+    score of the key at ``j`` is ``s = scale * (q . k)``, then ``softcap * tanh(s / softcap)``, then minus ``slope * |p
+    - j|`` (Press et al., arXiv 2108.12409). Head ``h`` reads key-value head ``h // (heads / kv_heads)``.
 
     Args:
         query: ``[tokens, heads, head_dim]``, floating point.
@@ -259,28 +259,28 @@ def paged_attention(
         block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries that no visible key
             needs may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.
-        seq_lens: ``[requests]``, int32: keys of each request, the new tokens included.
+        seq_lens: ``[requests]``, int32: number of keys of each request, including the new tokens.
         max_query_len: largest number of new tokens of a request, or more.
         max_seq_len: largest of ``seq_lens``, or more.
         scale: factor of the scores.
-        out: ``[tokens, heads, value_dim]``, or ``None`` for a new tensor. Overwritten, but for rows that no request
+        out: ``[tokens, heads, value_dim]``, or ``None`` for a new tensor. Overwritten, except rows that no request
             covers.
-        causal: a query sees no key behind its own position.
-        sliding_window: how many keys a query sees, its own position included, or ``None`` for all. Without ``causal``
-            as many on the other side.
+        causal: whether a query sees no key after its own position.
+        sliding_window: number of keys that a query sees, including its own position; ``None`` for all. Without
+            ``causal`` it sees the same number on the other side.
         softcap: bound of the scores; 0 for none.
         alibi_slopes: ``[heads]``, float32, or ``None``.
         sinks: ``[heads]``, floating point, or ``None``: one more score for each head that takes part in the softmax's
             denominator only (Xiao et al., arXiv 2309.17453).
-        key_scale, value_scale: of caches in float8_e4m3fn: ``k = key_scale * stored`` and ``v = value_scale * stored``;
-            ``None`` for caches of another dtype.
-        key_scales, value_scales: ``[blocks, block_size, kv_heads]``, float32, views in any strides: the same of caches
-            in int8, for each token and head; ``None`` for others.
+        key_scale, value_scale: scales of float8_e4m3fn caches: ``k = key_scale * stored`` and ``v = value_scale *
+            stored``; ``None`` for other dtypes.
+        key_scales, value_scales: ``[blocks, block_size, kv_heads]``, float32, views in any strides: scales of int8
+            caches, for each token and head; ``None`` for other dtypes.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
         seq_lens_host: hint: the numbers in ``seq_lens``, for kernels that take them as integers.
 
     Returns:
-        ``[tokens, heads, value_dim]``, dtype of ``query``: ``out`` where given. Rows that no request covers are
+        ``[tokens, heads, value_dim]``, dtype of ``query``: ``out`` if given. Rows that no request covers are
         unspecified in a new tensor.
     """
     if out is None:
@@ -292,8 +292,8 @@ def paged_attention(
     starts, lengths = numbers[: len(query_start_loc)], numbers[len(query_start_loc) :]
     for request, length in enumerate(lengths):
         begin, end = starts[request], starts[request + 1]
-        position = length - (end - begin)  # of the first query
-        # Blocks that the window has left may be gone, so nothing before the first visible key is read.
+        position = length - (end - begin)  # position of the first query
+        # Blocks outside the window may be freed, so nothing before the first visible key is read.
         first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
         page = first // block_size
         blocks = block_table[request, page : -(-length // block_size)]
@@ -316,17 +316,17 @@ def paged_attention(
 
 
 def _slots(cache: Tensor, blocks: Tensor, seen: slice) -> Tensor:
-    """Some of the slots of these blocks, one after the other."""
+    """Return a slice of the slots of these blocks, in order."""
     return cache[blocks].flatten(0, 1)[seen]
 
 
 def read(stored: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Keys or values of a cache with this scale, or with these, for queries of a dtype."""
+    """Return keys or values of a cache in a query's dtype, multiplied by their scale or scales."""
     return stored if scale is None else stored.to(torch.promote_types(dtype, torch.float32)) * scale
 
 
 def _fused(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention of queries that see every key, by PyTorch's own function, which keeps no scores on a CPU."""
+    """Attend with queries that see every key, by PyTorch's own function, which stores no scores on a CPU."""
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (each.to(wide).transpose(0, 1)[None] for each in (query, keys, values))
     attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=len(q[0]) != len(k[0]))
@@ -334,7 +334,7 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 
 def _distance(rows: slice, shift: int, keys: Tensor) -> Tensor:
-    """How far each key lies before each query, ``[queries, keys]``."""
+    """Return the distance of each key before each query, ``[queries, keys]``."""
     queries = torch.arange(rows.start + shift, rows.stop + shift, device=keys.device)
     return queries[:, None] - torch.arange(len(keys), device=keys.device)
 
@@ -351,7 +351,7 @@ def _attend(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of some queries over the keys of their request, ``[queries, heads, value_dim]``."""
+    """Attend with some queries over the keys of their request, ``[queries, heads, value_dim]``."""
     wide = torch.promote_types(query.dtype, torch.float32)
     kv_heads = keys.shape[1]
     grouped = query.to(wide).reshape(len(query), kv_heads, -1, query.shape[-1])
@@ -374,10 +374,10 @@ def _attend(
 
 @operator(selection=True)
 def attention_backend(use_mla: bool = False) -> str:
-    """The attention class that a host should use.
+    """Return the attention class that a host should use.
 
     Args:
-        use_mla: the model has multi-head latent attention.
+        use_mla: whether the model has multi-head latent attention.
 
     Returns:
         Its class path, such as ``package.module.ClassName``.

@@ -1,10 +1,10 @@
 """An operator: one declaration, the single source for everything derived from it.
 
 An operator is declared by its reference, a function in plain PyTorch with the operator's signature and docstring.
-Fields beside it hold the rest: the arguments that may be overwritten, how a layer supplies arguments, the fake (meta)
-function, the modes in which it may run, tolerances, sample inputs, and the work of a call. Registration checks,
-adapters, bound operators, ``torch.library`` views, the reference backend, verification, benchmarks and the
-documentation table are derived from it.
+Fields hold the rest: the arguments that may be overwritten, how a layer supplies arguments, the fake (meta) function,
+the modes in which it may run, tolerances, sample inputs, and the work of a call. Registration checks, adapters, bound
+operators, ``torch.library`` views, the reference backend, verification, benchmarks and the documentation table are
+derived from it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .named import of_arguments
 
 
 class Access(enum.Enum):
-    """The use of an argument that a call writes."""
+    """How a call uses an argument that it writes."""
 
     UPDATE = "update"  # overwritten, and its old value matters: a retry needs a copy
-    OUTPUT = "output"  # fully written whatever it held: a retry needs nothing
+    OUTPUT = "output"  # fully written, whatever its old value: a retry needs no copy
     STATE = "state"  # partly written and too large to copy (a KV cache): no retry
 
 
@@ -44,8 +44,8 @@ class Write:
     """An argument that a call may write.
 
     Args:
-        access: what may happen to it.
-        given: it is only written when this other parameter is given, that is, neither ``None`` nor ``False``.
+        access: how the call uses it.
+        given: another parameter; the argument is written only if this one is neither ``None`` nor ``False``.
     """
 
     access: Access
@@ -54,14 +54,14 @@ class Write:
 
 @dataclass(frozen=True)
 class SmallState:
-    """A second run of a call that writes a state too large to copy, beside the first.
+    """A second run of a call that writes a state too large to copy.
 
-    Both functions name the parameters that they look at, hints excepted.
+    Both functions name the parameters that they read, except hints.
 
     Args:
-        own: the arguments of the second run that differ from the call's, by name: a state of its own, as large as the
+        own: the arguments of the second run that differ from the call's, by name: a separate state, as large as the
             part of the state that the call writes.
-        written: what a call has written of the state, alike for both runs.
+        written: the part of the state that a call has written, in the same form for both runs.
     """
 
     own: Callable[..., Mapping[str, Any]]
@@ -102,12 +102,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Workload:
-    """The facts of a call that a conditional choice may look at.
+    """The facts of a call that a conditional choice may read.
 
     Args:
         dtype: dtype of the leading tensor.
         tokens: number of tokens in the call.
-        phase: ``"prefill"`` or ``"decode"`` where the operator can tell, else ``None``.
+        phase: ``"prefill"`` or ``"decode"`` if the operator can tell, else ``None``.
     """
 
     dtype: torch.dtype | None
@@ -120,9 +120,9 @@ class Sample:
     """One generated input.
 
     Args:
-        label: what is special about it, such as ``"decode, 32 tokens"``.
+        label: its special property, such as ``"decode, 32 tokens"``.
         args: positional arguments in the declaration's order.
-        serving: a realistic serving shape (else a corner case).
+        serving: whether it is a realistic serving shape, not a corner case.
     """
 
     label: str
@@ -145,7 +145,7 @@ class Place:
 
     @property
     def index_device(self) -> torch.device:
-        """The device of index tensors: never on the ``meta`` device, because work depends on their values."""
+        """Return the device of index tensors: never ``meta``, because work depends on their values."""
         return torch.device("cpu") if self.device.type == "meta" else self.device
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -156,7 +156,7 @@ class Place:
         return torch.randn(shape, device=self.device, dtype=dtype).mul_(scale)
 
     def floating(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of :attr:`index_device` in this place and dtype."""
+        """Convert a tensor of :attr:`index_device` to this place and dtype."""
         if self.device.type == "meta":
             return torch.empty(tensor.shape, device=self.device, dtype=self.dtype)
         return tensor.to(self.device, self.dtype)
@@ -167,10 +167,10 @@ class Shape:
     """One shape that a benchmark measures.
 
     Args:
-        label: what distinguishes it from the operator's other shapes, such as ``with residual``.
+        label: its difference from the operator's other shapes, such as ``with residual``.
         tokens: new tokens of the call.
-        width: what the operator is wide by: hidden size, or the context's length for attention.
-        make: makes arguments in memory of their own.
+        width: the operator's width: hidden size, or the context's length for attention.
+        make: makes arguments in new memory.
     """
 
     label: str
@@ -180,12 +180,12 @@ class Shape:
 
 
 Shapes = Callable[[Sequence[int], Sequence[int]], Iterator[Shape]]
-"""Numbers of tokens and hidden sizes → shapes; attention has shapes of its own, up to the largest number of tokens."""
+"""Numbers of tokens and hidden sizes → shapes; attention has its own shapes, up to the largest number of tokens."""
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 SEVERAL_ROUNDINGS = 1.0
-"""The mean error of operators with implementations that may round to the half type midway; terms may cancel there."""
+"""Mean error of operators with implementations that may round intermediates to the half type; terms may cancel."""
 
 STANDARD_TOLERANCE: Mapping[torch.dtype, Tolerance] = MappingProxyType(
     {
@@ -202,12 +202,12 @@ FEW_TERMS = 128
 
 
 NARROW_SUM = 2.0**-14 / 32
-"""The error that a term of a sum in fp8 may add to a result near one: a Hopper GPU adds 32 terms at a time to a number
-of 14 bits, and cuts the rest off (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2)."""
+"""The error that a term of an fp8 sum may add to a result near one: a Hopper GPU adds 32 terms at a time to a number of
+14 bits, and truncates the rest (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2)."""
 
 
 def leading_tensor(args: tuple[Any, ...]) -> torch.Tensor | None:
-    """The first tensor among positional arguments."""
+    """Return the first tensor among positional arguments."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
             return arg
@@ -215,7 +215,7 @@ def leading_tensor(args: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def rows_workload(*args: Any) -> Workload:
-    """Workload of an operator on ``[..., hidden]``: every row is a token."""
+    """Return the workload of an operator on ``[..., hidden]``, with one token per row."""
     tensor = leading_tensor(args)
     if tensor is None or tensor.dim() == 0:
         return Workload(None if tensor is None else tensor.dtype, 0)
@@ -223,48 +223,48 @@ def rows_workload(*args: Any) -> Workload:
 
 
 def tokens_workload(x: torch.Tensor, *args: Any) -> Workload:
-    """Workload of an operator with a token in each row of its first tensor."""
+    """Return the workload of an operator with one token per row of its first tensor."""
     return Workload(x.dtype, x.shape[0])
 
 
 def decode(x: torch.Tensor, *args: Any) -> Workload:
-    """Workload of one row a request."""
+    """Return the workload of one row per request."""
     return Workload(x.dtype, x.shape[0], "decode")
 
 
 def prefill(x: torch.Tensor, *args: Any) -> Workload:
-    """Workload of ragged sequences."""
+    """Return the workload of ragged sequences."""
     return Workload(x.dtype, x.shape[0], "prefill")
 
 
 def slots_workload(key: torch.Tensor, slot_mapping: torch.Tensor) -> Workload:
-    """Workload of a write to a cache."""
+    """Return the workload of a write to a cache."""
     return Workload(key.dtype, slot_mapping.shape[0])
 
 
 def queries_workload(query: torch.Tensor, max_query_len: int) -> Workload:
-    """Workload of attention over a cache."""
+    """Return the workload of attention over a cache."""
     return (decode if max_query_len == 1 else prefill)(query)
 
 
 def same(x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """A result like the first tensor, contiguous."""
+    """Return a contiguous result like the first tensor."""
     return x.new_empty(x.shape)
 
 
 def nothing() -> None:
-    """No result."""
+    """Return no result."""
 
 
 def bytes_of(*tensors: torch.Tensor | None) -> int:
-    """Bytes of tensors, once."""
+    """Return the bytes of tensors, each counted once."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def row_terms(*args: Any) -> int:
-    """Terms of a product of rows with weights: each sum has those of a row."""
+    """Return the terms of a product of rows with weights: each sum has one term per element of a row."""
     tensor = leading_tensor(args)
-    if tensor is None or tensor.dim() == 0 or tensor.dtype is torch.int8:  # summed in int32, without an error
+    if tensor is None or tensor.dim() == 0 or tensor.dtype is torch.int8:  # int32 sums are exact
         return 0
     return tensor.shape[-1]
 
@@ -280,39 +280,40 @@ class Operator(Generic[Reference]):
     Args:
         name: its name.
         reference: the ground truth in plain PyTorch, on any device: a function with the operator's signature and
-            docstring. Half types are computed in float32; float32 and float64 stay. It ignores the hints. That of a
-            selection has no body and is never called.
-        waits: the reference reads numbers back from the device, so that no graph can hold it.
-        batch_invariant: rows of the reference's results do not depend on the batch: they are copies, or products, sums
-            and differences of two numbers.
-        hints: its last parameters, with information that an implementation may use or ignore, such as lengths as
-            integers on the host beside the tensor of lengths. A call that passes one to an implementation without that
-            parameter drops it. Their default is ``None``; they decide nothing: neither the kind of the arguments nor an
-            opaque view has them, and ``fake``, ``workload`` and ``work`` do without.
-        later: parameters that were declared after others had implemented it. A callable without a signature is taken
-            to lack them.
-        writes: the arguments that a call may write. Anything not named here is only read.
-        small_state: how a call that writes a state runs a second time; without it no such call does.
-        weights: parameters that get the same tensors in every call of a model, so an implementation may prepare them
+            docstring. It computes half types in float32, and float32 and float64 as they are, and ignores hints. The
+            reference of a selection has no body and is never called.
+        waits: whether the reference reads numbers back from the device, so that no graph can hold it.
+        batch_invariant: whether rows of the reference's results do not depend on the batch, because they are copies, or
+            products, sums and differences of two numbers.
+        hints: its last parameters, with information that an implementation may use or ignore, such as lengths as host
+            integers in addition to the tensor of lengths. A call drops hints that the implementation lacks. Their
+            default is ``None``, and no choice depends on them: the kind of the arguments, opaque views, ``fake``,
+            ``workload`` and ``work`` do not include them.
+        later: parameters that were declared after other packages had implemented the operator. A callable without a
+            signature counts as lacking them.
+        writes: the arguments that a call may write; all others are only read.
+        small_state: how a call that writes a state runs a second time; without it no second run is possible.
+        weights: parameters that get the same tensors in every call of a model, so that implementations may prepare them
             (:mod:`fl_dispatch.weight_forms`).
-        layer: the layer form, or ``None`` where no layer takes part.
-        modes: where it may run.
+        layer: the layer form; ``None`` for an operator without one.
+        modes: the modes in which it may run.
         fake: computes outputs without data; ``None`` for a selection. Like ``terms``, ``narrow_terms``, ``workload``
-            and ``work`` it names the parameters that it looks at, hints excepted, or takes all of them in order.
+            and ``work`` it names the parameters that it reads, or takes all in order, in both cases without hints.
         samples: generates inputs; ``None`` for a selection.
-        probes: generates further inputs that only verification runs, each chosen for a fault that the samples do not
-            show: large sizes, strides, NaN in memory that no call may use.
-        shapes: those that benchmarks measure; ``None`` for the serving samples.
-        aliases: names that the field has for it.
-        tolerances: accepted error for each dtype, where sums have few terms; see :meth:`tolerance`.
-        terms: the terms of the sum behind one element; ``None`` where errors do not add up.
-        narrow_terms: those of them that a chip's matrix units may sum with fewer bits than float32 has.
+        probes: generates further inputs for verification, each chosen for a fault that samples do not show: large
+            sizes, strides, NaN in memory that no call may use.
+        shapes: the shapes that benchmarks measure; ``None`` for the serving samples.
+        aliases: other names for it in the field.
+        tolerances: accepted error for each dtype, if sums have few terms; see :meth:`tolerance`.
+        terms: the number of terms in one element's sum; ``None`` if errors do not add up.
+        narrow_terms: the number of these terms that matrix units may sum with fewer bits than float32 has.
         mean_error: accepted mean error of results in a half type, in units of the last place. Rounding once gives 0.25,
             rounding before a last product 0.3, arithmetic in the half type about 0.45 for a gated activation.
-        workload: what a conditional choice sees of a call.
+        workload: returns the facts of a call for conditional choices.
         phases: whether ``workload`` can tell the phase.
         work: least bytes and operations of a call.
-        selection: it selects something (a class path) instead of computing: no reference, no torch operator, no bench.
+        selection: whether it selects something (a class path) instead of computing: no reference, no torch operator, no
+            bench.
     """
 
     name: str
@@ -380,7 +381,7 @@ class Operator(Generic[Reference]):
     def _of_operands(
         self, helper: str, function: Callable[..., Any], operands: Mapping[str, inspect.Parameter]
     ) -> Callable[..., Any]:
-        """A helper as a function of all arguments, hints too, which it does without."""
+        """Return a helper as a function of all arguments, which drops hints."""
         try:
             chosen = of_arguments(function, operands)
         except TypeError as error:
@@ -389,24 +390,24 @@ class Operator(Generic[Reference]):
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Its parameters in order."""
+        """Return the parameters in order."""
         return self.signature.parameters
 
     @property
     def doc(self) -> str:
-        """Its docstring."""
+        """Return the docstring."""
         return inspect.getdoc(self.reference) or ""
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring."""
+        """Return the first line of the docstring."""
         return self.doc.partition("\n")[0]
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """All arguments of a call in the declaration's order, defaults filled in.
+        """Return all arguments of a call in the declaration's order, with defaults filled in.
 
         Raises:
-            TypeError: the call does not fit the signature.
+            TypeError: the arguments do not fit the signature.
         """
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -416,26 +417,26 @@ class Operator(Generic[Reference]):
         return tuple(bound.arguments.values())
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments of a call by name, defaults filled in."""
+        """Return all arguments of a call by name, with defaults filled in."""
         return dict(zip(self.parameters, self.bind(args, kwargs), strict=True))
 
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a call less the hints; ``args`` in the declaration's order."""
+        """Return the arguments of a call without hints; ``args`` in the declaration's order."""
         return args[: len(self.parameters) - len(self.hints)]
 
-    def beside(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The operands of a second run of a call, which has a small state of its own (:attr:`small_state`)."""
+    def second_operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the operands of a second run of a call, which has a small separate state (:attr:`small_state`)."""
         operands = dict(zip(self.parameters, self.operands(args), strict=False))
         assert self.small_state is not None
         return tuple({**operands, **self.small_state.own(*operands.values())}.values())
 
     def tolerance(self, dtype: torch.dtype, args: tuple[Any, ...]) -> Tolerance:
-        """The accepted error of a call; ``args`` as :meth:`bind` returns them.
+        """Return the accepted error of a call; ``args`` as :meth:`bind` returns them.
 
-        The standard deviation of the error of a sum of ``n`` terms, rounded at each of them, grows with ``sqrt(n)``
-        (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), so beyond
-        :data:`FEW_TERMS` the absolute part grows by as much as such a sum in float32 has. The rule for float64 is the
-        same. In half types the absolute part grows by :data:`NARROW_SUM` for each narrow term.
+        The standard deviation of the error of a sum of ``n`` terms, rounded at each of them, grows with ``sqrt(n)`` (N.
+        J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), so beyond :data:`FEW_TERMS`
+        the absolute part grows by the error of such a float32 sum. The rule for float64 is the same. In half types the
+        absolute part grows by :data:`NARROW_SUM` for each narrow term.
 
         Raises:
             KeyError: no tolerance is declared for the dtype.
@@ -451,17 +452,17 @@ class Operator(Generic[Reference]):
         return Tolerance(given.rtol, given.atol + summed * (math.sqrt(terms / FEW_TERMS) - 1))
 
     def most_mean_error(self, args: tuple[Any, ...]) -> float:
-        """The accepted mean error of a call's results in a half type; narrow sums in float16 are off by more."""
+        """Return the accepted mean error of a call's results in a half type; narrow float16 sums have larger errors."""
         narrow = self.narrow_terms is not None and self.narrow_terms(*args) > 0
         return max(SEVERAL_ROUNDINGS, self.mean_error) if narrow else self.mean_error
 
     def stay(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """The tensors of a call that are weights; ``args`` as :meth:`bind` returns them."""
+        """Return the tensors of a call that are weights; ``args`` as :meth:`bind` returns them."""
         values = dict(zip(self.parameters, args, strict=True))
         return tuple(values[name] for name in self.weights if isinstance(values[name], torch.Tensor))
 
     def written(self, args: tuple[Any, ...]) -> dict[str, tuple[Access, torch.Tensor]]:
-        """The tensors that this call may write, by parameter name; ``args`` as :meth:`bind` returns them."""
+        """Return the tensors that this call may write, by parameter name; ``args`` as :meth:`bind` returns them."""
         values = dict(zip(self.parameters, args, strict=True))
         found = {}
         for name, write in self.writes.items():

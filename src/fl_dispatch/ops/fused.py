@@ -1,7 +1,7 @@
-"""Operators that do at once what two others do one after the other, with the same results.
+"""Operators that fuse two others and give the same results.
 
-The result of a norm or a gated activation is quantized, so that it never lies in memory; it has been rounded to its
-dtype before. Keys that are rotated are written into the cache.
+The result of a norm or a gated activation is rounded to its dtype and quantized, without being stored in between.
+Rotated keys are written into the cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SETTLED = {
     torch.float16: Tolerance(5e-4, 1e-12),
     torch.bfloat16: Tolerance(4e-3, 1e-12),
 }
-"""Samples have numbers that every right implementation quantizes alike; a scale has the rounding of what it is from."""
+"""Tolerances: every right implementation quantizes the samples alike; a scale is rounded like its input."""
 
 
 def _quantized(rows: Tensor, width: int, dtype: str, group_size: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def rms_norm_quantize(
         residual: same shape and dtype as ``x``, or ``None``. May be overwritten.
         weight: ``[hidden]``, or ``None`` for one.
         epsilon: added to the mean square.
-        group_size, scale: as ``quantize`` has them.
+        group_size, scale: see ``quantize``.
 
     Returns:
         ``q``, shape of ``x``, and its scales, see ``quantize``; with a residual ``(x + residual, q, scales)``.
@@ -155,7 +155,7 @@ def _gated_work(x: Tensor) -> Work:
 
 def _gated_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     for name, largest in LARGEST.items():
-        source = quantized.Settled(dtype, device, generator, getattr(torch, name), largest)
+        source = quantized.TieFree(dtype, device, generator, getattr(torch, name), largest)
 
         def sample(label: str, x: Tensor, *rest: object, serving: bool = True, name: str = name) -> Sample:
             return Sample(f"{name}, {label}", (x, name, *rest), serving)
@@ -194,7 +194,7 @@ def silu_and_mul_quantize(
     Args:
         x: ``[..., 2 * width]``, floating point.
         dtype: ``"int8"`` or ``"float8_e4m3fn"``.
-        group_size, scale: as ``quantize`` has them.
+        group_size, scale: see ``quantize``.
 
     Returns:
         ``q``, ``[..., width]``, contiguous; and its scales, see ``quantize``.
@@ -237,7 +237,7 @@ def _written_slots(key: Tensor, key_cache: Tensor, value_cache: Tensor, slot_map
     hints=("may_skip",),
     writes={"key_cache": STATE, "value_cache": STATE},
     small_state=SmallState(_in_small_caches, _written_slots),
-    modes=frozenset({Mode.EAGER}),  # a view's first results are what it writes
+    modes=frozenset({Mode.EAGER}),  # a view's first results are the arguments that it writes
     fake=_rotation_fake,
     samples=rotated.samples,
     probes=rotated.probes,
@@ -265,16 +265,16 @@ def rotary_embedding_kv_cache_write(
     value_scale: float | None = None,
     may_skip: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``rotary_embedding``, not in place, and then ``kv_cache_write`` of the rotated keys.
+    """``rotary_embedding``, not in place, followed by ``kv_cache_write`` of the rotated keys.
 
     Args:
         query: ``[tokens, heads, head_dim]``, floating point, only read.
         key: ``[tokens, kv_heads, head_dim]``, dtype of ``query``, only read.
         value: ``[tokens, kv_heads, value_dim]``, dtype of ``query``, any strides.
-        cos, sin, position_ids, rotary_interleaved: as ``rotary_embedding`` has them.
-        key_cache, value_cache: as ``kv_cache_write`` has them, but not in int8. The addressed slots are overwritten.
-        slot_mapping: ``[at most tokens]``, int64. Tokens beyond it are padding, which is rotated and not written.
-        key_scale, value_scale, may_skip: as ``kv_cache_write`` has them.
+        cos, sin, position_ids, rotary_interleaved: see ``rotary_embedding``.
+        key_cache, value_cache: see ``kv_cache_write``, but not in int8. The addressed slots are overwritten.
+        slot_mapping: ``[at most tokens]``, int64. Tokens beyond it are padding, and are rotated but not written.
+        key_scale, value_scale, may_skip: see ``kv_cache_write``.
 
     Returns:
         ``(query, key)`` rotated, shapes and dtypes of the inputs, contiguous.

@@ -1,4 +1,4 @@
-"""A product with weights for the few rows of decoding, together with the norm before it and the gate behind it."""
+"""A product with weights for the few rows of decoding, fused with the norm before it and the gate after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCES = {
     torch.float16: Tolerance(4e-3, 2e-3),
     torch.bfloat16: Tolerance(3.2e-2, 2e-2),
 }
-"""Twice those of one product: the normalized row and both halves of a gated product may be rounded, or not."""
+"""Twice the tolerances of one product, because the normalized row and both gated halves may or may not be rounded."""
 
 
 def _fake(x: Tensor, weight: Tensor, residual: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
@@ -142,18 +142,18 @@ def fused_linear(
     epsilon: float = 1e-6,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm``, then ``linear`` or ``weight_only_linear``, then ``silu_and_mul``; the first and the last if asked.
+    """Optional ``rms_norm``, then ``linear`` or ``weight_only_linear``, then optional ``silu_and_mul``.
 
-    The normalized row and the product before the gate are rounded to the dtype of ``x``, or not.
+    An implementation may round the normalized row and the product before the gate to the dtype of ``x``.
 
     Args:
         x: ``[..., inner]``, floating point, only read.
-        weight: ``[columns, inner]``, dtype of ``x``; or as ``weight_only_linear`` has it.
+        weight: ``[columns, inner]``, dtype of ``x``; or see ``weight_only_linear``.
         scale: ``[columns, groups]`` or ``[1, 1]``, dtype of ``x`` or float32; ``None`` for a weight of that dtype.
-        zero: as ``weight_only_linear`` has it.
+        zero: see ``weight_only_linear``.
         bias: ``[columns]``, dtype of ``x``, or ``None``.
-        norm_weight: ``[inner]``, dtype of ``x``: rows are normalized before the product; ``None``: they are not.
-        residual: same shape and dtype as ``x``, added to it first, or ``None``. Only read.
+        norm_weight: ``[inner]``, dtype of ``x``; ``None`` for a product without the norm.
+        residual: same shape and dtype as ``x``, added to ``x`` first, or ``None``. Only read.
         epsilon: added to the mean square.
         gated: whether the result is SiLU of the first half of the columns times the second half.
 

@@ -14,7 +14,7 @@ from .inputs.source import Source
 
 
 def products(x: Tensor, weight: Tensor) -> Tensor:
-    """A number for each row and column, without its value."""
+    """Return an empty result with one number for each row and column."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -63,9 +63,9 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     work=_work,
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product with weights: ``y = x @ weight.T + bias``, as ``torch.nn.functional.linear`` has it.
+    """A product with weights: ``y = x @ weight.T + bias``, as in ``torch.nn.functional.linear``.
 
-    Products are summed as PyTorch is set to sum them, or in float32, and rounded once.
+    Products are summed with PyTorch's current settings, or in float32, and rounded once.
 
     Args:
         x: ``[..., inner]``, floating point.

@@ -1,13 +1,13 @@
 """Products with the low-rank factors of adapters (LoRA; Hu et al., arXiv 2106.09685), many adapters in one batch.
 
-A layer has a slot for each adapter in memory: its factors ``down`` and ``up``; their product is added to the weights.
-A merged layer, such as that of queries, keys and values, has up to :data:`PARTS` of such pairs: *parts*.
+A layer has a slot for each adapter in memory with its factors ``down`` and ``up``; their product is added to the
+weights. A merged layer, such as that of queries, keys and values, has up to :data:`PARTS` such pairs: *parts*.
 
-All four tensors of the mapping assign adapters to tokens, each in the form that some implementation needs.
-They are as large for every batch, so that captured graphs read those of the batch at hand.
+All four tensors of the mapping assign adapters to tokens, each in a form that some implementation needs. Their sizes do
+not depend on the batch, so that captured graphs read the current batch's mapping.
 
-References multiply every slot, and each token takes its own, so a graph holds them: nothing depends on the mapping but
-values. A slot with factors that are not finite reaches no token of another adapter.
+References multiply with every slot, and each token selects its result, so a graph can hold them: only values depend on
+the mapping. A slot with factors that are not finite does not affect tokens of other adapters.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SLOTS = 4
 
 
 def mapping(adapters: Sequence[int], slots: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of a mapping: ``adapters``, ``order``, ``starts`` and ``active``.
+    """Return the tensors of a mapping: ``adapters``, ``order``, ``starts`` and ``active``.
 
     Args:
         adapters: the slot of each token's adapter, -1 for none.
-        slots: of a layer.
-        device: of the first three.
+        slots: number of slots of a layer.
+        device: device of the first three tensors.
     """
     of_tokens = torch.tensor(adapters, dtype=torch.int32)
     ordered, order = of_tokens.where(of_tokens >= 0, slots).sort(stable=True)
@@ -57,12 +57,12 @@ def mapping(adapters: Sequence[int], slots: int, device: torch.device) -> tuple[
 
 
 def given(*parts: Tensor | None) -> list[Tensor]:
-    """The factors of a call's parts."""
+    """Return the factors of a call's parts."""
     return [part for part in parts if part is not None]
 
 
 def _used(starts: Tensor) -> tuple[int, int]:
-    """Tokens that have an adapter, and adapters that have a token."""
+    """Return the number of tokens with an adapter, and the number of adapters with a token."""
     counts = starts.diff()
     return int(counts.sum()), int((counts > 0).sum())
 
@@ -153,19 +153,19 @@ def lora_shrink(
 ) -> Tensor:
     """Rows times the first factor of their adapters: ``out[part, token] = scale * down[adapter] @ x[token]``.
 
-    Products are summed in float32 at least. Rows of tokens without an adapter stay as they are.
+    Products are summed at least in float32. Rows of tokens without an adapter stay unchanged.
 
     Args:
         x: ``[tokens, inner]``, floating point.
-        out: ``[parts, tokens, rank]``, floating point, usually float32. Overwritten where a token has an adapter;
+        out: ``[parts, tokens, rank]``, floating point, usually float32. Rows of tokens with an adapter are overwritten;
             shares no memory with another argument.
         down: ``[slots, rank, inner]``, dtype of ``x``.
         adapters: ``[tokens]``, int32: the slot of each token's adapter, -1 for none.
-        order: ``[tokens]``, int32: the tokens, by slot; those without an adapter last.
-        starts: ``[slots + 1]``, int32: place in ``order`` of each slot's first token, and the end of the last one's.
-        active: ``[1]``, int32, in host memory: adapters in the batch; 0 if there is nothing to do.
+        order: ``[tokens]``, int32: the tokens sorted by slot; those without an adapter last.
+        starts: ``[slots + 1]``, int32: index in ``order`` of each slot's first token, and the end of the last slot's.
+        active: ``[1]``, int32, in host memory: number of adapters in the batch; 0 if there is nothing to do.
         scale: a factor of the products.
-        down_2, down_3: of the other parts, same shape as ``down``, or ``None``.
+        down_2, down_3: factors of the other parts, same shape as ``down``, or ``None``.
 
     Returns:
         ``out``.
@@ -275,17 +275,17 @@ def lora_expand(
 ) -> Tensor:
     """Add rows times the second factor of their adapters: ``y[token] += up[adapter] @ products[part, token]``.
 
-    The columns of the parts lie side by side, from ``offset`` on. Rows of tokens without an adapter, and other columns,
-    stay as they are. An implementation may round ``products`` to the dtype of ``up``.
+    The columns of the parts are adjacent, from ``offset`` on. Rows of tokens without an adapter, and other columns,
+    stay unchanged. An implementation may round ``products`` to the dtype of ``up``.
 
     Args:
         y: ``[tokens, columns]``, floating point. Overwritten; shares no memory with another argument.
-        products: ``[parts, tokens, rank]``, floating point, as :data:`lora_shrink` wrote them, say. Rows of tokens
+        products: ``[parts, tokens, rank]``, floating point, for example from :data:`lora_shrink`. Rows of tokens
             without an adapter may hold anything.
         up: ``[slots, width, rank]``, floating point.
         adapters, order, starts, active: see :data:`lora_shrink`.
         offset: the first part's first column.
-        up_2, up_3: of the other parts, ``[slots, their width, rank]``, or ``None``.
+        up_2, up_3: factors of the other parts, ``[slots, their width, rank]``, or ``None``.
 
     Returns:
         ``y``.

@@ -1,11 +1,11 @@
 """Multi-head latent attention: its two forms, over a paged latent cache and over multi-head keys and values.
 
-DeepSeek-V2 (arXiv 2405.04434) caches one latent row a token instead of keys and values: ``kv_lora_rank`` elements from
-which both are projected, and a rotary part that every head shares. Decoding absorbs the projections into the query and
-the output, so all heads attend over the latent itself; a prefill projects keys and values first, which costs fewer
+DeepSeek-V2 (arXiv 2405.04434) caches one latent row per token instead of keys and values: ``kv_lora_rank`` elements
+from which both are projected, and a rotary part that all heads share. Decoding absorbs the projections into the query
+and the output, so all heads attend over the latent rows. A prefill projects keys and values first, which costs fewer
 operations for long queries. The cache is written by ``kv_cache_write`` with one key-value head: the latent as key, the
-rotary part as value, and two views of the cache. A cache in float8_e4m3fn has one scale for whole rows, which a write
-gets for both. Prefill has no cache: who reads cached rows for it multiplies them by that scale.
+rotary part as value, and two views of the cache. A float8_e4m3fn cache has one scale for whole rows, passed to a write
+as both scales. Prefill reads no cache: its caller multiplies cached rows by that scale.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .inputs import latent, shapes
 
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
 LATENT_SCALES = ("cache_scale",)
-"""Parameters that a call of ``mla_decode`` gives with a cache in fp8."""
+"""Parameters that a call of ``mla_decode`` passes with an fp8 cache."""
 
 
 def _visible_pairs(queries: Sequence[int], keys: Sequence[int], causal: bool) -> int:
-    """Pairs of a query and a key that it sees, over all requests; the last query stands at the last key."""
+    """Return the pairs of a query and a key that it sees, over all requests; the last query is at the last key."""
     pairs = 0
     for rows, length in zip(queries, keys, strict=True):
         seen = (max(0, length - rows + row + 1) for row in range(rows))
@@ -34,7 +34,7 @@ def _visible_pairs(queries: Sequence[int], keys: Sequence[int], causal: bool) ->
 
 
 def latent_result(query: Tensor, kv_lora_rank: int, out: Tensor | None) -> Tensor:
-    """The latent part for each query, without numbers."""
+    """Return an empty result with the latent part for each query."""
     return query.new_empty((*query.shape[:2], kv_lora_rank)) if out is None else out
 
 
@@ -83,7 +83,7 @@ def mla_decode(
     query_start_loc_host: Sequence[int] | None = None,
     seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
-    """Latent attention in its absorbed form: all heads attend over the paged latent cache itself.
+    """Latent attention in its absorbed form: all heads attend over the paged latent cache.
 
     Query ``i`` of a request stands at ``seq_len - query_len + i``, and the cache already holds the new tokens. The
     score of a token is ``scale`` times the product of the query with its whole latent row; the value is the first
@@ -91,30 +91,29 @@ def mla_decode(
 
     Args:
         query: ``[tokens, heads, kv_lora_rank + rope_dim]``, floating point: the query of each head, multiplied by the
-            key projection, then its rotary part. With ``query_rope`` without that part.
+            key projection, then its rotary part, unless ``query_rope`` is given.
         kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides. Slots that hold no token of
             a request may hold anything, NaN included.
-        block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries behind the last needed
+        block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries after the last needed
             block may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.
-        seq_lens: ``[requests]``, int32: cached tokens of each request, the new ones included.
+        seq_lens: ``[requests]``, int32: number of cached tokens of each request, including the new ones.
         max_query_len: largest number of new tokens of a request, or more.
         max_seq_len: largest of ``seq_lens``, or more.
-        scale: factor of the scores; that of the model's unabsorbed head dimension.
+        scale: factor of the scores, from the model's unabsorbed head dimension.
         kv_lora_rank: length of the latent part of a row.
-        out: ``[tokens, heads, kv_lora_rank]``, or ``None`` for a new tensor. Overwritten, but for rows that no request
+        out: ``[tokens, heads, kv_lora_rank]``, or ``None`` for a new tensor. Overwritten, except rows that no request
             covers.
-        causal: a query sees no token behind its own position.
-        cache_scale: of a cache in float8_e4m3fn: a row is ``cache_scale * stored``; ``None`` for a cache of another
-            dtype.
+        causal: whether a query sees no token after its own position.
+        cache_scale: scale of a float8_e4m3fn cache: a row is ``cache_scale * stored``; ``None`` for other dtypes.
         query_rope: ``[tokens, heads, rope_dim]``, dtype of ``query``, a view in any strides: the rotary part, if
-            ``query`` has not got it.
+            ``query`` lacks it.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
         seq_lens_host: hint: the numbers in ``seq_lens``, for kernels that take them as integers.
 
     Returns:
-        ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` where given. Rows that see no cached token are
-        unspecified, and so are those that no request covers, in a new tensor.
+        ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` if given. Rows that see no cached token are
+        unspecified, and in a new tensor also rows that no request covers.
     """
     keys = kv_cache.unsqueeze(2)
     return paged_attention.reference(
@@ -194,16 +193,16 @@ def mla_prefill(
         max_query_len: largest number of queries of a request, or more.
         max_key_len: largest number of keys of a request, or more.
         scale: factor of the scores.
-        out: ``[tokens, heads, value_dim]``, or ``None`` for a new tensor. Overwritten, but for rows that no request
+        out: ``[tokens, heads, value_dim]``, or ``None`` for a new tensor. Overwritten, except rows that no request
             covers.
-        causal: the last query of a request stands at its last key, and a query sees no key behind its own position.
+        causal: whether a query sees no key after its own position; a request's last query is at its last key.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
         key_start_loc_host: hint: the numbers in ``key_start_loc``, for kernels that take them as integers.
 
     Returns:
-        ``(out, lse)``: ``[tokens, heads, value_dim]`` in the dtype of ``query``, ``out`` where given, and the
-        log-sum-exp of the scores, ``[heads, tokens]``, float32 (float64 for float64). A row that sees no key has zero
-        and minus infinity. Rows that no request covers are unspecified.
+        ``(out, lse)``: ``[tokens, heads, value_dim]`` in the dtype of ``query``, ``out`` if given, and the log-sum-exp
+        of the scores, ``[heads, tokens]``, float32 (float64 for float64). A row that sees no key has zero and minus
+        infinity. Rows that no request covers are unspecified.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=wide)
@@ -216,14 +215,14 @@ def mla_prefill(
         step = max(1, SCORES_AT_ONCE // max(1, query.shape[1] * len(keys)))
         for row in range(begin, end, step):
             rows = slice(row, min(row + step, end))
-            # The position of the request's last query is that of its last key.
+            # A request's last query is at the position of its last key.
             places = torch.arange(rows.start, rows.stop, device=keys.device) - end + len(keys)
             scores = torch.einsum("qhd,khd->hqk", query[rows].to(wide), keys) * scale
             if causal:
                 hidden = torch.arange(len(keys), device=keys.device) > places[:, None]
                 scores = scores.masked_fill(hidden, float("-inf"))
             lse[:, rows] = scores.logsumexp(dim=-1)
-            # A row that sees nothing has scores of -inf only, and a sum of -inf: its weights are zero, not undefined.
+            # A row that sees nothing has only scores of -inf, and a sum of -inf: its weights are zero, not undefined.
             weights = torch.exp(scores - lse[:, rows, None].clamp_min(torch.finfo(wide).min))
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
     return out, lse

@@ -32,9 +32,9 @@ from .inputs.source import Source
 
 OUTPUT = MappingProxyType({"out": Write(Access.OUTPUT)})
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
-# An implementation may round between its two products: that is an error of 0.6 units of roundoff times the size of a
-# result (below one in the samples), and four to five times as much in the worst of thousands of elements. In float32
-# the products sum thousands of terms.
+# An implementation may round between its two products. The error is 0.6 units of roundoff times the size of a result
+# (below one in the samples), and four to five times as much in the worst of thousands of elements. In float32 the
+# products sum thousands of terms.
 TOLERANCES = MappingProxyType(
     {
         **STANDARD_TOLERANCE,
@@ -46,7 +46,7 @@ TOLERANCES = MappingProxyType(
 Product = Callable[[int, Tensor], Tensor]
 """An expert and its rows → the product, at least float32."""
 CHAIN = 1.5
-"""The mean error of a chain of kernels, each of which may round."""
+"""The mean error of a chain of kernels that may each round."""
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": activations.silu_and_mul.reference,
     "gelu": activations.gelu_and_mul.reference,
@@ -57,7 +57,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh_no_mul": partial(activations.gelu.reference, approximate="tanh"),
     "relu2_no_mul": activations.relu2.reference,
 }
-"""The activation of an expert by name; those without a gate end with ``_no_mul``."""
+"""The activation of an expert by name; names without a gate end with ``_no_mul``."""
 PLAIN_ACTIVATIONS = tuple(name for name in ACTIVATIONS if name.endswith("_no_mul"))
 GATED_ACTIVATIONS = tuple(name for name in ACTIVATIONS if name not in PLAIN_ACTIVATIONS)
 
@@ -66,7 +66,7 @@ GATED_ACTIVATIONS = tuple(name for name in ACTIVATIONS if name not in PLAIN_ACTI
 
 
 def aligned_blocks(pairs: int, block_size: int, num_experts: int) -> int:
-    """The most blocks that :data:`moe_align_block_size` needs: every expert that is chosen fills up its last block."""
+    """Return the most blocks that :data:`moe_align_block_size` needs: every chosen expert pads its last block."""
     return (pairs + min(pairs, num_experts) * (block_size - 1)) // block_size
 
 
@@ -116,7 +116,7 @@ def _align_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 
 
 def _local(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """The expert of each pair as numbered on this rank, flat, int64; -1 where there is none."""
+    """Return the expert of each pair as numbered on this rank, flat, int64; -1 for experts of other ranks."""
     ids = topk_ids.flatten().long()
     if expert_map is None:
         return ids
@@ -134,24 +134,24 @@ def _local(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
 def moe_align_block_size(
     topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort (token, choice) pairs by expert and fill each expert up to whole blocks, for a grouped matrix product.
+    """Sort (token, choice) pairs by expert and pad each expert to whole blocks, for a grouped matrix product.
 
-    Pair ``token * topk + choice`` goes to expert ``topk_ids[token, choice]``. Pairs of a negative expert, or of one
-    that ``expert_map`` sends to -1, get no place. The result's sizes depend on shapes alone:
-    ``blocks = (pairs + min(pairs, num_experts) * (block_size - 1)) // block_size``, which is always enough.
+    Pair ``token * topk + choice`` goes to expert ``topk_ids[token, choice]``. Pairs with a negative expert, or one that
+    ``expert_map`` maps to -1, get no place. The result's sizes depend on shapes alone: ``blocks = (pairs + min(pairs,
+    num_experts) * (block_size - 1)) // block_size``, which is always enough.
 
     Args:
         topk_ids: ``[tokens, topk]``, int32 or int64.
         block_size: pairs in a block.
-        num_experts: how many experts ``topk_ids`` may name.
+        num_experts: number of experts that ``topk_ids`` may name.
         expert_map: ``[num_experts]``, int32: the number that an expert has on this rank, -1 for one of another rank; or
             ``None`` for the same numbers.
 
     Returns:
-        ``sorted_token_ids``, ``[blocks * block_size]``, int32: pairs, in ascending order of their expert's number on
-        this rank and then of their own; free places hold the number of pairs. ``expert_ids``, ``[blocks]``, int32: the
-        expert of each block as numbered on this rank; -1 for blocks behind the last one in use.
-        ``num_tokens_post_padded``, ``[1]``, int32: places up to there.
+        ``sorted_token_ids``, ``[blocks * block_size]``, int32: pairs, sorted by their expert's number on this rank and
+        then by their own; padding holds the number of pairs. ``expert_ids``, ``[blocks]``, int32: the expert of each
+        block as numbered on this rank; -1 for unused blocks at the end. ``num_tokens_post_padded``, ``[1]``, int32:
+        places in used blocks.
     """
     pairs, device = topk_ids.numel(), topk_ids.device
     blocks = aligned_blocks(pairs, block_size, num_experts)
@@ -216,7 +216,7 @@ def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
         out: ``[tokens, hidden]``, dtype of ``x``, or ``None`` for a new tensor. Overwritten.
 
     Returns:
-        ``[tokens, hidden]``, dtype of ``x``: ``out`` where given.
+        ``[tokens, hidden]``, dtype of ``x``: ``out`` if given.
     """
     total = x.to(torch.promote_types(x.dtype, torch.float32)).sum(dim=1).to(x.dtype)
     return total if out is None else out.copy_(total)
@@ -226,7 +226,7 @@ def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def empty_mixture(hidden_states: Tensor, out: Tensor | None) -> Tensor:
-    """The result of a mixture, without numbers."""
+    """Return an empty result of a mixture."""
     return hidden_states.new_empty(hidden_states.shape) if out is None else out
 
 
@@ -246,7 +246,7 @@ def experts(**declaration: Any) -> Callable[[Reference], Operator[Reference]]:
 
 
 def read_experts(topk_ids: Tensor, expert_map: Tensor | None) -> tuple[int, int]:
-    """The choices that this rank computes, and how many experts they name."""
+    """Return the choices that this rank computes, and the number of distinct experts among them."""
     local = topk_ids[topk_ids >= 0].long()
     if expert_map is not None:
         local = expert_map[local]
@@ -312,9 +312,9 @@ def mixture(
     second: Product,
     activations: Mapping[str, Callable[[Tensor], Tensor]] = ACTIVATIONS,
 ) -> Tensor:
-    """The experts of each token, expert by expert, with the two products given as functions.
+    """Compute the experts of each token, expert by expert, with the two products given as functions.
 
-    Waits for the device once, for their loads.
+    Waits for the device once, to read the experts' loads.
     """
     if activation not in activations:
         raise NotImplementedError(f"activation '{activation}'")
@@ -330,7 +330,7 @@ def mixture(
         tokens, weight = pairs // topk_ids.shape[1], weights[pairs, None]
         x = hidden_states[tokens].to(wide)
         y = second(expert, activations[activation](first(expert, x * weight if apply_router_weight_on_input else x)))
-        # A token has an expert once, so no two rows of one addition meet and the order of the sum is fixed.
+        # A token has an expert once, so rows of one addition are distinct and the order of the sum is fixed.
         total.index_add_(0, tokens, y if apply_router_weight_on_input else y * weight)
     result = total.to(hidden_states.dtype)
     return result if out is None else out.copy_(result)
@@ -352,13 +352,13 @@ def fused_moe(
 ) -> Tensor:
     """The experts of each token and the weighted sum of their outputs (Shazeer et al., arXiv 1701.06538).
 
-    Expert ``e`` computes ``w2[e] @ act(w13[e] @ x + w13_bias[e]) + w2_bias[e]``. A choice with a negative number, or
-    of an expert that ``expert_map`` sends to -1, adds nothing.
+    Expert ``e`` computes ``w2[e] @ act(w13[e] @ x + w13_bias[e]) + w2_bias[e]``. A choice with a negative number, or of
+    an expert that ``expert_map`` maps to -1, adds nothing.
 
     Activations of a gated expert, with the rows of the gate and then those of ``up`` in ``w13``: ``"silu"``,
-    ``"gelu"``, ``"gelu_tanh"``: ``act(gate) * up``. ``"swigluoai"``, with alternating rows, gate first:
-    ``gate * sigmoid(1.702 * gate) * (up + 1)``, the gate at most 7 and ``up`` between -7 and 7. For an expert without a
-    gate: ``"silu_no_mul"``, ``"gelu_no_mul"``, ``"gelu_tanh_no_mul"``, ``"relu2_no_mul"`` (the square of ``relu``).
+    ``"gelu"``, ``"gelu_tanh"``: ``act(gate) * up``. ``"swigluoai"``, with alternating rows, gate first: ``gate *
+    sigmoid(1.702 * gate) * (up + 1)``, the gate at most 7 and ``up`` between -7 and 7. For an expert without a gate:
+    ``"silu_no_mul"``, ``"gelu_no_mul"``, ``"gelu_tanh_no_mul"``, ``"relu2_no_mul"`` (the square of ``relu``).
 
     Args:
         hidden_states: ``[tokens, hidden]``, floating point.
@@ -366,8 +366,8 @@ def fused_moe(
         w2: ``[local experts, hidden, inner]``, dtype of ``hidden_states``.
         topk_weights: ``[tokens, topk]``, floating point, usually float32.
         topk_ids: ``[tokens, topk]``, int32 or int64: the experts of a token, each at most once.
-        activation: see above; ``NotImplementedError`` for another one.
-        apply_router_weight_on_input: the weight is a factor of the expert's input, not of its output.
+        activation: see above; others raise ``NotImplementedError``.
+        apply_router_weight_on_input: whether the weight multiplies the expert's input, not its output.
         expert_map: ``[experts]``, int32: the number that an expert has on this rank, -1 for one of another rank; or
             ``None`` for the same numbers.
         w13_bias: ``[local experts, rows of w13]``, or ``None``.
@@ -376,7 +376,7 @@ def fused_moe(
             input.
 
     Returns:
-        Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
+        Shape and dtype of ``hidden_states``: ``out`` if given. With several ranks a partial sum.
     """
 
     def product(weight: Tensor, bias: Tensor | None) -> Product:

@@ -1,4 +1,4 @@
-"""Functions that name what they look at: a helper of a declaration, or a ``supports``, takes some of the parameters."""
+"""Functions that name their parameters: helpers of a declaration, and ``supports``, take a subset by name."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ NEAR = 0.8
 def names_of(
     function: Callable[..., Any], operands: Sequence[str], hints: Sequence[str] = ()
 ) -> tuple[str, ...] | None:
-    """The declared parameters that a function names, in its own order.
+    """Return the declared parameters that a function names, in its own order.
 
     Args:
         function: a helper or a ``supports``.
-        operands: the declared parameters in order, hints excepted.
+        operands: the declared parameters in order, without hints.
         hints: further names that it may have.
 
     Returns:
-        The names, or ``None`` where the function takes all operands in order: it takes ``*args``, has names of its own
-        for as many parameters, or has no signature that can be read.
+        The names, or ``None`` if the function takes all operands in order: it takes ``*args``, has the same number of
+        parameters with undeclared names, or has no readable signature.
 
     Raises:
-        TypeError: it requires a parameter that is not declared, misspells one, or would get another's argument by a
+        TypeError: the function requires an undeclared parameter, misspells one, or would get another's argument under a
             declared name.
     """
     try:
@@ -54,9 +54,9 @@ def names_of(
 
 
 def of_arguments(function: Callable[..., Any], declared: Mapping[str, Parameter]) -> Callable[..., Any]:
-    """A function of the declared parameters, in order, that passes on those that ``function`` names.
+    """Return a function of the declared parameters, in order, that passes on those that ``function`` names.
 
-    Arguments left out at the end are at their defaults.
+    Omitted last arguments have their defaults.
 
     Raises:
         TypeError: see :func:`names_of`; or the function takes neither its names nor all arguments in order.
@@ -95,7 +95,7 @@ def _with_keywords(
 
 
 def _binds(function: Callable[..., Any], count: int) -> bool | None:
-    """Whether a function takes ``count`` arguments in order; ``None`` where its signature cannot be read."""
+    """Whether a function takes ``count`` arguments in order; ``None`` if its signature cannot be read."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -111,7 +111,7 @@ def _refuse_moved(names: Sequence[str], operands: Sequence[str], own: Sequence[s
     """Raise :class:`TypeError` if a function that would get all operands in order names one at another place.
 
     Args:
-        own: names that are not declared; none if the function takes ``*args``.
+        own: undeclared names; empty if the function takes ``*args``.
     """
     for place, name in zip(operands, names, strict=False):
         if name not in operands or name == place:

@@ -1,7 +1,7 @@
 """Normalization operators.
 
-References round as vLLM's own native operators do, so that a model gives the same tokens. With a residual they take the
-sum in float32 and normalize the *unrounded* sum; the returned sum is rounded to the input dtype.
+References round as vLLM's native operators do, so that a model gives the same tokens. With a residual they add in
+float32 and normalize the *unrounded* sum; the returned sum is rounded to the input dtype.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _layer_norm_samples(dtype: torch.dtype, device: torch.device, generator: tor
 
 
 def _normalized(x: Tensor, residual: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The sum and its normalization, both in at least float32."""
+    """Return the sum and its normalization, both at least in float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
     return total, total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + epsilon)
@@ -112,7 +112,7 @@ def _result(y: Tensor, total: Tensor, x: Tensor, residual: Tensor | None) -> Ten
         return y
     total = total.to(x.dtype).contiguous()
     if torch.compiler.is_compiling():
-        # Inductor would add the two again in the next norm. It has to have the sum in memory for a view like this.
+        # Inductor would add the two again in the next norm. A view like this forces the sum into memory.
         total = total.as_strided(tuple(total.shape), total.stride())
     return y, total
 
@@ -138,9 +138,9 @@ def rms_norm(
     ``s = x + residual``; ``y = s / sqrt(mean(s * s) + epsilon) * weight`` (Zhang and Sennrich, arXiv 1910.07467).
 
     Args:
-        x: ``[..., hidden]``, floating point. May be overwritten when ``residual`` is given, else it is only read.
+        x: ``[..., hidden]``, floating point. May be overwritten if ``residual`` is given; otherwise only read.
         residual: same shape and dtype as ``x``, or ``None``. May be overwritten.
-        weight: ``[hidden]``, or ``None`` for one.
+        weight: ``[hidden]``, or ``None`` for ones.
         epsilon: added to the mean square.
 
     Returns:
@@ -158,11 +158,10 @@ def rms_norm(
 def gemma_rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMS normalization as Gemma has it: the scale is ``1 + weight``, and it is applied in float32 before the cast
-    back.
+    """RMS normalization of Gemma: the scale is ``1 + weight``, applied in float32 before the cast back.
 
     Args:
-        x: ``[..., hidden]``, floating point. May be overwritten when ``residual`` is given, else it is only read.
+        x: ``[..., hidden]``, floating point. May be overwritten if ``residual`` is given; otherwise only read.
         residual: same shape and dtype as ``x``, or ``None``. May be overwritten.
         weight: ``[hidden]``, the offset from one, or ``None`` for zero.
         epsilon: added to the mean square.
@@ -193,18 +192,18 @@ def rms_norm_gated(
     group_size: int = 0,
     norm_first: bool = True,
 ) -> Tensor:
-    """RMS normalization and the product with an activated gate, as linear-attention and state-space layers end.
+    """RMS normalization and the product with an activated gate, the end of linear-attention and state-space layers.
 
     ``rms_norm(x) * weight * activation(gate)``, or with the gate first ``rms_norm(x * activation(gate)) * weight`` (Dao
-    and Gu, arXiv 2405.21060, section 7.1). All of it is computed in float32 and rounded once.
+    and Gu, arXiv 2405.21060, section 7.1). The computation is in float32, with one rounding.
 
     Args:
         x: ``[..., hidden]``, floating point, any strides.
         gate: shape and dtype of ``x``, any strides.
-        weight: ``[hidden]``, or ``None`` for one.
+        weight: ``[hidden]``, or ``None`` for ones.
         epsilon: added to the mean square.
         activation: ``"silu"`` or ``"sigmoid"``.
-        group_size: elements of the last dimension that have one mean square; 0 for all.
+        group_size: elements of the last dimension that share a mean square; 0 for all.
         norm_first: whether the norm comes before the product with the gate.
 
     Returns:
@@ -239,7 +238,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Args:
         x: ``[..., hidden]``, floating point.
-        weight: ``[hidden]``, or ``None`` for one. May be wider than ``x``.
+        weight: ``[hidden]``, or ``None`` for ones. May be wider than ``x``.
         bias: ``[hidden]``, or ``None`` for zero.
         epsilon: added to the variance.
 

@@ -1,6 +1,6 @@
 """Quantization, and products with quantized weights.
 
-Each operator knows one order of its weights; whoever loads a checkpoint in another order unpacks it once.
+Each operator takes its weights in one order; the loader of a checkpoint in another order reorders them once.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from .linear import products
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
 FP8 = torch.float8_e4m3fn
 FP4 = torch.float4_e2m1fn_x2
-"""Two numbers of e2m1 in a byte, the first one in its low half; PyTorch moves such bytes, and has no arithmetic."""
+"""Two e2m1 numbers per byte, the first in the low half; PyTorch moves such bytes, and has no arithmetic for them."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of e2m1 by the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats 1.0)."""
 LARGEST = MappingProxyType({"int8": 127.0, "float8_e4m3fn": 448.0})
-"""The quantized types, and the magnitude that the largest element of a group gets."""
+"""The quantized types, and the quantized magnitude of a group's largest element."""
 LEAST_SCALE = 1e-10
-"""The scale of a group of zeros, and the least of any."""
+"""The smallest scale, also the scale of a group of zeros."""
 TENSOR = -1
-"""The ``group_size`` of one scale for the whole tensor."""
+"""``group_size`` for one scale of the whole tensor."""
 ROW = 0
-"""The ``group_size`` of one scale a row."""
+"""``group_size`` for one scale per row."""
 EXACT = MappingProxyType(
     dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), Tolerance(1e-6, 1e-14))
 )
 
 
 def groups(inner: int, group_size: int) -> int:
-    """The number of groups of a row."""
+    """Return the number of groups in a row."""
     return -(-inner // group_size) if group_size > 0 else 1
 
 
@@ -56,7 +56,7 @@ def _quantize_work(x: Tensor, group_size: int) -> Work:
 
 def _quantize_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     for name, largest in LARGEST.items():
-        source = quantized.Settled(dtype, device, generator, getattr(torch, name), largest)
+        source = quantized.TieFree(dtype, device, generator, getattr(torch, name), largest)
 
         def sample(label: str, x: Tensor, *rest: object, serving: bool = True, name: str = name) -> Sample:
             return Sample(f"{name}, {label}", (x, name, *rest), serving)
@@ -93,24 +93,22 @@ def _quantize_samples(dtype: torch.dtype, device: torch.device, generator: torch
 def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Symmetric quantization with a scale for each row, each group of a row, or all rows.
 
-    ``q = round(x / scale)``, ties to even, kept within the type's range, where ``scale`` is the largest magnitude over
+    ``q = round(x / scale)``, ties to even, clamped to the type's range. ``scale`` is the largest magnitude divided by
     127 (int8) or 448 (float8_e4m3fn), and at least 1e-10. ``q * scale`` is near ``x``.
 
-    A NaN, or an infinity without a scale that is given, does not vanish: in fp8 ``q`` is NaN there, and a scale that is
-    found among such numbers is NaN or infinite. In int8, which has no NaN, ``q`` is 0 there: a NaN with a scale that is
-    given is lost.
+    A NaN, or an infinity without a given scale, makes the fp8 ``q`` NaN there, and a computed scale NaN or infinite.
+    int8 has no NaN, so ``q`` is 0 there; with a given scale the NaN is lost.
 
     Args:
         x: ``[..., inner]``, floating point.
         dtype: ``"int8"`` or ``"float8_e4m3fn"``.
-        group_size: elements of a row that have a scale in common, the last group may be shorter; 0: the whole row,
-            -1: all rows.
-        scale: ``[1]``, float32: the scale, found before (static quantization); or ``None``. Only with ``group_size``
-            -1.
+        group_size: elements of a row that share a scale; the last group may be shorter. 0 for the whole row, -1 for all
+            rows.
+        scale: ``[1]``, float32: a given scale (static quantization), or ``None``. Only with ``group_size`` -1.
 
     Returns:
-        ``q``, shape of ``x``, contiguous; and the scales, ``[..., groups]``, float32 (float64 for such an ``x``), one
-        for each row in any case.
+        ``q``, shape of ``x``, contiguous; and the scales, ``[..., groups]``, float32 (float64 for such an ``x``), at
+        least one for each row.
     """
     if dtype not in LARGEST:
         raise NotImplementedError(f"quantization to {dtype}")
@@ -128,12 +126,12 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
         scales = (grouped.abs().amax(-1) / largest).clamp(min=LEAST_SCALE)
     quotient = (wide / _spread(scales, inner, group_size)).clamp(-largest, largest)
     if dtype == "int8":
-        quotient = quotient.round().nan_to_num(nan=0.0)  # which a cast leaves to the processor
+        quotient = quotient.round().nan_to_num(nan=0.0)  # a cast leaves this to the processor
     return quotient.to(getattr(torch, dtype)).contiguous(), scales
 
 
 def _spread(scales: Tensor, inner: int, group_size: int) -> Tensor:
-    """Scales of groups, one for each element of the last dimension."""
+    """Expand scales of groups to one for each element of the last dimension."""
     return scales.repeat_interleave(group_size, -1)[..., :inner] if group_size > 0 else scales
 
 
@@ -211,19 +209,19 @@ def scaled_linear(
 ) -> Tensor:
     """A product of quantized rows with quantized weights: ``y = (x * x_scale) @ (weight * weight_scale).T + bias``.
 
-    Products are summed in int32 or float32, those of fp8 also in what matrix units have for them, and the result is
-    rounded once.
+    Products are summed in int32 or float32, fp8 products also in the accumulator format of matrix units, and the result
+    is rounded once.
 
     Args:
         x: ``[..., inner]``, int8 or float8_e4m3fn.
-        x_scale: ``[..., 1]``, float32: a scale a row; ``[..., ceil(inner / block_size)]`` with blocks.
+        x_scale: ``[..., 1]``, float32: a scale per row; ``[..., ceil(inner / block_size)]`` with blocks.
         weight: ``[columns, inner]``, dtype of ``x``.
         weight_scale: ``[columns, 1]`` or ``[1, 1]``, float32; with blocks ``[ceil(columns / block_size), ceil(inner /
             block_size)]``.
         bias: ``[columns]``, floating point, or ``None``.
-        dtype: of the result: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-        block_size: rows and columns of a weight's block that has one scale, and elements of a row of ``x`` that have
-            one; 0: none, see the scales.
+        dtype: the result's dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        block_size: rows and columns of a weight's block that share a scale, and elements of a row of ``x`` that do; 0
+            for no blocks.
 
     Returns:
         ``[..., columns]``, of ``dtype``, or float64 if ``x_scale`` is.
@@ -234,7 +232,7 @@ def scaled_linear(
         product = functional.linear(
             x.to(wide) * _spread(x_scale, inner, block_size), weight.to(wide) * _spread(columns, inner, block_size)
         )
-    else:  # scales of rows and columns stay out of the sum, which is exact for integers
+    else:  # scales of rows and columns stay outside the sum, which is exact for integers
         product = functional.linear(x.to(wide), weight.to(wide)) * x_scale * weight_scale.flatten()
     if bias is not None:
         product = product + bias.to(wide)
@@ -288,7 +286,7 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     fake=products,
     samples=_weight_only_samples,
     shapes=shapes.packed_products,
-    mean_error=SEVERAL_ROUNDINGS,  # kernels that meet many rows round each dequantized weight to the half type
+    mean_error=SEVERAL_ROUNDINGS,  # kernels for many rows round each dequantized weight to the half type
     aliases=("wna16_linear", "w4a16", "w8a16", "awq_gemm", "gptq_gemm", "weight_quant_batchmatmul"),
     terms=row_terms,
     work=_weight_only_work,
@@ -300,10 +298,10 @@ def weight_only_linear(
 
     Args:
         x: ``[..., inner]``, floating point.
-        weight: ``[columns, inner / 2]``, uint8: numbers from 0 to 15, two in a byte, the first one in its low half; or
+        weight: ``[columns, inner / 2]``, uint8: numbers from 0 to 15, two per byte, the first in the low half; or
             float4_e2m1fn_x2, in the same order; or ``[columns, inner]``, int8 or float8_e4m3fn.
-        scale: ``[columns, groups]``, dtype of ``x``; groups of ``inner / groups`` elements.
-        zero: ``[columns, groups]``, int8, or ``None`` for 8 with numbers of 4 bits, and for 0 with others.
+        scale: ``[columns, groups]``, dtype of ``x``; a group has ``inner / groups`` elements.
+        zero: ``[columns, groups]``, int8, or ``None`` for 8 with 4-bit integers, and for 0 otherwise.
         bias: ``[columns]``, dtype of ``x``, or ``None``.
 
     Returns:
@@ -325,7 +323,7 @@ def packs_two(weight: Tensor) -> bool:
 
 
 def unpacked(weight: Tensor) -> Tensor:
-    """Numbers of 4 bits, one an element: uint8, or float32 of float4_e2m1fn_x2; another weight as it is."""
+    """Return 4-bit numbers one per element: uint8, or float32 of float4_e2m1fn_x2; return other weights unchanged."""
     if not packs_two(weight):
         return weight
     stored = weight.view(torch.uint8)
@@ -343,22 +341,23 @@ _EXPONENT = 0x7F800000
 _QUARTER = 1 << 21
 """A quarter of the step from a power of two to the next, in float32's bits."""
 _LEAST = 2.0**-126
-"""The least scale of a group, that of zeros too."""
+"""The smallest scale of a group, also the scale of zeros."""
 ROUNDINGS = MappingProxyType({"int8": 0, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16})
-"""Numbers that rows are rounded to → elements with a scale in common; 0: a row."""
+"""Formats to which rows are rounded → elements that share a scale; 0 for a row."""
 
 
 def rounded(x: Tensor, numbers: str, factor: Tensor | None = None) -> Tensor:
-    """Rows as quantization leaves them, for devices or weights that have no products of such numbers.
+    """Return rows rounded as by quantization, for devices or weights without products of the quantized format.
 
-    A float is multiplied by a scale of few bits, so that every half type has the result; an integer's is rounded to
-    the type.
+    A float is multiplied by a scale of few bits, so that every half type represents the result; an integer's product is
+    rounded to the type.
 
     Args:
         x: ``[..., inner]``, floating point.
         numbers: a name of :data:`ROUNDINGS`. ``"int8"``: see :func:`int8_rows`; ``"mxfp4"`` and ``"mxfp8"``: e2m1 and
             float8_e4m3fn, with a power of two for each group; ``"nvfp4"``: e2m1, with a scale in fp8 for each.
-        factor: of ``"nvfp4"``: ``[1]`` or ``[rows]``, float32. The rows are rounded with it, and keep it.
+        factor: factor of ``"nvfp4"``: ``[1]`` or ``[rows]``, float32. It multiplies the rows before rounding, and stays
+            in the result.
     """
     if numbers == "int8":
         integers, scale = int8_rows(x)
@@ -381,14 +380,14 @@ def rounded(x: Tensor, numbers: str, factor: Tensor | None = None) -> Tensor:
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in integers of 8 bits, and a scale for each: its largest magnitude over 127.5, the half of int8's range."""
+    """Return rows as 8-bit integers, and a scale for each: its largest magnitude over 127.5, half of int8's range."""
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True).div(127.5)
     return (wide / torch.where(scale > 0, scale, 1.0)).round().clamp(-128, 127), scale
 
 
 def _nearest(x: Tensor) -> Tensor:
-    """The nearest numbers of e2m1, ties to even ones."""
+    """Return the nearest e2m1 numbers, ties to even."""
     x = x.clamp(-E2M1[-1], E2M1[-1])
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
@@ -396,6 +395,6 @@ def _nearest(x: Tensor) -> Tensor:
 
 
 def _power(magnitude: Tensor, largest: int) -> Tensor:
-    """A power of two for each magnitude: its own, from 1.75 times on the next, over ``largest``."""
+    """Return a power of two for each magnitude, rounded up from 1.75 times on, divided by ``largest``."""
     bits = magnitude.view(torch.int32)
     return ((bits + _QUARTER) & _EXPONENT).view(torch.float32).div(largest).clamp(min=_LEAST)

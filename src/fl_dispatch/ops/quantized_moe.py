@@ -15,14 +15,14 @@ from .moe import PLAIN_ACTIVATIONS, Product, experts, mixture, read_experts
 from .quantization import FP4, FP8, ROW, TENSOR, quantize, rounded, scaled_linear, weight_only_linear
 
 ScaledLinear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, str, int], Tensor]
-"""As the operator ``scaled_linear``."""
+"""A function with the signature of the operator ``scaled_linear``."""
 NARROW_PAIRS = 32
-"""Pairs of a token and a choice for each expert beyond which the first product of bfloat16 with blocks may be summed
-with fewer bits."""
+"""(token, choice) pairs for each expert beyond which matrix units may sum the first bfloat16 product with blocks in
+fewer bits."""
 QUANTIZED_OTHERWISE = 2**15
 """Narrow terms, together a 16th, allowed for intermediates that round to another quantized number in such a sum. On an
-H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape results were off by 0.0044 of their root mean square, and
-at most by 0.085; the quantization itself is off by 0.044."""
+H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape, results had errors of 0.0044 of their root mean square, and
+at most 0.085; the quantization itself has an error of 0.044."""
 
 
 def _work(
@@ -81,12 +81,12 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
 
 
 def sums_narrow(dtype: torch.dtype, pairs: int, experts: int, block_size: int) -> bool:
-    """Whether the first product of fp8 too may be summed with fewer bits than float32 has.
+    """Whether the first fp8 product, too, may be summed with fewer bits than float32 has.
 
     Args:
-        dtype: of ``hidden_states``.
-        pairs: of a token and a choice; a kernel may count those of as many tokens as the next power of two.
-        experts: that tokens choose from, here or not.
+        dtype: dtype of ``hidden_states``.
+        pairs: (token, choice) pairs; a kernel may count the tokens rounded up to a power of two.
+        experts: number of experts on all ranks.
     """
     return block_size > 0 and dtype is torch.bfloat16 and pairs > NARROW_PAIRS * experts
 
@@ -94,21 +94,21 @@ def sums_narrow(dtype: torch.dtype, pairs: int, experts: int, block_size: int) -
 def _fp8_terms(
     hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, expert_map: Tensor | None, block_size: int
 ) -> int:
-    """Narrow terms of the second product.
+    """Return the narrow terms of the second product.
 
-    The first product's results are near float32; where a kernel sums them narrowly, some are quantized otherwise.
+    The first product's results are near float32; if a kernel sums them narrowly, some are quantized to another number.
     """
     if w2.dtype is not FP8:
         return 0
     experts = len(w13) if expert_map is None else len(expert_map)
     narrow = sums_narrow(
         hidden_states.dtype, 2 * topk_ids.numel(), experts, block_size
-    )  # the most that a kernel counts
+    )  # the most tokens that a kernel counts
     return w2.shape[2] + narrow * QUANTIZED_OTHERWISE
 
 
 def scaled_experts(multiply: ScaledLinear) -> Callable[..., Tensor]:
-    """The operator ``scaled_moe`` around another product of an expert."""
+    """Return the operator ``scaled_moe`` with another product of an expert."""
 
     def scaled_moe(
         hidden_states: Tensor,
@@ -128,35 +128,34 @@ def scaled_experts(multiply: ScaledLinear) -> Callable[..., Tensor]:
         block_size: int = 0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As :data:`fused_moe`, where each product is :data:`quantize` of its rows and then :data:`scaled_linear`.
+        """:data:`fused_moe` with quantized products: :data:`quantize` of the rows, then :data:`scaled_linear`.
 
-        Between the two products numbers are at least float32, because a half type would decide how they are quantized.
-        So matrix units may sum fp8 with fewer bits in the second product, and in the first one where
-        :func:`sums_narrow` says so.
+        Intermediates are at least float32, because rounding to a half type would change their quantization. Matrix
+        units may sum fp8 with fewer bits in the second product, and in the first one if :func:`sums_narrow` allows it.
 
         Args:
             hidden_states: ``[tokens, hidden]``, floating point.
-            w13: ``[local experts, 2 * inner, hidden]``, int8 or float8_e4m3fn, which rows become too; ``[.., inner,
-                ..]`` without a gate.
+            w13: ``[local experts, 2 * inner, hidden]``, int8 or float8_e4m3fn, to which rows are quantized, too; ``[..,
+                inner, ..]`` without a gate.
             w13_scale: ``[local experts, rows of w13, 1]``, float32; with blocks ``[local experts, ceil(rows /
                 block_size), ceil(hidden / block_size)]``.
             w2: ``[local experts, hidden, inner]``, dtype of ``w13``.
             w2_scale: the scale of ``w2``, in the form of ``w13_scale``.
-            topk_weights: as for ``fused_moe``.
-            topk_ids: as for ``fused_moe``.
-            activation: as for ``fused_moe``.
-            apply_router_weight_on_input: as for ``fused_moe``.
-            expert_map: as for ``fused_moe``.
+            topk_weights: see ``fused_moe``.
+            topk_ids: see ``fused_moe``.
+            activation: see ``fused_moe``.
+            apply_router_weight_on_input: see ``fused_moe``.
+            expert_map: see ``fused_moe``.
             w13_bias: ``[local experts, rows of w13]``, floating point, or ``None``.
             w2_bias: ``[local experts, hidden]``, floating point, or ``None``.
-            x13_scale: ``[local experts]``, float32: the scale of the first product's rows, found before; or ``None``,
-                and each row has one, or ``block_size`` elements of it. Only without blocks.
+            x13_scale: ``[local experts]``, float32: a given scale of the first product's rows; with ``None`` each row,
+                or each ``block_size`` elements, get a scale. Only without blocks.
             x2_scale: the scale of the second product's rows, in the form of ``x13_scale``.
-            block_size: as for ``scaled_linear``.
-            out: as for ``fused_moe``.
+            block_size: see ``scaled_linear``.
+            out: see ``fused_moe``.
 
         Returns:
-            Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
+            Shape and dtype of ``hidden_states``: ``out`` if given. With several ranks a partial sum.
         """
         kind = "int8" if w13.dtype is torch.int8 else "float8_e4m3fn"  # verification widens what is not integer
 
@@ -259,10 +258,10 @@ def weight_only_moe(
     x2_factor: Tensor | None = None,
     rounding: str = "",
 ) -> Tensor:
-    """As :data:`fused_moe`, with weights, scales and zero points of :data:`weight_only_linear`.
+    """:data:`fused_moe` with weights, scales and zero points of :data:`weight_only_linear`.
 
-    With ``rounding`` the rows of each product are first rounded as quantization leaves them, those of the second one in
-    float32 at least, because a half type would decide how they are rounded.
+    With ``rounding`` the rows of each product are first rounded as by quantization; the second product's rows are at
+    least float32, because a half type would change their rounding.
 
     Args:
         hidden_states: ``[tokens, hidden]``, floating point.
@@ -271,24 +270,24 @@ def weight_only_moe(
         w13_scale: ``[local experts, rows of w13, groups]``, dtype of ``hidden_states``.
         w2: ``[local experts, hidden, inner / 2]`` or ``[.., inner]``, dtype of ``w13``.
         w2_scale: ``[local experts, hidden, groups]``, dtype of ``w13_scale``.
-        topk_weights: as for ``fused_moe``.
-        topk_ids: as for ``fused_moe``.
-        activation: as for ``fused_moe``.
-        apply_router_weight_on_input: as for ``fused_moe``.
-        expert_map: as for ``fused_moe``.
-        w13_bias: as for ``fused_moe``.
-        w2_bias: as for ``fused_moe``.
+        topk_weights: see ``fused_moe``.
+        topk_ids: see ``fused_moe``.
+        activation: see ``fused_moe``.
+        apply_router_weight_on_input: see ``fused_moe``.
+        expert_map: see ``fused_moe``.
+        w13_bias: see ``fused_moe``.
+        w2_bias: see ``fused_moe``.
         w13_zero: shape of ``w13_scale``, int8, or ``None``, see ``weight_only_linear``.
         w2_zero: shape of ``w2_scale``, int8, or ``None``, see ``weight_only_linear``.
-        out: as for ``fused_moe``.
-        x13_factor: ``[local experts]``, float32: what the rows of the first product are multiplied with before they are
-            rounded to NVFP4; the scales of its weights have the inverse. Or ``None``.
-        x2_factor: the same of the second product.
+        out: see ``fused_moe``.
+        x13_factor: ``[local experts]``, float32, or ``None``: factor of the first product's rows before they are
+            rounded to NVFP4; the scales of its weights include the inverse.
+        x2_factor: the same for the second product.
         rounding: ``"int8"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``, see
-            :func:`~fl_dispatch.ops.quantization.rounded`; or nothing, for rows as they are.
+            :func:`~fl_dispatch.ops.quantization.rounded`; or empty for no rounding.
 
     Returns:
-        Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
+        Shape and dtype of ``hidden_states``: ``out`` if given. With several ranks a partial sum.
     """
 
     def product(

@@ -1,7 +1,7 @@
-"""Layers that keep a state for each request in place of all its keys and values: short convolution, gated delta rule.
+"""Layers with a fixed-size state per request instead of keys and values: short convolution, gated delta rule.
 
-An operator for prompts takes ragged sequences, one for single tokens takes one row a request, as a host divides its
-batch; :mod:`.slots` says what a state is.
+As hosts divide a batch, an operator for prompts takes ragged sequences, and one for single tokens one row per request;
+:mod:`.slots` explains states.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .inputs import recurrent, shapes
 from .slots import TOLERANCES, stateful, states_bytes
 
 LEAST_LENGTH = 1e-6
-"""Added to the square of the length of a query or key."""
+"""Added to the squared length of a query or key."""
 
 
 # -- short convolution ------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def _conv_work(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, s
 
 
 CHUNK = 64
-"""Tokens of a sequence that the delta rule takes at a time."""
+"""Tokens of a sequence that the delta rule processes at a time."""
 
 
 @stateful(
@@ -54,19 +54,20 @@ def causal_conv1d(
 ) -> Tensor:
     """A short convolution of each channel over the tokens of ragged sequences (Gu and Dao, arXiv 2312.00752, 3.4).
 
-    ``y[t] = activation(bias + sum(weight[:, j] * x[t - width + 1 + j] for j in range(width)))``. The inputs
-    before the first token of a sequence are its state.
+    ``y[t] = activation(bias + sum(weight[:, j] * x[t - width + 1 + j] for j in range(width)))``. The inputs before the
+    first token of a sequence are its state.
 
     Args:
         x: ``[tokens, channels]``, floating point, any strides.
         weight: ``[channels, width]``, dtype of ``x``.
         bias: ``[channels]``, dtype of ``x``, or ``None``.
         states: ``[slots, channels, width - 1]``, floating point, a view in any strides: the last inputs of a sequence,
-            the latest one last. Those of the sequences that have tokens are overwritten.
-        state_indices: ``[requests]``, int32: the slot of each sequence. A slot that several name holds any of theirs.
+            the latest one last. States of sequences with tokens are overwritten.
+        state_indices: ``[requests]``, int32: the slot of each sequence. A slot shared by several ends with the state of
+            any.
         query_start_loc: ``[requests + 1]``, int32: first row of each sequence in ``x``, and the end of the last one.
-        has_state: ``[requests]``, bool: whether the slot holds a state already, or ``None`` where all do. Without one
-            the inputs before the first token are zeros, whatever the slot holds, NaN included.
+        has_state: ``[requests]``, bool: whether the slot holds a state already; ``None`` if all do. Without a state the
+            inputs before the first token are zeros, whatever the slot holds, NaN included.
         activation: ``"silu"``, or ``"none"``.
 
     Returns:
@@ -98,15 +99,16 @@ def causal_conv1d_update(
     state_indices: Tensor,
     activation: str = "silu",
 ) -> Tensor:
-    """``causal_conv1d`` of one more token of each sequence.
+    """``causal_conv1d`` for one more token of each sequence.
 
     Args:
         x: ``[requests, channels]``, floating point, any strides.
         weight: ``[channels, width]``, dtype of ``x``.
         bias: ``[channels]``, dtype of ``x``, or ``None``.
         states: ``[slots, channels, width - 1]``, floating point, a view in any strides: the last inputs of a sequence,
-            the latest one last. Those of the requests are overwritten.
-        state_indices: ``[requests]``, int32: the slot of each. A slot that several name holds any of theirs.
+            the latest one last. States of the requests are overwritten.
+        state_indices: ``[requests]``, int32: the slot of each request. A slot shared by several ends with the state of
+            any.
         activation: ``"silu"``, or ``"none"``.
 
     Returns:
@@ -119,7 +121,7 @@ def causal_conv1d_update(
 
 
 def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``inputs`` ``[requests, channels, width - 1 + tokens]`` → ``[requests, channels, tokens]``."""
+    """Convolve ``inputs`` ``[requests, channels, width - 1 + tokens]`` to ``[requests, channels, tokens]``."""
     wide = torch.promote_types(inputs.dtype, torch.float32)
     bias = None if bias is None else bias.to(wide)
     y = functional.conv1d(inputs.to(wide), weight.to(wide)[:, None], bias, groups=len(weight))
@@ -170,7 +172,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """The gated delta rule over ragged sequences (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
 
-    A head's state ``S`` decays, and is corrected by how far it is from giving the value for the key::
+    A head's state ``S`` decays, and is corrected by the difference between the value and its output for the key::
 
         S = exp(-exp(a_log) * softplus(a + dt_bias)) * S
         S = S + k^T (sigmoid(b) * (v - k S))
@@ -184,14 +186,15 @@ def gated_delta_rule(
         key: shape of ``query``, floating point, any strides.
         value: ``[tokens, heads, value_dim]``, floating point, any strides.
         a: ``[tokens, heads]``, floating point, any strides: the decay, before its bias.
-        b: ``[tokens, heads]``, floating point, any strides: how much is corrected, before the sigmoid.
+        b: ``[tokens, heads]``, floating point, any strides: strength of the correction, before the sigmoid.
         a_log: ``[heads]``, floating point.
         dt_bias: ``[heads]``, floating point.
-        states: ``[slots, heads, key_dim, value_dim]``, floating point, a view in any strides. Those of the sequences
-            that have tokens are overwritten.
-        state_indices: ``[requests]``, int32: the slot of each sequence. A slot that several name holds any of theirs.
+        states: ``[slots, heads, key_dim, value_dim]``, floating point, a view in any strides. States of sequences with
+            tokens are overwritten.
+        state_indices: ``[requests]``, int32: the slot of each sequence. A slot shared by several ends with the state of
+            any.
         query_start_loc: ``[requests + 1]``, int32: first row of each sequence, and the end of the last one.
-        has_state: ``[requests]``, bool: whether the slot holds a state already, or ``None`` where all do. Without one
+        has_state: ``[requests]``, bool: whether the slot holds a state already; ``None`` if all do. Without a state
             ``S`` begins as zero, whatever the slot holds, NaN included.
         scale: factor of the queries.
 
@@ -217,10 +220,10 @@ def gated_delta_rule(
 def _chunk(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Some tokens of one sequence at once (Yang et al., arXiv 2412.06464, section 3.3).
+    """Process some tokens of one sequence at once (Yang et al., arXiv 2412.06464, section 3.3).
 
     The corrections ``u`` depend on those of earlier tokens: ``u[i] = beta[i] * (v[i] - k[i] S[i])``, and ``S[i]`` is
-    the decayed first state and the sum of ``k[j]^T u[j]``, decayed since ``j``. That is a triangular system.
+    the decayed first state plus the sum of ``k[j]^T u[j]``, decayed since ``j``. This is a triangular system.
 
     Args:
         state: ``[heads, key_dim, value_dim]``.
@@ -229,11 +232,11 @@ def _chunk(
         log_decay, beta: ``[heads, tokens]``.
 
     Returns:
-        ``[heads, tokens, value_dim]``, and the state behind the last token.
+        ``[heads, tokens, value_dim]``, and the state after the last token.
     """
     total = log_decay.cumsum(1)
     since = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, i, j]: the decay from j to i
-    first = total.exp()[:, :, None]  # that of the first state
+    first = total.exp()[:, :, None]  # the decay of the first state
     among_keys = key @ key.mT * since * beta[:, :, None]
     known = beta[:, :, None] * (value - first * (key @ state))
     corrections = torch.linalg.solve_triangular(among_keys, known, upper=False, unitriangular=True)
@@ -265,19 +268,20 @@ def gated_delta_rule_update(
     state_indices: Tensor,
     scale: float = 1.0,
 ) -> Tensor:
-    """``gated_delta_rule`` of one more token of each sequence.
+    """``gated_delta_rule`` for one more token of each sequence.
 
     Args:
         query: ``[requests, key_heads, key_dim]``, floating point, any strides.
         key: shape of ``query``, floating point, any strides.
         value: ``[requests, heads, value_dim]``, floating point, any strides.
         a: ``[requests, heads]``, floating point, any strides: the decay, before its bias.
-        b: ``[requests, heads]``, floating point, any strides: how much is corrected, before the sigmoid.
+        b: ``[requests, heads]``, floating point, any strides: strength of the correction, before the sigmoid.
         a_log: ``[heads]``, floating point.
         dt_bias: ``[heads]``, floating point.
-        states: ``[slots, heads, key_dim, value_dim]``, floating point, a view in any strides. Those of the requests are
-            overwritten.
-        state_indices: ``[requests]``, int32: the slot of each. A slot that several name holds any of theirs.
+        states: ``[slots, heads, key_dim, value_dim]``, floating point, a view in any strides. States of the requests
+            are overwritten.
+        state_indices: ``[requests]``, int32: the slot of each request. A slot shared by several ends with the state of
+            any.
         scale: factor of the queries.
 
     Returns:
@@ -295,24 +299,24 @@ def gated_delta_rule_update(
 
 
 def sequences(query_start_loc: Tensor) -> list[tuple[int, int, int]]:
-    """Number, first row and end of each sequence that has rows."""
+    """Return number, first row and end of each sequence that has rows."""
     bounds = enumerate(pairwise(query_start_loc.tolist()))
     return [(request, begin, end) for request, (begin, end) in bounds if begin < end]
 
 
 def first_state(states: Tensor, slot: Tensor, has_state: Tensor | None, request: int) -> Tensor:
-    """The state that a sequence begins with."""
+    """Return the initial state of a sequence."""
     return states[slot] if has_state is None or has_state[request] else torch.zeros_like(states[slot])
 
 
 def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The logarithm of the decay, and how much of a difference is corrected, ``[tokens, heads]``."""
+    """Return the logarithm of the decay and the strength of the correction, ``[tokens, heads]``."""
     log_decay = -a_log.to(wide).exp() * functional.softplus(a.to(wide) + dt_bias.to(wide))
     return log_decay, b.to(wide).sigmoid()
 
 
 def _unit(x: Tensor, heads: int, wide: torch.dtype) -> Tensor:
-    """Rows of length one, for every head of the values."""
+    """Return rows of length one, for every head of the values."""
     x = x.to(wide)
     x = x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + LEAST_LENGTH)
     return x.repeat_interleave(heads // x.shape[1], dim=1)

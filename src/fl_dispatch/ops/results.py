@@ -1,4 +1,4 @@
-"""Results against the declaration: number, dtype, shape and strides are as promised, values within the tolerance."""
+"""Check results against the declaration: number, dtype, shape and strides as promised, values within the tolerance."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .declaration import Operator, Tolerance
 
 
 def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
-    """How a result differs from what the declared fake computes for these arguments; empty if it does not.
+    """Return how a result differs from the declared fake's result for these arguments; empty if it does not.
 
-    A result in an argument that the call may write lies as that argument does. Strides of dimensions with one element,
-    and those of empty tensors, are free. Nothing is promised for tensors without strides, nor by a selection.
+    A result in an argument that the call may write has that argument's strides. Strides of dimensions with one element,
+    and of empty tensors, are free. Tensors without strides and selections have no promised strides.
 
     Args:
         operator: the declaration.
         args: all arguments in the declaration's order; only their dtypes, shapes and strides are read.
-        result: what an implementation returned.
+        result: an implementation's result.
     """
     if operator.fake is None or any(isinstance(arg, Tensor) and arg.layout is not torch.strided for arg in args):
         return ""
@@ -48,15 +48,15 @@ def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
 
 
 def errors(output: Tensor, wanted: Tensor, tolerance: Tolerance, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-    """How far each element is from what is expected, and the share of its tolerance that this is.
+    """Return each element's error, and its ratio to the tolerance.
 
-    Right without a distance: an overflow to infinity, and NaN where NaN is expected. Other NaN give NaN.
+    An overflow to infinity, and NaN where NaN is expected, have no error. Other NaN give NaN.
 
     Args:
-        output: what an implementation gave.
-        wanted: what is expected, in a dtype that is at least as wide.
-        tolerance: of an element.
-        scale: of the values around an element, by which the absolute part grows.
+        output: an implementation's output.
+        wanted: the expected output, in a dtype at least as wide.
+        tolerance: an element's tolerance.
+        scale: magnitude of the values around an element, which multiplies the absolute part.
     """
     if wanted.is_floating_point() and wanted.itemsize == 1:  # PyTorch has no arithmetic for these
         wanted = wanted.float()
@@ -69,21 +69,21 @@ def errors(output: Tensor, wanted: Tensor, tolerance: Tolerance, scale: Tensor |
 
 
 def flat(result: Any) -> list[Any]:
-    """The results of a call as a list, empty for none."""
+    """Return the results of a call as a list, empty for no result."""
     if result is None:
         return []
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
 def without_data(value: Any) -> Any:
-    """A tensor without data in place of one with data; one without strides, and anything else, unchanged."""
+    """Replace a tensor with data by one without; return a tensor without strides, or another value, unchanged."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _lies_as(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors are the same memory, read in the same way."""
+    """Whether tensors are the same memory with the same strides."""
     places = [(tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()) for tensor in (one, other)]
     return places[0] == places[1]
 
@@ -93,7 +93,7 @@ def _kind(value: Any) -> str:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Strides of the dimensions that have more than one element."""
+    """Return the strides of dimensions with more than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 

@@ -50,14 +50,14 @@ class Rotations(Source):
     """Source of inputs of operators that rotate."""
 
     def tables(self, rotary_dim: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of 512 positions, in one table as hosts have it."""
+        """Return cosines and sines of 512 positions, in one table as in hosts."""
         frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         angles = torch.outer(torch.arange(512, dtype=torch.float64), frequencies)
         cos, sin = torch.cat((angles.cos(), angles.sin()), -1).to(self.device, dtype or self.dtype).chunk(2, -1)
         return cos, sin
 
     def positions(self, tokens: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """A position for each token."""
+        """Return a position for each token."""
         return torch.randint(0, 512, (tokens,), generator=self.generator).to(device=self.device, dtype=dtype)
 
     def sample(
@@ -76,7 +76,7 @@ class Rotations(Source):
         before: int = 0,
         serving: bool = True,
     ) -> Sample:
-        # As hosts have it: one projection holds query, key and value.
+        # As in hosts, one projection holds query, key and value.
         total = heads[0] + 2 * heads[1]
         projection = self.normal(tokens, total, before + head_dim)
         query, key, _ = torch.tensor_split(projection[..., before:], (heads[0], sum(heads)), dim=1)
@@ -93,7 +93,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("half of the head, 16 tokens", 16, (32, 2), 80, 32)
     yield sample("interleaved, 16 tokens", 16, (16, 16), 128, 64, interleaved=True)
     yield sample("interleaved whole head, one token", 1, (8, 1), 64, interleaved=True)
-    # as latent attention has it: the last part of each query head, and one key for all
+    # as in latent attention: the last part of each query head, and one key for all
     yield sample("last 64 of 192 elements, one key, interleaved", 9, (16, 1), 64, interleaved=True, before=128)
     yield sample("no key", 5, (16, 0), 64)
     yield sample("not in place", 9, (8, 2), 128, inplace=False)
@@ -116,7 +116,7 @@ def _probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The rotated leading elements of each head, ``[tokens, heads, rotary_dim]``, in the dtype of ``cos``."""
+    """Return the rotated leading elements of each head, ``[tokens, heads, rotary_dim]``, in the dtype of ``cos``."""
     part = x[..., : 2 * cos.shape[-1]].to(cos.dtype)
     if interleaved:
         first, second = part[..., 0::2], part[..., 1::2]
@@ -156,16 +156,16 @@ def rotary_embedding(
     through.
 
     Args:
-        query: ``[tokens, heads, head_dim]``, floating point. Overwritten when ``inplace``, else it is only read.
-        key: ``[tokens, kv_heads, head_dim]``, dtype of ``query``, or ``None``. Overwritten when ``inplace``.
+        query: ``[tokens, heads, head_dim]``, floating point. Overwritten if ``inplace``; otherwise only read.
+        key: ``[tokens, kv_heads, head_dim]``, dtype of ``query``, or ``None``. Overwritten if ``inplace``.
         cos: ``[max_position, rotary_dim / 2]``, floating point, ``rotary_dim <= head_dim``.
         sin: same shape and dtype as ``cos``.
         position_ids: ``[tokens]``, int32 or int64, below ``max_position``.
-        rotary_interleaved: which elements make a pair.
-        inplace: overwrite and return the given tensors, else return new ones.
+        rotary_interleaved: whether pairs are interleaved, see above.
+        inplace: whether to overwrite and return the given tensors instead of new ones.
 
     Returns:
-        ``(query, key)`` rotated, shapes and dtypes of the inputs; ``key`` is ``None`` when none was given.
+        ``(query, key)`` rotated, shapes and dtypes of the inputs; ``key`` is ``None`` if none was given.
     """
     wide = torch.promote_types(torch.promote_types(query.dtype, cos.dtype), torch.float32)
     cos, sin = (table[position_ids].unsqueeze(1).to(wide) for table in (cos, sin))

@@ -1,4 +1,4 @@
-"""Routing: which experts of a mixture each token goes to, and with what weights."""
+"""Routing: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 # Scores are computed and returned in float32, whatever the dtype of the logits.
 TOLERANCES = MappingProxyType(dict.fromkeys(STANDARD_TOLERANCE, STANDARD_TOLERANCE[torch.float32]))
 
-# Two scores that are nearer than this could change places by rounding, so samples keep them apart.
+# Rounding could swap scores closer than this, so samples keep them apart.
 GAP = 2e-6
 
 # Added to a sum before it divides, so that scores that have all underflowed give zeros; no other result changes.
@@ -40,9 +40,7 @@ def _router(**declaration: Any) -> Callable[[Reference], Operator[Reference]]:
 def _draw(
     tokens: int, experts: int, dtype: torch.dtype, generator: torch.Generator, clear: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Logits between -8 and 8 in random order, distinct in each row in every dtype; rows that are not clear are drawn
-    again.
-    """
+    """Return logits between -8 and 8 in random order, distinct in each row in every dtype; redraw ambiguous rows."""
     logits = torch.empty(tokens, experts, dtype=dtype)
     wanted = torch.arange(tokens)
     while len(wanted):
@@ -54,13 +52,13 @@ def _draw(
 
 
 def _apart(scores: Tensor, count: int) -> Tensor:
-    """For each row whether its ``count`` best and the next one lie apart."""
+    """Return for each row whether its ``count`` best scores and the next one are clearly apart."""
     best = scores.topk(min(count + 1, scores.shape[-1])).values
     return (best[:, :-1] - best[:, 1:] > GAP).all(-1)
 
 
 def _samples(score: Callable[[Tensor], Tensor], spread: float) -> Samples:
-    """Samples of a top-k with these scores; a bias of ``spread`` changes some choices."""
+    """Return samples of a top-k with these scores; a bias of ``spread`` changes some choices."""
 
     def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
         def sample(
@@ -99,7 +97,7 @@ def _samples(score: Callable[[Tensor], Tensor], spread: float) -> Samples:
 
 
 def scores(router_logits: Tensor, scoring_func: str) -> Tensor:
-    """The experts' scores, at least float32."""
+    """Return the experts' scores, at least float32."""
     wide = router_logits.to(torch.promote_types(router_logits.dtype, torch.float32))
     if scoring_func == "softmax":
         return wide.softmax(dim=-1)
@@ -109,7 +107,7 @@ def scores(router_logits: Tensor, scoring_func: str) -> Tensor:
 
 
 def _result(scores: Tensor, chosen: Tensor, topk: int, renormalize: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the experts that are best by ``chosen``."""
+    """Return weights and numbers of the experts that are best by ``chosen``."""
     ids = chosen.topk(topk, dim=-1).indices
     weights = scores.gather(-1, ids)
     if renormalize:
@@ -118,14 +116,14 @@ def _result(scores: Tensor, chosen: Tensor, topk: int, renormalize: bool, factor
 
 
 def best(scores: Tensor, topk: int, renormalize: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the experts with the best scores."""
+    """Return weights and numbers of the experts with the best scores."""
     return _result(scores, scores if bias is None else scores + bias, topk, renormalize)
 
 
 def best_of_groups(
     scores: Tensor, topk: int, num_groups: int, topk_group: int, renormalize: bool, factor: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the experts with the best scores in the best groups."""
+    """Return weights and numbers of the experts with the best scores in the best groups."""
     groups = (len(scores), num_groups, scores.shape[-1] // num_groups)
     grouped = (scores if bias is None else scores + bias).view(groups)
     values = grouped.amax(dim=-1) if bias is None else grouped.topk(2, dim=-1).values.sum(dim=-1)
@@ -146,14 +144,14 @@ def topk_softmax(
 
     Args:
         router_logits: ``[tokens, experts]``, floating point.
-        topk: how many experts a token gets, at most ``experts``.
+        topk: number of experts per token, at most ``experts``.
         renormalize: divide a token's weights by their sum; weights that are all zero stay zero.
         bias: ``[experts]``, floating point, or ``None``. Added to the probabilities to choose the experts, not to the
             weights (Wang et al., arXiv 2408.15664).
 
     Returns:
         Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
-        what the choice was made by; the order of equal ones is unspecified.
+        the scores used for the choice; the order of equal scores is unspecified.
     """
     return best(scores(router_logits, "softmax"), topk, renormalize, bias)
 
@@ -166,13 +164,13 @@ def topk_sigmoid(
 
     Args:
         router_logits: ``[tokens, experts]``, floating point.
-        topk: how many experts a token gets, at most ``experts``.
+        topk: number of experts per token, at most ``experts``.
         renormalize: divide a token's weights by their sum; weights that are all zero stay zero.
         bias: ``[experts]``, floating point, or ``None``. Added to the scores to choose the experts, not to the weights.
 
     Returns:
         Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
-        what the choice was made by; the order of equal ones is unspecified.
+        the scores used for the choice; the order of equal scores is unspecified.
     """
     return best(scores(router_logits, "sigmoid"), topk, renormalize, bias)
 
@@ -232,13 +230,13 @@ def grouped_topk(
 ) -> tuple[Tensor, Tensor]:
     """The ``topk`` experts of each token among those of its best groups (arXiv 2405.04434; with a bias 2412.19437).
 
-    Experts are grouped in order. A group counts as much as its best expert, with a bias as much as its two best.
+    Experts are grouped in order. A group's score is that of its best expert, or with a bias the sum of its two best.
 
     Args:
         router_logits: ``[tokens, experts]``, floating point.
-        topk: how many experts a token gets, at most those of ``topk_group`` groups.
-        num_expert_group: how many groups there are; it divides ``experts``.
-        topk_group: how many groups a token may use.
+        topk: number of experts per token, at most those of ``topk_group`` groups.
+        num_expert_group: number of groups; it divides ``experts``.
+        topk_group: number of groups that a token may use.
         renormalize: divide a token's weights by their sum, before the factor; weights that are all zero stay zero.
         scoring_func: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
         routed_scaling_factor: factor of the weights.
@@ -247,7 +245,7 @@ def grouped_topk(
 
     Returns:
         Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
-        what the choice was made by; the order of equal ones is unspecified.
+        the scores used for the choice; the order of equal scores is unspecified.
     """
     found = scores(router_logits, scoring_func)
     return best_of_groups(found, topk, num_expert_group, topk_group, renormalize, routed_scaling_factor, bias)

@@ -1,6 +1,6 @@
-"""States of requests: what operators share that keep one for each request.
+"""The common part of operators with a state for each request.
 
-A state is a row of a tensor with a row for every request that may run: a *slot*.
+A state is a row of a tensor with one row for each request that may run: a *slot*.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .declaration import (
 )
 
 MODES = frozenset({Mode.EAGER})
-"""A view's first results are what it writes, so none returns something else beside a state."""
+"""Eager only: a view's first results are the arguments that it writes, so none returns a result besides a state."""
 STATE = Write(Access.STATE)
-# A state is a sum over all tokens before, in which terms cancel, so errors are those of its largest terms: kernels that
+# A state is a sum over all earlier tokens, in which terms cancel, so errors scale with its largest terms: kernels that
 # multiply in a half type leave four units in their last place. The mean error is what finds faults in half types.
 TOLERANCES = MappingProxyType(
     {
@@ -41,7 +41,7 @@ TOLERANCES = MappingProxyType(
 
 
 def states_bytes(states: Tensor, requests: int) -> int:
-    """Bytes of the states of ``requests`` requests, read and written."""
+    """Return the bytes of the states of ``requests`` requests, read and written."""
     return 2 * requests * states.shape[1:].numel() * states.element_size()
 
 
@@ -55,7 +55,7 @@ def _written_states(states: Tensor, state_indices: Tensor) -> tuple[Tensor]:
 
 
 SMALL_STATES = SmallState(_own_states, _written_states)
-"""A call on states of its own, one a request, and those states."""
+"""A call on separate states, one per request, and those states."""
 
 
 def stateful(**declaration: Any) -> Callable[[Reference], Operator[Reference]]:

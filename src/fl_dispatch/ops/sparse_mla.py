@@ -1,8 +1,8 @@
-"""Sparse latent attention: an indexer lists the cached tokens that each query attends to, and attention reads those.
+"""Sparse latent attention: an indexer lists the cached tokens that each query attends to, and attention reads these.
 
-DeepSeek-V3.2 (DeepSeek-AI, arXiv 2512.02556, section 2.1) has a small key of each token beside its latent row. A query
-is scored with the keys of all tokens before it, and its latent attention sees the ``topk`` best alone. A query with at
-most ``topk`` tokens sees all of them, so its attention is that of :mod:`.mla`.
+DeepSeek-V3.2 (DeepSeek-AI, arXiv 2512.02556, section 2.1) stores a small index key of each token in addition to its
+latent row. A query is scored against the index keys of all tokens up to its own, and its latent attention sees only the
+``topk`` best. A query with at most ``topk`` tokens sees all of them, so its attention equals that of :mod:`.mla`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .quantization import EXACT, FP8, LARGEST
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
 STATE = Write(Access.STATE)
 INDEX_GROUP = 128
-"""Elements of an index key that have one scale."""
+"""Elements of an index key that share a scale."""
 LEAST_MAGNITUDE = 1e-4
-"""The largest magnitude of a group is taken to be at least this."""
+"""Lower bound of the largest magnitude of a group."""
 SAME: Mapping[torch.dtype, Tolerance] = MappingProxyType(dict.fromkeys(EXACT, Tolerance(0.0, 0.0)))
-"""Tolerances of positions: samples have scores without a rounding error, so equal scores are equal everywhere."""
+"""Tolerances of positions: samples have exact scores, so equal scores are equal in every implementation."""
 
 
 def _write_work(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None = None) -> Work:
@@ -51,7 +51,7 @@ def _write_work(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales
 
 
 def _small_caches(key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None) -> dict[str, Any]:
-    """Caches of as many slots as there are tokens, and slots in their order."""
+    """Return caches with one slot per token, and slots in their order."""
     tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
     slots = torch.arange(tokens, device=slot_mapping.device, dtype=slot_mapping.dtype)
     small = {
@@ -62,7 +62,7 @@ def _small_caches(key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | 
 
 
 def _written(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_scales: Tensor | None) -> tuple[Tensor, ...]:
-    """Keys in the addressed slots and their scales; zeros where skipped."""
+    """Return keys in the addressed slots and their scales; zeros if skipped."""
     slots, block_size, skipped = slot_mapping.clamp(min=0), key_cache.shape[1], (slot_mapping < 0)[:, None]
     keys = key_cache[slots // block_size, slots % block_size].to(key.dtype).masked_fill(skipped, 0)
     if key_scales is None:
@@ -95,8 +95,8 @@ def index_key_write(
     Token ``t`` goes to block ``slot_mapping[t] // block_size`` at offset ``slot_mapping[t] % block_size``; a negative
     slot is skipped. Non-negative slots are distinct.
 
-    A cache in float8_e4m3fn gets the numbers nearest to ``key / scale``, ties to even. The scale of 128 elements is the
-    least power of two that is not below their largest magnitude, or 1e-4, over 448 (the format ``ue8m0`` of
+    A float8_e4m3fn cache gets the numbers nearest to ``key / scale``, ties to even. The scale of 128 elements is their
+    largest magnitude, at least 1e-4, divided by 448 and rounded up to a power of two (the format ``ue8m0`` of
     DeepSeek-V3.2).
 
     Args:
@@ -104,9 +104,9 @@ def index_key_write(
         key_cache: ``[blocks, block_size, dim]``, float8_e4m3fn with scales, else floating point, a view in any strides.
             The addressed slots are overwritten.
         slot_mapping: ``[at most tokens]``, int64.
-        key_scales: ``[blocks, block_size, dim / 128 rounded up]``, float32, a view in any strides, of a cache in
-            float8_e4m3fn; ``None`` for others. The addressed slots are overwritten.
-        may_skip: hint: ``False`` where the caller knows that no slot is negative.
+        key_scales: ``[blocks, block_size, dim / 128 rounded up]``, float32, a view in any strides: scales of a
+            float8_e4m3fn cache; ``None`` for other dtypes. The addressed slots are overwritten.
+        may_skip: hint: ``False`` if the caller knows that no slot is negative.
     """
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots, block_size = slot_mapping[tokens], key_cache.shape[1]
@@ -170,7 +170,7 @@ def index_topk(
     out: Tensor | None = None,
     key_scales: Tensor | None = None,
 ) -> Tensor:
-    """The cached tokens that each query attends to: the ``topk`` with the best index scores.
+    """List the cached tokens that each query attends to: the ``topk`` with the best index scores.
 
     Query ``i`` of a request stands at ``p = seq_len - query_len + i``, and the cache already holds the new tokens. The
     score of the token at ``j <= p`` is the sum over heads of ``weights * relu(q . k)`` (DeepSeek-AI, arXiv 2512.02556,
@@ -178,23 +178,23 @@ def index_topk(
 
     Args:
         query: ``[tokens, heads, dim]``, floating point.
-        weights: ``[tokens, heads]``, float32: of the heads, with any constant factor of the scores in them.
+        weights: ``[tokens, heads]``, float32: weights of the heads, including any constant factor of the scores.
         key_cache: ``[blocks, block_size, dim]``, in float8_e4m3fn with scales, else in the dtype of ``query``, a view
             in any strides. Slots that hold no token of a request may hold anything, NaN included.
-        block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries behind the last needed
+        block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries after the last needed
             block may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.
-        seq_lens: ``[requests]``, int32: cached tokens of each request, the new ones included.
+        seq_lens: ``[requests]``, int32: number of cached tokens of each request, including the new ones.
         max_query_len: largest number of new tokens of a request, or more.
         max_seq_len: largest of ``seq_lens``, or more.
-        topk: the most tokens that a query attends to.
-        out: ``[tokens, topk]``, int32, or ``None`` for a new tensor. Overwritten, but for rows that no request covers.
-        key_scales: ``[blocks, block_size, dim / 128 rounded up]``, float32, a view in any strides, as
-            ``index_key_write`` leaves them; ``None`` for a cache of another dtype.
+        topk: largest number of tokens that a query attends to.
+        out: ``[tokens, topk]``, int32, or ``None`` for a new tensor. Overwritten, except rows that no request covers.
+        key_scales: ``[blocks, block_size, dim / 128 rounded up]``, float32, a view in any strides, as written by
+            ``index_key_write``; ``None`` for other dtypes.
 
     Returns:
-        ``[tokens, topk]``, int32: ``out`` where given. Positions in the query's request, in ascending order, then -1
-        where the query has fewer. Rows that no request covers are unspecified in a new tensor.
+        ``[tokens, topk]``, int32: ``out`` if given. Positions in the query's request, in ascending order, then -1 if
+        the query has fewer. Rows that no request covers are unspecified in a new tensor.
     """
     if out is None:
         out = query.new_full((query.shape[0], topk), -1, dtype=torch.int32)
@@ -264,32 +264,31 @@ def mla_sparse(
 ) -> Tensor:
     """Latent attention in its absorbed form over listed tokens of the paged latent cache.
 
-    It is ``mla_decode`` with other tokens: each query attends to those that its row of ``positions`` lists, whatever
-    their order and its own position.
+    As in ``mla_decode``, but each query attends to the tokens in its row of ``positions``, whatever their order and its
+    own position.
 
     Args:
         query: ``[tokens, heads, kv_lora_rank + rope_dim]``, floating point: the query of each head, multiplied by the
-            key projection, then its rotary part. With ``query_rope`` without that part.
-        kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides. Slots that are not listed
-            may hold anything, NaN included.
-        positions: ``[tokens, topk]``, int32: positions in the query's request, each at most once, then negative ones,
-            which list nothing.
+            key projection, then its rotary part, unless ``query_rope`` is given.
+        kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides. Unlisted slots may hold
+            anything, NaN included.
+        positions: ``[tokens, topk]``, int32: positions in the query's request, each at most once, followed by negative
+            numbers as padding.
         block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries that no listed token
             needs may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.
         max_query_len: largest number of new tokens of a request, or more.
-        scale: factor of the scores; that of the model's unabsorbed head dimension.
+        scale: factor of the scores, from the model's unabsorbed head dimension.
         kv_lora_rank: length of the latent part of a row.
-        out: ``[tokens, heads, kv_lora_rank]``, or ``None`` for a new tensor. Overwritten, but for rows that no request
+        out: ``[tokens, heads, kv_lora_rank]``, or ``None`` for a new tensor. Overwritten, except rows that no request
             covers.
-        cache_scale: of a cache in float8_e4m3fn: a row is ``cache_scale * stored``; ``None`` for a cache of another
-            dtype.
+        cache_scale: scale of a float8_e4m3fn cache: a row is ``cache_scale * stored``; ``None`` for other dtypes.
         query_rope: ``[tokens, heads, rope_dim]``, dtype of ``query``, a view in any strides: the rotary part, if
-            ``query`` has not got it.
+            ``query`` lacks it.
 
     Returns:
-        ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` where given. Zeros where a row lists nothing.
-        Rows that no request covers are unspecified in a new tensor.
+        ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` if given. Zeros if a row lists nothing. Rows that
+        no request covers are unspecified in a new tensor.
     """
     whole = query if query_rope is None else torch.cat((query, query_rope), dim=-1)
     wide, block_size = torch.promote_types(query.dtype, torch.float32), kv_cache.shape[1]
@@ -309,7 +308,7 @@ def mla_sparse(
         keys = found if cache_scale is None else found * cache_scale
         scores = torch.einsum("qhd,qkd->qhk", whole[rows].to(wide), keys) * scale
         weights = scores.masked_fill(~listed[:, None], float("-inf")).softmax(dim=-1)
-        weights = weights.masked_fill(~listed[:, None], 0)  # a row of nothing has no sum to divide by
+        weights = weights.masked_fill(~listed[:, None], 0)  # an empty row has no sum to divide by
         attended = torch.einsum("qhk,qkd->qhd", weights, keys[..., :kv_lora_rank]).to(query.dtype)
         out[rows] = torch.where(covered[rows, None], attended, out[rows])
     return out

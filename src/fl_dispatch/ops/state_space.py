@@ -1,6 +1,6 @@
-"""Selective state spaces, as Mamba and Mamba 2 have them: a state for each request in place of all its keys and values.
+"""Selective state spaces of Mamba and Mamba 2: a fixed-size state per request instead of keys and values.
 
-As in :mod:`.recurrent` an operator for prompts takes ragged sequences, and one for single tokens one row a request.
+As in :mod:`.recurrent`, an operator for prompts takes ragged sequences, and one for single tokens one row per request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _work(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor
 
 
 CHUNK = 64
-"""Tokens of a sequence that are taken at a time."""
+"""Tokens of a sequence that are processed at a time."""
 
 
 @stateful(
@@ -51,7 +51,7 @@ def selective_scan(
 ) -> Tensor:
     """A selective state space over ragged sequences (Gu and Dao, arXiv 2312.00752, section 3).
 
-    A head's state ``S`` decays by how long a token lasts, its step, and takes the token in as long::
+    The step of a token sets how much a head's state ``S`` decays and how much of the token enters it::
 
         step = softplus(dt + dt_bias)
         S = exp(step * a) * S + step * x^T b
@@ -64,15 +64,16 @@ def selective_scan(
         x: ``[tokens, heads, head_dim]``, floating point, any strides.
         dt: ``[tokens, heads]``, floating point, any strides: the step, before its bias and the softplus.
         a: ``[heads]``, floating point, negative; or ``[heads, state_size]``, one for each column of a head's state.
-        b: ``[tokens, groups, state_size]``, dtype of ``x``, any strides: what goes into the state.
-        c: shape and dtype of ``b``, any strides: what is read from it.
-        d: ``[heads]``, floating point: the part of a token that passes the state by, or ``None`` for nothing.
+        b: ``[tokens, groups, state_size]``, dtype of ``x``, any strides: input projection of the state.
+        c: shape and dtype of ``b``, any strides: output projection of the state.
+        d: ``[heads]``, floating point: factor of the token that bypasses the state, or ``None`` for zero.
         dt_bias: ``[heads]``, floating point, or ``None``.
-        states: ``[slots, heads, head_dim, state_size]``, floating point, a view in any strides. Those of the sequences
-            that have tokens are overwritten.
-        state_indices: ``[requests]``, int32: the slot of each sequence. A slot that several name holds any of theirs.
+        states: ``[slots, heads, head_dim, state_size]``, floating point, a view in any strides. States of sequences
+            with tokens are overwritten.
+        state_indices: ``[requests]``, int32: the slot of each sequence. A slot shared by several ends with the state of
+            any.
         query_start_loc: ``[requests + 1]``, int32: first row of each sequence, and the end of the last one.
-        has_state: ``[requests]``, bool: whether the slot holds a state already, or ``None`` where all do. Without one
+        has_state: ``[requests]``, bool: whether the slot holds a state already; ``None`` if all do. Without a state
             ``S`` begins as zero, whatever the slot holds, NaN included.
 
     Returns:
@@ -93,7 +94,7 @@ def selective_scan(
 
 
 def _chunk(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Some tokens of one sequence at once, with one decay a head (Dao and Gu, arXiv 2405.21060, section 6).
+    """Process some tokens of one sequence at once, with one decay per head (Dao and Gu, arXiv 2405.21060, section 6).
 
     Args:
         state: ``[heads, head_dim, state_size]``.
@@ -103,12 +104,12 @@ def _chunk(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tens
         b, c: ``[tokens, groups, state_size]``.
 
     Returns:
-        ``[tokens, heads, head_dim]``, and the state behind the last token.
+        ``[tokens, heads, head_dim]``, and the state after the last token.
     """
     group = x.shape[1] // b.shape[1]
     x, total, b, c = (each.transpose(0, 1) for each in (x * step[:, :, None], (step * a).cumsum(0), b, c))
     since = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, i, j]: the decay from j to i
-    first = total.exp()[:, :, None]  # that of the first state
+    first = total.exp()[:, :, None]  # the decay of the first state
     among_tokens = (c @ b.mT).repeat_interleave(group, dim=0) * since
     written, read = b.repeat_interleave(group, dim=0), c.repeat_interleave(group, dim=0)
     result = first * (read @ state.mT) + among_tokens @ x
@@ -117,7 +118,7 @@ def _chunk(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tens
 
 
 def _walk(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`_chunk` with ``a`` of ``[heads, state_size]``, one token after the other."""
+    """Process tokens as :func:`_chunk` does with ``a`` of ``[heads, state_size]``, one token after the other."""
     group, results = x.shape[1] // b.shape[1], []
     for token, lasts, into, out_of in zip(x, step[:, :, None], b, c, strict=True):
         state = _next(state, token, lasts, a, into.repeat_interleave(group, dim=0))
@@ -126,10 +127,10 @@ def _walk(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tenso
 
 
 def _next(state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """A state ``[..., heads, head_dim, state_size]`` behind one more token.
+    """Return a state ``[..., heads, head_dim, state_size]`` after one more token.
 
     Args:
-        state: the one before it.
+        state: the state before the token.
         x: ``[..., heads, head_dim]``.
         step: ``[..., heads, 1]``.
         a: ``[heads, 1]``, or ``[heads, state_size]``.
@@ -159,19 +160,20 @@ def selective_state_update(
     states: Tensor,
     state_indices: Tensor,
 ) -> Tensor:
-    """``selective_scan`` of one more token of each sequence.
+    """``selective_scan`` for one more token of each sequence.
 
     Args:
         x: ``[requests, heads, head_dim]``, floating point, any strides.
         dt: ``[requests, heads]``, floating point, any strides: the step, before its bias and the softplus.
         a: ``[heads]``, floating point, negative; or ``[heads, state_size]``, one for each column of a head's state.
-        b: ``[requests, groups, state_size]``, dtype of ``x``, any strides: what goes into the state.
-        c: shape and dtype of ``b``, any strides: what is read from it.
-        d: ``[heads]``, floating point: the part of a token that passes the state by, or ``None`` for nothing.
+        b: ``[requests, groups, state_size]``, dtype of ``x``, any strides: input projection of the state.
+        c: shape and dtype of ``b``, any strides: output projection of the state.
+        d: ``[heads]``, floating point: factor of the token that bypasses the state, or ``None`` for zero.
         dt_bias: ``[heads]``, floating point, or ``None``.
-        states: ``[slots, heads, head_dim, state_size]``, floating point, a view in any strides. Those of the requests
+        states: ``[slots, heads, head_dim, state_size]``, floating point, a view in any strides. States of the requests
             are overwritten.
-        state_indices: ``[requests]``, int32: the slot of each. A slot that several name holds any of theirs.
+        state_indices: ``[requests]``, int32: the slot of each request. A slot shared by several ends with the state of
+            any.
 
     Returns:
         ``[requests, heads, head_dim]``, dtype of ``x``.
@@ -186,11 +188,11 @@ def selective_state_update(
 
 
 def _step(dt: Tensor, dt_bias: Tensor | None, wide: torch.dtype) -> Tensor:
-    """How long each token lasts, ``[tokens, heads]``."""
+    """Return the step of each token, ``[tokens, heads]``."""
     dt = dt.to(wide)
     return functional.softplus(dt if dt_bias is None else dt + dt_bias.to(wide))
 
 
 def _with_token(read: Tensor, x: Tensor, d: Tensor | None) -> Tensor:
-    """``[tokens, heads, head_dim]``: what a state gives, and the part of the token that passes it by."""
+    """Return ``[tokens, heads, head_dim]``: a state's output plus the token's part that bypasses the state."""
     return read if d is None else read + d.to(x.dtype)[:, None] * x

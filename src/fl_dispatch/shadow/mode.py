@@ -120,7 +120,7 @@ class _Watch:
             try:
                 call = call_of(self.operator, self.convention, self.scope, args, kwargs)
                 second = self._second(call)
-                copy = _beside(self.operator, call) if second is not None else None
+                copy = _second_call(self.operator, call) if second is not None else None
             except Exception as error:  # the caller's call must run whatever fails here
                 self._unfit(text_of(error))
         result = self.fn(*args, **kwargs)
@@ -190,14 +190,14 @@ class _Watch:
         return ""
 
 
-def _beside(operator: Operator, call: Call) -> Call:
+def _second_call(operator: Operator, call: Call) -> Call:
     """Return a copy of a call with its own memory for everything that it may write."""
     values = call.values
     written = operator.written(call.args)
     if any(access is Access.STATE for access, _ in written.values()):
         if operator.small_state is None:
             raise NotImplementedError("it writes a state that is too large to copy, and declares no small one")
-        small = operator.beside(call.args)
+        small = operator.second_operands(call.args)
         values |= dict(zip(operator.parameters, small, strict=False))
     else:
         with torch.no_grad():  # rows that a call leaves alone must be equal in both runs, so outputs are copied too

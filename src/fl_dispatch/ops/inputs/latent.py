@@ -13,7 +13,7 @@ from .paged import DECODE, HIDDEN_BLOCKS, used_slots
 from .source import Source, starts
 
 SCALE = 0.03
-"""Scale of a cache in fp8, with which its largest number is about 13."""
+"""Scale of an fp8 cache, with which its largest number is about 13."""
 
 
 class _Decodes(Source):
@@ -37,14 +37,14 @@ class _Decodes(Source):
         hostile: bool = False,
         serving: bool = True,
     ) -> Sample:
-        """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has as many rows more.
+        """Make a sample: ``requests`` are (new tokens, all tokens), and ``padding`` adds rows to a given ``out``.
 
-        With ``scale`` the cache is in fp8. ``parted`` gives the rotary part as hosts have it: behind a part of the
-        query that is not absorbed. ``spare`` and ``hostile`` are as for ``paged_attention``.
+        With ``scale`` the cache is in fp8. ``parted`` passes the rotary part as hosts do: it follows a part of the
+        query that is not absorbed. ``paged_attention`` explains ``spare`` and ``hostile``.
         """
         rows, lengths = [new for new, _ in requests], [length for _, length in requests]
         blocks = [-(-length // block_size) for length in lengths]
-        # Block 0 belongs to no request: hosts point the unused entries of the table there.
+        # Block 0 belongs to no request: hosts point unused entries of the table there.
         pages: list[int] = (1 + self.order(sum(blocks))).tolist()
         free, hidden = 1 + sum(blocks), HIDDEN_BLOCKS if hostile else 0
         table = torch.full((len(requests), max(blocks, default=0) + 1 + spare), free if hostile else 0).int()
@@ -103,7 +103,7 @@ def decode_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 
 
 def decode_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Inputs of ``mla_decode``: long contexts, too large maxima, unused memory that spoils a result."""
+    """Inputs of ``mla_decode``: long contexts, too large maxima, unused memory that would spoil a result."""
     sample = _Decodes(dtype, device, generator).sample
     yield sample("1,025 to 4,100 keys", [(1, 1025), (1, 2049), (1, 4100)], 4, 128, 32, serving=False)
     yield sample("520 requests", [(1, 3)] * 520, 2, 32, 16, serving=False)
@@ -133,13 +133,13 @@ class _Prefills(Source):
         spare: int = 0,
         serving: bool = True,
     ) -> Sample:
-        """``requests`` are (queries, keys). With ``padding``, ``out`` is given and has as many rows more.
+        """Make a sample: ``requests`` are (queries, keys), and ``padding`` adds rows to a given ``out``.
 
         The maxima are larger than needed by ``spare``.
         """
         rows, lengths = [queries for queries, _ in requests], [keys for _, keys in requests]
         tokens = sum(rows) + (padding or 0)
-        # As hosts have it: values are a view of the projection that also holds most of the keys.
+        # As in hosts, values are a view of the projection that also holds most of the keys.
         projection = self.normal(sum(lengths), heads, head_dim + value_dim)
         key, value = torch.tensor_split(projection, (head_dim,), dim=-1)
         args = (

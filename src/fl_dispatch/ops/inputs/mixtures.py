@@ -1,4 +1,4 @@
-"""Mixtures of experts for samples: which expert computes which token, and weights of the quantized ones."""
+"""Mixtures of experts for samples: the routing of tokens, and weights of quantized experts."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..quantization import LARGEST, rounded, unpacked
-from .quantized import APART, SUMMED, Products, Settled
+from .quantized import SUM_TIE_MARGIN, TIE_MARGIN, Products, TieFree
 
 PLAIN = "_no_mul"
-"""The end of an activation's name for experts without a gate."""
+"""The suffix of activations for experts without a gate."""
 
 
 def choose(tokens: int, experts: int, topk: int, generator: torch.Generator) -> Tensor:
-    """Distinct experts for each token, ``[tokens, topk]``, int32."""
+    """Return distinct experts for each token, ``[tokens, topk]``, int32."""
     return torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :topk].int()
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts, as a sample has it, but for the numbers.
+    """The sizes and options of a sample's mixture of experts.
 
     Args:
-        tokens: rows.
-        experts: of all ranks.
-        topk: choices of a token.
+        tokens: number of rows.
+        experts: number of experts on all ranks.
+        topk: experts of a token.
         hidden: elements of a row.
         inner: elements between the two products of an expert.
-        activation: as ``fused_moe`` has it.
-        on_input: weights are factors of inputs.
-        local: the experts that are here, by default all.
-        padding: the last tokens, which choose no expert.
-        biases: whether there are some.
-        out: whether a place for the result is given.
+        activation: see ``fused_moe``.
+        on_input: whether routing weights multiply inputs.
+        local: the experts on this rank, by default all.
+        padding: number of last tokens, which choose no expert.
+        biases: whether experts have biases.
+        out: whether ``out`` is given.
     """
 
     tokens: int
@@ -56,18 +56,18 @@ class Mixture:
 
     @property
     def here(self) -> int:
-        """The number of experts on this rank."""
+        """Return the number of experts on this rank."""
         return self.experts if self.local is None else len(self.local)
 
     @property
     def inputs(self) -> int:
-        """Rows of an expert's first weight."""
+        """Return the rows of an expert's first weight."""
         return self.inner if self.activation.endswith(PLAIN) else 2 * self.inner
 
     def routing(
         self, device: torch.device, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, str, bool, Tensor | None]:
-        """The arguments from ``topk_weights`` to ``expert_map``."""
+        """Return the arguments from ``topk_weights`` to ``expert_map``."""
         ids = choose(self.tokens, self.experts, self.topk, generator)
         ids[self.tokens - self.padding :] = -1
         weights = torch.randn(self.tokens, self.topk, generator=generator).softmax(-1)
@@ -95,17 +95,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Scaled:
-    """Mixtures with rows quantized before both products, and alike by every right implementation.
+    """Mixtures with rows that every right implementation quantizes alike before both products.
 
-    A number between the two products that lies between two quantized ones becomes either, as float32 happens to be
-    rounded, and the result differs by a whole step. So the element of an expert that such a number belongs to gets
-    weights of zero.
+    An intermediate near a rounding tie may be quantized up or down, depending on float32 rounding, and the result then
+    differs by a whole step. So the weights of each expert's elements with such intermediates are set to zero.
 
     Args:
-        dtype: of rows and results.
+        dtype: dtype of rows and results.
         generator: draws the numbers, on the CPU.
         quantized: type of weights and quantized rows.
-        block: the side of a weight's block with one scale, and elements of a row with one; 0: none.
+        block: side of a weight's block with one scale, and elements of a row with one scale; 0 for no blocks.
         static: whether the scales of rows are given.
     """
 
@@ -116,17 +115,17 @@ class Scaled:
     static: bool = False
 
     def arguments(self, mixture: Mixture) -> tuple[Any, ...]:
-        """The arguments of ``scaled_moe``, on the CPU."""
+        """Return the arguments of ``scaled_moe``, on the CPU."""
         products = Products(self.dtype, torch.device("cpu"), self.generator, self.quantized)
         here, inputs, hidden, inner = mixture.here, mixture.inputs, mixture.hidden, mixture.inner
         w13, w2 = products.experts(here, inputs, hidden, self.block), products.experts(here, hidden, inner, self.block)
         routing = mixture.routing(torch.device("cpu"), self.generator)
         biases = [products.normal(here, size, scale=0.25) if mixture.biases else None for size in (inputs, hidden)]
-        size = 3.0 / self._settled.largest
+        size = 3.0 / self._tie_free.largest
         given = [products.scales(here, size=size) if self.static else None for _ in range(2)]
-        x = self._settled.rows(mixture.tokens, hidden, group=self.block)
+        x = self._tie_free.rows(mixture.tokens, hidden, group=self.block)
         for scale in () if given[0] is None else given[0]:
-            x = self._settled.settle(x, scale.double())
+            x = self._tie_free.drop_ties(x, scale.double())
         out = products.normal(mixture.tokens, hidden) if mixture.out else None
         (weight, scale), (first, second) = w13, given
 
@@ -134,41 +133,41 @@ class Scaled:
             return weight[expert].double() * _spread(scale[expert].double(), self.block, weight.shape[1:])
 
         def rows(x: Tensor, expert: int) -> Tensor:
-            return self._settled.quantized_rows(x, None if first is None else first[expert].double(), self.block)
+            return self._tie_free.quantized_rows(x, None if first is None else first[expert].double(), self.block)
 
-        def undecided(x: Tensor, expert: int) -> Tensor:
-            return self._settled.undecided(x, None if second is None else second[expert].double(), self.block)
+        def near_ties(x: Tensor, expert: int) -> Tensor:
+            return self._tie_free.near_ties(x, None if second is None else second[expert].double(), self.block)
 
-        _settle(x, weight, biases[0], routing, numbers, rows, undecided)
+        _drop_ties(x, weight, biases[0], routing, numbers, rows, near_ties)
         return x, *w13, *w2, *routing, *biases, *given, self.block, out
 
     @property
-    def _settled(self) -> Settled:
+    def _tie_free(self) -> TieFree:
         largest = LARGEST[str(self.quantized).removeprefix("torch.")]
-        return Settled(self.dtype, torch.device("cpu"), self.generator, self.quantized, largest)
+        return TieFree(self.dtype, torch.device("cpu"), self.generator, self.quantized, largest)
 
 
-def _settle(
+def _drop_ties(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     routing: Any,
     numbers: Callable[[int], Tensor],
     rows: Callable[[Tensor, int], Tensor],
-    undecided: Callable[[Tensor, int], Tensor],
+    near_ties: Callable[[Tensor, int], Tensor],
     zero: int = 0,
 ) -> None:
-    """Write zeros into ``weight`` and ``bias`` until no number between the products is undecided.
+    """Write zeros into ``weight`` and ``bias`` until no intermediate is near a tie.
 
     Args:
         x: rows of tokens.
-        weight: of the first product.
-        bias: of the first product.
-        routing: as :meth:`Mixture.routing` has it.
+        weight: the first product's weight.
+        bias: the first product's bias.
+        routing: see :meth:`Mixture.routing`.
         numbers: an expert → its weight.
-        rows: rows of the first product and their expert → the quantized ones.
-        undecided: rows of the second product and their expert → which numbers become either of two quantized ones.
-        zero: the byte of a weight that stands for zeros.
+        rows: the first product's rows and their expert → quantized rows.
+        near_ties: the second product's rows and their expert → whether each number is near a tie.
+        zero: the byte that stands for zeros in a weight.
     """
     topk_weights, topk_ids, activation, on_input, expert_map = routing
     local = topk_ids.long() if expert_map is None else torch.where(topk_ids < 0, -1, expert_map.long()[topk_ids])
@@ -179,17 +178,17 @@ def _settle(
         while len(tokens):
             between = functional.linear(here, numbers(expert), None if added is None else added.double())
             between = ACTIVATIONS[activation](between)
-            found = undecided(between, expert).any(0)
+            found = near_ties(between, expert).any(0)
             if not found.any():
                 break
             columns = found.repeat(weight.shape[1] // len(found))
-            weight[expert].view(torch.uint8)[columns] = zero  # PyTorch writes no float8 by a mask
+            weight[expert].view(torch.uint8)[columns] = zero  # PyTorch has no masked write of float8
             if added is not None:
                 added[columns] = 0
 
 
 def _spread(scale: Tensor, block: int, shape: Sequence[int]) -> Tensor:
-    """Scales of blocks, one for each element of a weight."""
+    """Expand scales of blocks to one for each element of a weight."""
     for dim, size in enumerate(shape if block else ()):
         scale = scale.repeat_interleave(block, dim).narrow(dim, 0, size)
     return scale
@@ -198,7 +197,7 @@ def _spread(scale: Tensor, block: int, shape: Sequence[int]) -> Tensor:
 def scaled(
     dtype: torch.dtype, device: torch.device, generator: torch.Generator, quantized: torch.dtype, **rest: Any
 ) -> Callable[..., tuple[Any, ...]]:
-    """Mixture → arguments of ``scaled_moe``; ``rest`` as in :class:`Scaled`."""
+    """Return a function from a mixture to the arguments of ``scaled_moe``; ``rest`` as in :class:`Scaled`."""
     source = Scaled(dtype, generator, quantized, **rest)
     return lambda mixture: _on(device, source.arguments(mixture))
 
@@ -216,7 +215,7 @@ def weight_only(
     kind: torch.dtype = torch.int8,
     rounding: str = "",
 ) -> Callable[..., tuple[Any, ...]]:
-    """Mixture → arguments of ``weight_only_moe``; ``kind``: integers, or the type of floats."""
+    """Return a function from a mixture to arguments of ``weight_only_moe``; ``kind``: integers, or a type of floats."""
     products = Products(dtype, torch.device("cpu"), generator, kind)
 
     def arguments(mixture: Mixture) -> tuple[Any, ...]:
@@ -236,7 +235,7 @@ def weight_only(
 
 
 STEP = 1e-3
-"""The least difference of two rounded numbers in their own size, and more than scales of a row differ by."""
+"""Least relative difference of two rounded numbers, above the difference of a row's scales."""
 
 
 def _settle_rounded(
@@ -247,7 +246,7 @@ def _settle_rounded(
     routing: Any,
     rounding: str,
 ) -> None:
-    """As :func:`_settle`; ``first``: the weight of the first product, and its scales."""
+    """Drop ties as :func:`_drop_ties` does; ``first`` is the weight of the first product with its scales."""
     weight, scale = first
 
     def numbers(expert: int) -> Tensor:
@@ -257,12 +256,12 @@ def _settle_rounded(
     def rows(x: Tensor, expert: int, factor: Tensor | None = factors[0]) -> Tensor:
         return rounded(x, rounding, None if factor is None else factor[expert : expert + 1])
 
-    def undecided(x: Tensor, expert: int) -> Tensor:
-        gap = x.abs() * APART + x.abs().amax(-1, keepdim=True) * SUMMED
+    def near_ties(x: Tensor, expert: int) -> Tensor:
+        gap = x.abs() * TIE_MARGIN + x.abs().amax(-1, keepdim=True) * SUM_TIE_MARGIN
         below, above = (rows(one, expert, factors[1]).abs() for one in (x - gap, x + gap))
         return (below - above).abs() > STEP * torch.maximum(below, above)
 
-    _settle(x, weight, bias, routing, numbers, rows, undecided, 0x88 if weight.dtype is torch.uint8 else 0)
+    _drop_ties(x, weight, bias, routing, numbers, rows, near_ties, 0x88 if weight.dtype is torch.uint8 else 0)
 
 
 def _on(device: torch.device, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

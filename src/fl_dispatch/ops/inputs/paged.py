@@ -11,21 +11,20 @@ from torch import Tensor
 
 from ..declaration import Sample
 from ..quantization import FP8, LARGEST
-from .quantized import Settled, none_and_infinite
+from .quantized import TieFree, none_and_infinite
 from .source import Source, starts
 
 HIDDEN_BLOCKS = 2
-"""Blocks of NaN behind the view of a cache, where unused entries of the table point. Reading them does not crash,
-because they are memory of the same tensor, but the result is wrong.
-"""
+"""Blocks of NaN after the view of a cache, to which unused entries of the table point. Reading them does not crash,
+because they belong to the same tensor, but the result is wrong."""
 SCALES = (0.03, 0.02)
-"""Scales of the keys and values of a cache in fp8, with which its largest numbers are about 13 and 9."""
-BESIDE = torch.float32.itemsize
-"""Elements of a cache in int8 that a scale takes behind each head's numbers, as a host has it."""
+"""Scales of the keys and values of an fp8 cache, with which its largest numbers are about 13 and 9."""
+SCALE_ELEMENTS = torch.float32.itemsize
+"""Elements of an int8 cache that a scale takes after each head's numbers, as in hosts."""
 
 
 def caches(values: Tensor, kv_heads: int, head_dim: int, block_size: int, layout: str) -> tuple[Tensor, Tensor]:
-    """Both caches as ``[blocks, block_size, kv_heads, dim]``, in one of the memory layouts of hosts."""
+    """Return both caches as ``[blocks, block_size, kv_heads, dim]``, in one of the memory layouts of hosts."""
     if layout == "token-major":  # [blocks, block_size, kv_heads, dim], two tensors
         shaped = values.view(-1, block_size, kv_heads, values.shape[-1])
         key, value = torch.tensor_split(shaped, (head_dim,), dim=-1)
@@ -35,7 +34,7 @@ def caches(values: Tensor, kv_heads: int, head_dim: int, block_size: int, layout
         key, value = torch.tensor_split(page, (head_dim * block_size,), dim=-1)
         key = key.view(len(page), kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
         return key, value.view(len(page), kv_heads, block_size, -1).transpose(1, 2)
-    # [blocks, kv_heads, block_size, dim], key and value side by side in one tensor
+    # [blocks, kv_heads, block_size, dim], key and value next to each other in one tensor
     shaped = values.view(-1, kv_heads, block_size, values.shape[-1]).transpose(1, 2)
     key, value = torch.tensor_split(shaped, (head_dim,), dim=-1)
     return key, value
@@ -44,17 +43,17 @@ def caches(values: Tensor, kv_heads: int, head_dim: int, block_size: int, layout
 def int8_caches(
     source: Source, blocks: int, kv_heads: int, dims: tuple[int, int], block_size: int, layout: str
 ) -> tuple[Tensor, ...]:
-    """Both caches in int8, then their scales: in the caches' memory, behind each head's numbers, or apart.
+    """Return both int8 caches, then their scales: in the caches' memory after each head's numbers, or separate.
 
-    Numbers are as large as those of :meth:`Source.normal` or smaller: tolerances of a mean are for such values.
+    Numbers are no larger than those of :meth:`Source.normal`, for which the tolerances of a mean hold.
     """
-    beside = 0 if layout == "keys transposed" else BESIDE
-    shape = (blocks * kv_heads * block_size, sum(dims) + 2 * beside)
+    scale_elements = 0 if layout == "keys transposed" else SCALE_ELEMENTS
+    shape = (blocks * kv_heads * block_size, sum(dims) + 2 * scale_elements)
     numbers = torch.randint(-127, 128, shape, generator=source.generator).to(source.device, torch.int8)
     found, scales = [], []
-    for cache, dim in zip(caches(numbers, kv_heads, dims[0] + beside, block_size, layout), dims, strict=True):
+    for cache, dim in zip(caches(numbers, kv_heads, dims[0] + scale_elements, block_size, layout), dims, strict=True):
         drawn = (source.normal(blocks, block_size, kv_heads).abs().float() / 2 + 1) / 127
-        if beside:
+        if scale_elements:
             inside = cache[..., dim:].view(torch.float32).squeeze(-1)
             drawn = inside.copy_(drawn)
         found.append(cache[..., :dim])
@@ -63,7 +62,7 @@ def int8_caches(
 
 
 def _given(scales: tuple[float, float] | None, token_scales: Sequence[Tensor]) -> tuple[object, ...]:
-    """The last arguments of a call."""
+    """Return the last arguments of a call."""
     return (None, None, *token_scales) if token_scales else scales or ()
 
 
@@ -91,16 +90,16 @@ class Writes(Source):
         serving: bool = True,
     ) -> Sample:
         value_dim = value_dim or head_dim
-        # As hosts have it: key and value are views of one projection.
+        # As in hosts, key and value are views of one projection.
         rows = tokens + padding
         if int8:
-            rounded = Settled(self.dtype, self.device, self.generator, torch.int8, LARGEST["int8"])
+            rounded = TieFree(self.dtype, self.device, self.generator, torch.int8, LARGEST["int8"])
             parts = [rounded.rows(rows * kv_heads, dim) for dim in (head_dim, value_dim)]
             projection = torch.cat(parts, -1).view(rows, kv_heads, head_dim + value_dim)
         elif scales is None:
             projection = self.normal(rows, kv_heads, head_dim + value_dim)
         else:
-            source = Settled(self.dtype, self.device, self.generator, FP8, torch.finfo(FP8).max)
+            source = TieFree(self.dtype, self.device, self.generator, FP8, torch.finfo(FP8).max)
             draw = source.exact if exact else source.with_scale
             parts = [draw(rows * kv_heads, *of) for of in zip((head_dim, value_dim), scales, strict=True)]
             projection = torch.cat(parts, -1).view(rows, kv_heads, head_dim + value_dim)
@@ -186,17 +185,17 @@ class _Attention(Source):
         hostile: bool = False,
         serving: bool = True,
     ) -> Sample:
-        """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has as many rows more.
+        """Make a sample: ``requests`` are (new tokens, all tokens), and ``padding`` adds rows to a given ``out``.
 
         With ``spare`` the maxima are ``spare`` blocks larger than needed. A ``hostile`` input has NaN in every slot
-        without a token (of int8 in its scale), and table entries that no visible key needs point behind the cache.
+        without a token (for int8, in its scale), and table entries that no visible key needs point outside the cache.
         """
         value_dim = value_dim or head_dim
         queries, lengths = [new for new, _ in requests], [length for _, length in requests]
         blocks = [-(-length // block_size) for length in lengths]
         hidden = HIDDEN_BLOCKS if hostile else 0
         free = 1 + sum(blocks)
-        # Block 0 belongs to no request: hosts point the unused entries of the table there.
+        # Block 0 belongs to no request: hosts point unused entries of the table there.
         pages = 1 + self.order(sum(blocks))
         table = torch.full((len(requests), max(blocks, default=0) + 1 + spare), free if hostile else 0).int()
         for row, part in (
@@ -218,7 +217,7 @@ class _Attention(Source):
                 if cache.dtype is not torch.int8:
                     cache.index_put_(unused.nonzero(as_tuple=True), cache.new_tensor(math.nan))
             stored = tuple(cache[:free] for cache in stored)
-            for row, (new, length) in zip(table, requests, strict=True):  # blocks that the window has left
+            for row, (new, length) in zip(table, requests, strict=True):  # blocks outside the window
                 row[: max(0, length - new + 1 - (window or length + 1)) // block_size] = free
         key_cache, value_cache, *token_scales = stored
         slopes = 2.0 ** (-8.0 * torch.arange(1, heads[0] + 1) / heads[0]) if alibi else None
@@ -244,7 +243,7 @@ class _Attention(Source):
 
 
 def used_slots(table: Tensor, lengths: Sequence[int], blocks: int, block_size: int) -> Tensor:
-    """Which slots hold a token of a request, ``[blocks, block_size]``; all tensors are on the CPU."""
+    """Return which slots hold a token of a request, ``[blocks, block_size]``; all tensors are on the CPU."""
     used = torch.zeros(blocks, block_size, dtype=torch.bool)
     for row, length in zip(table.long(), lengths, strict=True):
         used[row[: length // block_size]] = True
@@ -303,7 +302,7 @@ def attention_samples(dtype: torch.dtype, device: torch.device, generator: torch
 
 
 def attention_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Inputs of ``paged_attention``: long contexts, too large maxima, unused memory that spoils a result."""
+    """Inputs of ``paged_attention``: long contexts, too large maxima, unused memory that would spoil a result."""
     sample = _Attention(dtype, device, generator).sample
     long = ((1, 1025), (1, 2049), (5, 1300), (1, 4100))
     yield sample("decode, 1,025 to 4,100 keys", [(1, 1025), (1, 2049), (1, 4100)], (4, 1), 64, serving=False)

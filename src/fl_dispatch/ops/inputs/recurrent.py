@@ -13,30 +13,30 @@ from ..declaration import Sample
 from .source import Source, starts
 
 SPARE_SLOTS = 3
-"""Slots that no request of a call has."""
+"""Slots that belong to no request of a call."""
 LENGTHS = (64, 5, 1, 130, 17)
 STALE = 100.0
-"""The numbers in the slot of a request that has no state yet."""
+"""The numbers in the slot of a request without a state."""
 
 
 @dataclass(frozen=True)
 class States(Source):
-    """States, and which of them a call's requests have."""
+    """Source of states and of the slots of a call's requests."""
 
     def slots(self, requests: int) -> Tensor:
-        """A slot for each request; slot 0 belongs to no request, as in hosts."""
+        """Return a slot for each request; slot 0 belongs to no request, as in hosts."""
         return (1 + self.order(requests + SPARE_SLOTS - 1)[:requests]).to(self.device)
 
     def states(
         self, requests: int, *shape: int, apart: int = 0, scale: float = 1.0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """``[slots, *shape]``; slots lie ``apart`` elements further apart than they are long, as in a padded page."""
+        """Return states ``[slots, *shape]`` with ``apart`` unused elements between slots, as in a padded page."""
         size = math.prod(shape)
         page = self.normal(requests + SPARE_SLOTS, size + apart, scale=scale).to(dtype or self.dtype)
         return page.as_strided((len(page), *shape), (size + apart, *_contiguous(shape)))
 
     def new_requests(self, states: Tensor, slots: Tensor, new: Sequence[int], stale: float) -> Tensor:
-        """``has_state``: those in ``new`` have none, and ``stale`` stands in their slots."""
+        """Return ``has_state``: requests in ``new`` have none, and their slots are filled with ``stale``."""
         has_state = torch.ones(len(slots), dtype=torch.bool)
         has_state[list(new)] = False
         has_state = has_state.to(self.device)
@@ -54,7 +54,7 @@ class Convolutions(States):
     def parts(
         self, rows: int, requests: int, channels: int, width: int, bias: bool, channels_first: bool, apart: int
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        """``x``, which is cut out of a projection, weights, states and slots."""
+        """Return ``x`` as a slice of a projection, weights, states and slots."""
         x = self.normal(rows, channels + 24)[:, :channels]
         weight = self.normal(channels, width, scale=width**-0.5)
         if channels_first:
@@ -79,7 +79,7 @@ class Convolutions(States):
         stale: float = STALE,
         serving: bool = True,
     ) -> Sample:
-        """Ragged sequences; those in ``new`` have no state, and with ``None`` the call does not say which have one."""
+        """Make a sample of ragged sequences without states for those in ``new``; ``None`` omits ``has_state``."""
         rows = sum(lengths) + padding
         x, weight, bias_, states, slots = self.parts(rows, len(lengths), channels, width, bias, channels_first, apart)
         has_state = None if new is None else self.new_requests(states, slots, new, stale)
@@ -99,7 +99,7 @@ class Convolutions(States):
         activation: str = "silu",
         serving: bool = True,
     ) -> Sample:
-        """One token of each request."""
+        """Make a sample with one token per request."""
         parts = self.parts(requests, requests, channels, width, bias, channels_first, apart)
         return Sample(label, (*parts, activation), serving)
 
@@ -154,7 +154,7 @@ class DeltaRules(States):
     def rows(
         self, rows: int, heads: tuple[int, int], dims: tuple[int, int]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Query, key and value, which are cut out of one product, and both gates."""
+        """Return query, key and value as slices of one product, and both gates."""
         (key_heads, value_heads), (key_dim, value_dim) = heads, dims
         keys, values = key_heads * key_dim, value_heads * value_dim
         product = torch.tensor_split(self.normal(rows, 2 * keys + values, scale=2.0), (keys, 2 * keys), dim=1)
@@ -165,18 +165,18 @@ class DeltaRules(States):
     def made_states(
         self, requests: int, heads: int, dims: tuple[int, int], apart: int, half: bool, by_key: bool
     ) -> Tensor:
-        """States of a type; with ``by_key`` the keys of a value lie side by side, as some hosts have them."""
+        """Return states of a type; with ``by_key`` the keys of a value are contiguous, as in some hosts."""
         shape, dtype = (dims[::-1] if by_key else dims), self.dtype if half else self.wide
         states = self.states(requests, heads, *shape, apart=apart, scale=0.7, dtype=dtype)
         return states.transpose(2, 3) if by_key else states
 
     def decays(self, heads: int) -> tuple[Tensor, Tensor]:
-        """``a_log`` and ``dt_bias``: some heads forget in a few tokens, some hardly at all."""
+        """Return ``a_log`` and ``dt_bias``: some heads forget in a few tokens, some hardly at all."""
         return torch.linspace(-4.0, 1.5, heads).to(self.device, self.wide), self.normal(heads)
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of ``a_log`` in models, and of most states."""
+        """Return the dtype of ``a_log`` in models, and of most states."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def sequences(
@@ -194,7 +194,7 @@ class DeltaRules(States):
         stale: float = STALE,
         serving: bool = True,
     ) -> Sample:
-        """Ragged sequences, with ``new`` as for a convolution and ``padding`` more rows."""
+        """Make a sample of ragged sequences, with ``new`` as for a convolution and ``padding`` more rows."""
         rows = sum(lengths) + padding
         states = self.made_states(len(lengths), heads[1], dims, apart, half_states, by_key)
         slots = self.slots(len(lengths))
@@ -222,7 +222,7 @@ class DeltaRules(States):
         by_key: bool = False,
         serving: bool = True,
     ) -> Sample:
-        """One token of each request."""
+        """Make a sample with one token per request."""
         states = self.made_states(requests, heads[1], dims, apart, half_states, by_key)
         args = (
             *self.rows(requests, heads, dims),

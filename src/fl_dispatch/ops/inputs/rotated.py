@@ -1,4 +1,4 @@
-"""Inputs of the operator that rotates queries and keys, and writes keys and values into the cache."""
+"""Inputs of the operator that rotates queries and keys and writes keys and values into the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import paged
 
 
 class _Rotated:
-    """Source of inputs of the joined operator, made of inputs of the two operators."""
+    """Source of inputs of the fused operator, made of inputs of its two operators."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
         self.rotations = Rotations(dtype, device, generator)
@@ -45,13 +45,13 @@ class _Rotated:
         )  # fmt: skip
         key, value, *caches, slots = write.args[:5]
         rows = tokens + padding
-        # As hosts have it: one projection holds query, key and value.
+        # As in hosts, one projection holds query, key and value.
         projection = torch.cat((self.rotations.normal(rows, heads[0] * head_dim), key.flatten(1), value.flatten(1)), -1)
         sizes = [heads[0] * head_dim, heads[1] * head_dim, value[0].numel() if rows else heads[1] * value.shape[2]]
         shapes = ((rows, heads[0], head_dim), key.shape, value.shape)
         parts = [part.view(shape) for part, shape in zip(projection.split_with_sizes(sizes, -1), shapes, strict=True)]
         positions = self.rotations.positions(rows, index)
-        if scales is not None:  # keys that are not turned, so that all right implementations quantize them alike
+        if scales is not None:  # keys at angle zero, so that all right implementations quantize them alike
             positions.zero_()
         tables = self.rotations.tables(rotary_dim or head_dim, table)
         args = (*parts, *tables, positions, *caches, slots, interleaved)

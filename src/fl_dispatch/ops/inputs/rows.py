@@ -1,4 +1,4 @@
-"""Probes of operators that compute row by row: strides, sizes, and parameters that an ordinary input would not show."""
+"""Probes of row-wise operators: strides, sizes, and parameters that an ordinary input would not show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..declaration import Sample, Samples
 from .source import Source
 
 WIDE = 14336
-"""Columns of a gated activation of large served models."""
+"""Columns of a gated activation in large served models."""
 LARGE_HIDDEN = 8192
 """Hidden size of large served models."""
 MANY = (4100, 8200, 66000)
@@ -56,7 +56,7 @@ def layer_norm(dtype: torch.dtype, device: torch.device, generator: torch.Genera
     x = normal(4, 128, scale=0.1)
     yield _probe("epsilon 0.01, scale 0.1", x, normal(128), normal(128), 1e-2)
     yield _probe(f"3x{LARGE_HIDDEN}", normal(3, LARGE_HIDDEN), normal(LARGE_HIDDEN), normal(LARGE_HIDDEN), 1e-5)
-    # The variance of these rows is small, so that epsilon shows at this width too.
+    # The variance of these rows is small, so that epsilon matters at this width too.
     flat = normal(3, LARGE_HIDDEN, scale=0.1)
     yield _probe(f"3x{LARGE_HIDDEN}, epsilon 0.01", flat, normal(LARGE_HIDDEN), None, 1e-2)
     for rows in MANY:
@@ -87,7 +87,7 @@ def gated(*setting: object) -> Samples:
 
 
 def elementwise(*setting: object) -> Samples:
-    """Inputs of an activation of every element, with one setting of its other parameters."""
+    """Inputs of an elementwise activation, with one setting of its other parameters."""
     return _activation(1, setting)
 
 

@@ -1,4 +1,4 @@
-"""Shapes that benchmarks measure: those that served models give an operator."""
+"""Shapes that benchmarks measure, taken from served models."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from ..declaration import Place, Shape, Shapes
 
 WEIGHTS = ((1024, 1024), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-"""Columns and inner sizes of products: a small one, and those in a layer of Llama-3.1-8B."""
+"""Columns and inner sizes of products: a small product, and those in a layer of Llama-3.1-8B."""
 FEW_ROWS = (1, 2, 8, 32)
 QUANTIZED_ROWS = (1, 8, 32, 256, 4096)
 QUANTIZED = {"int8": (torch.int8, 0), "fp8": (torch.float8_e4m3fn, 0), "fp8 blocks": (torch.float8_e4m3fn, 128)}
 """Type of both sides of a product, and the side of a block with one scale."""
 GROUP = 128
-"""Elements that have one scale, of rows and of weights of 4 bits."""
+"""Elements that share a scale, in rows and in 4-bit weights."""
 HEADS, HEAD_DIM, KV_HEADS, BLOCK_SIZE = 32, 128, 8, 16
 DECODE = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
-"""Requests and keys of each. There are at most 32 times as many keys as the largest number of tokens in all."""
+"""Requests and keys of each. In total at most 32 times as many keys as the largest number of tokens."""
 PREFILL = ((4, 512), (1, 2048), (4, 2048), (1, 8192), (4, 4096))
-"""Requests and tokens of each, at most as many as the largest number of tokens in all."""
+"""Requests and tokens of each; in total at most the largest number of tokens."""
 LEAST_TOKENS = 32
-"""Fewest tokens on which attention is measured."""
+"""Fewest tokens for which attention is measured."""
 MOST_POSITIONS = 32768
 """Rows of the table of cosines and sines."""
 EXPERTS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "DeepSeek-V2-Lite": (64, 6, 2048, 1408)}
@@ -45,7 +45,7 @@ def _each(label: str, tokens: Sequence[int], widths: Sequence[int], make: Make) 
 
 
 def rows(**variants: Make) -> Shapes:
-    """Shapes of a row-wise operator, one for each number of tokens and hidden size, in some variants by label."""
+    """Return shapes of a row-wise operator for each number of tokens and hidden size, in variants by label."""
 
     def shapes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
         for label, make in variants.items():
@@ -58,17 +58,17 @@ gated = rows(_=lambda place, tokens, width: (place.normal(tokens, 2 * width),))
 
 
 def normalize(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
-    """A norm without a residual."""
+    """Make arguments of a norm without a residual."""
     return place.normal(tokens, hidden), None, place.normal(hidden), 1e-6
 
 
 def add_and_normalize(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
-    """A norm with a residual."""
+    """Make arguments of a norm with a residual."""
     return place.normal(tokens, hidden), place.normal(tokens, hidden), place.normal(hidden), 1e-6
 
 
 def normalize_heads(place: Place, tokens: int, heads: int, head_dim: int) -> tuple[Any, ...]:
-    """A norm of every head."""
+    """Make arguments of a norm of every head."""
     return place.normal(tokens, heads, head_dim), None, place.normal(head_dim), 1e-6
 
 
@@ -76,13 +76,13 @@ norm = rows(_=normalize, with_residual=add_and_normalize)
 
 
 def normalize_and_quantize(place: Place, tokens: int, hidden: int, *how: int) -> tuple[Any, ...]:
-    """A norm with a residual and a quantized result."""
+    """Make arguments of a norm with a residual and a quantized result."""
     x, residual, weight, epsilon = add_and_normalize(place, tokens, hidden)
     return x, "float8_e4m3fn", residual, weight, epsilon, *how
 
 
 def gate_and_quantize(place: Place, tokens: int, width: int, *how: int) -> tuple[Any, ...]:
-    """A gated activation with a quantized result."""
+    """Make arguments of a gated activation with a quantized result."""
     return place.normal(tokens, 2 * width), "float8_e4m3fn", *how
 
 
@@ -91,7 +91,7 @@ quantized_gated = rows(_=gate_and_quantize, groups=lambda *place: gate_and_quant
 
 
 def multiply(columns: int) -> Make:
-    """A product with ``columns`` columns of weights, as long as the width."""
+    """Make arguments of a product with ``columns`` columns of weights; the width is the inner size."""
     return lambda place, tokens, inner: (place.normal(tokens, inner), place.normal(columns, inner, scale=inner**-0.5))
 
 
@@ -103,7 +103,7 @@ def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def multiply_scaled(columns: int, kind: torch.dtype, block: int) -> Make:
-    """A product with ``columns`` columns of weights, both sides quantized."""
+    """Make arguments of a product with ``columns`` columns of weights, both sides quantized."""
 
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
         down, across = (-(-columns // block), -(-inner // block)) if block else (columns, 1)
@@ -130,7 +130,7 @@ def quantized_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator
 def multiply_weight_only(
     columns: int, kind: torch.dtype = torch.uint8, group: int = GROUP, zeros: bool = False
 ) -> Make:
-    """A product with ``columns`` columns of quantized weights, in groups of a row or (0) with a scale a row."""
+    """Make arguments of a product with ``columns`` columns of quantized weights, with groups or (0) a scale per row."""
 
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
         return place.normal(tokens, inner), *_weight_only(place, (columns,), inner, kind, group, zeros)
@@ -156,7 +156,7 @@ def packed_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sh
 
 
 def fuse(columns: int, kind: torch.dtype | None, group: int, norm: bool, gated: bool) -> Make:
-    """A product with ``columns`` columns, after a norm with a residual; ``kind`` and ``group`` of quantized weights."""
+    """Make arguments of a fused product with ``columns`` columns; ``kind`` and ``group`` of quantized weights."""
 
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
         weight: tuple[Any, ...] = place.normal(columns, inner, scale=inner**-0.5), None, None
@@ -173,7 +173,7 @@ FUSED: dict[str, tuple[torch.dtype | None, int, bool]] = {
     "fp8": (torch.float8_e4m3fn, 0, False),
     "norm, 4 bits": (torch.uint8, GROUP, True),
 }
-"""The type of weights, the elements that have one scale, and whether a norm comes before: as engines ask for it."""
+"""Type of weights, elements that share a scale, and whether a norm comes first, as engines use them."""
 
 
 def fused_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
@@ -186,7 +186,7 @@ def fused_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
 def rotate(
     place: Place, tokens: int, hidden: int, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM, part: int = 0
 ) -> tuple[Any, ...]:
-    """Queries and keys cut out of one projection; ``part`` elements of a head are rotated, by default all."""
+    """Return queries and keys as slices of one projection; ``part`` elements of a head are rotated, by default all."""
     heads, part = hidden // head_dim, part or head_dim
     projection = place.normal(tokens, heads + 2 * kv_heads, head_dim)
     query, key, _ = torch.tensor_split(projection, (heads, heads + kv_heads), dim=1)
@@ -201,13 +201,13 @@ rotary = rows(_=rotate)
 
 
 def _caches(place: Place, blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """As vLLM has them: ``[blocks, kv_heads, block_size, key and value]`` in memory."""
+    """Return caches in vLLM's layout: ``[blocks, kv_heads, block_size, key and value]`` in memory."""
     values = place.normal(blocks, kv_heads, BLOCK_SIZE, 2 * head_dim).transpose(1, 2)
     return values[..., :head_dim], values[..., head_dim:]
 
 
 def write(place: Place, tokens: int, width: int, head_dim: int = HEAD_DIM) -> tuple[Any, ...]:
-    """Keys and values of new tokens, ``width`` elements of each, and a cache that has room for them."""
+    """Make keys and values of new tokens, ``width`` elements each, and a cache with room for them."""
     kv_heads = width // head_dim
     key, value = place.normal(tokens, 2 * kv_heads, head_dim).chunk(2, dim=1)
     blocks, device = -(-tokens // BLOCK_SIZE) + 1, place.index_device
@@ -222,7 +222,7 @@ def cache_writes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape
 
 
 def rotate_and_write(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
-    """Queries, keys and values cut out of one projection, and a cache that has room for them."""
+    """Make queries, keys and values as slices of one projection, and a cache with room for them."""
     query, key, cos, sin, positions = rotate(place, tokens, hidden)
     _, value, *caches, slots = write(place, tokens, KV_HEADS * HEAD_DIM)
     return query, key, value, cos, sin, positions, *caches, slots
@@ -253,7 +253,7 @@ def attend(
     kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
 ) -> tuple[Any, ...]:
-    """Requests with ``new`` new tokens each, the last of ``context``."""
+    """Make requests with ``new`` new tokens each, the last ones of ``context``."""
     table = _pages(place, requests, context, BLOCK_SIZE)
     query = place.normal(requests * new, heads, head_dim)
     caches = _caches(place, table.numel(), kv_heads, head_dim)
@@ -264,7 +264,7 @@ def attend(
 def attend_batch(
     place: Place, queries: Sequence[int], longest: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[Any, ...]:
-    """Requests with ``queries`` new tokens and no others, whatever number of keys is announced."""
+    """Make requests with ``queries`` new tokens and no others, for any announced number of keys."""
     lengths = torch.tensor(queries, dtype=torch.int32, device=place.index_device)
     starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     table = lengths.new_zeros(len(queries), -(-longest // BLOCK_SIZE))
@@ -281,7 +281,7 @@ def _decodes(prefix: str, shapes: Sequence[tuple[int, int]], most: int, make: Ma
 
 
 def _prefills(most: int, make: Make) -> Iterator[Shape]:
-    """``make`` takes the number of requests and the tokens of each."""
+    """Return shapes of prompts; ``make`` takes the number of requests and the tokens of each."""
     for batch, length in PREFILL:
         if batch * length <= max(LEAST_TOKENS, most):
             yield Shape(
@@ -297,7 +297,7 @@ def attention(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def latent(heads: int) -> Make:
-    """Decoding of latent attention with ``heads`` heads: requests, and keys of each."""
+    """Make arguments of latent decoding with ``heads`` heads: requests, and keys of each."""
 
     def make(place: Place, requests: int, context: int) -> tuple[Any, ...]:
         width, scale = LATENT_RANK + LATENT_ROPE, (LATENT_DIM + LATENT_ROPE) ** -0.5
@@ -320,9 +320,9 @@ def latent_decode(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shap
 
 
 def attend_in_full(place: Place, requests: int, length: int, heads: int = LATENT_HEADS[0]) -> tuple[Any, ...]:
-    """Prompts of latent attention, with keys and values for every head."""
+    """Make prompts of latent attention, with keys and values for every head."""
     tokens, width = requests * length, LATENT_DIM + LATENT_ROPE
-    value = place.normal(tokens, heads, 2 * LATENT_DIM)[..., LATENT_DIM:]  # it lies beside the keys' larger part
+    value = place.normal(tokens, heads, 2 * LATENT_DIM)[..., LATENT_DIM:]  # a view next to the keys' larger part
     starts, query, key = _steps(place, requests, length), *(place.normal(tokens, heads, width) for _ in range(2))
     return query, key, value, starts, starts, length, length, width**-0.5
 
@@ -342,7 +342,7 @@ SPARSE_DECODE = ((1, 4096), (1, 32768), (1, 131072), (8, 32768))
 
 
 def list_tokens(place: Place, requests: int, context: int, new: int = 1) -> tuple[Any, ...]:
-    """Index queries of ``new`` tokens a request, over index keys in fp8."""
+    """Make index queries of ``new`` tokens per request, over index keys in fp8."""
     table = _pages(place, requests, context, LATENT_BLOCK_SIZE)
     blocks, tokens = table.numel(), requests * new
     cache = place.normal(blocks, LATENT_BLOCK_SIZE, INDEX_DIM).to(torch.float8_e4m3fn)
@@ -360,7 +360,7 @@ def index_topk(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def attend_to_listed(place: Place, requests: int, context: int, new: int = 1) -> tuple[Any, ...]:
-    """Latent queries of ``new`` tokens a request, and random lists of cached tokens."""
+    """Make latent queries of ``new`` tokens per request, and random lists of cached tokens."""
     query, cache, table, starts, _, _, _, scale, rank, _ = latent(LATENT_HEADS[-1])(place, requests, context)
     if new > 1:
         query, starts = place.normal(requests * new, *query.shape[1:]), _steps(place, requests, new)
@@ -390,26 +390,26 @@ def _channels(heads: tuple[int, int]) -> int:
 
 
 def _convolution(place: Place, rows: int, requests: int, channels: int) -> tuple[Any, ...]:
-    """``x``, weights, states and slots."""
+    """Make ``x``, weights, states and slots."""
     states = place.normal(requests + 1, CONV_WIDTH - 1, channels).transpose(1, 2)
     slots = _slots(place, requests)
     return place.normal(rows, channels), place.normal(channels, CONV_WIDTH, scale=0.5), None, states, slots
 
 
 def _slots(place: Place, requests: int) -> Tensor:
-    """A slot for each request; slot 0 belongs to no request, as in hosts."""
+    """Return a slot for each request; slot 0 belongs to no request, as in hosts."""
     return 1 + torch.randperm(requests, device=place.index_device).to(torch.int32)
 
 
 def convolve(place: Place, requests: int, length: int, channels: int) -> tuple[Any, ...]:
-    """Prompts of a short convolution, all of them new."""
+    """Make prompts of a short convolution, all of them new."""
     starts = _steps(place, requests, length)
     has_state = torch.zeros(requests, dtype=torch.bool, device=place.index_device)
     return *_convolution(place, requests * length, requests, channels), starts, has_state
 
 
 def convolve_tokens(place: Place, requests: int, channels: int) -> tuple[Any, ...]:
-    """A token of each request in a short convolution."""
+    """Make one token per request for a short convolution."""
     return _convolution(place, requests, requests, channels)
 
 
@@ -432,7 +432,7 @@ def _requests(tokens: Sequence[int]) -> list[int]:
 
 
 def _delta(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tuple[Any, ...]:
-    """Queries, keys and values, which are parts of one product, gates, decays, states and slots."""
+    """Make queries, keys and values as slices of one product, gates, decays, states and slots."""
     key_heads, value_heads = heads
     sizes = [count * DELTA_DIM for count in (key_heads, *heads)]
     parts = torch.split(place.normal(rows, _channels(heads)), sizes, dim=1)
@@ -440,20 +440,20 @@ def _delta(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tu
     a, b = (place.normal(rows, value_heads) for _ in range(2))
     decays = (place.normal(value_heads, dtype=torch.float32) for _ in range(2))
     states = place.normal(requests + 1, value_heads, DELTA_DIM, DELTA_DIM, dtype=torch.float32)
-    if place.index_device != MAIN_MEMORY:  # hosts let the keys of a value lie side by side there
+    if place.index_device != MAIN_MEMORY:  # in hosts the keys of a value are contiguous here
         states = states.transpose(2, 3)
     return *by_head, a, b, *decays, states, _slots(place, requests)
 
 
 def correct(place: Place, requests: int, length: int, heads: tuple[int, int]) -> tuple[Any, ...]:
-    """Prompts of the gated delta rule, all of them new."""
+    """Make prompts of the gated delta rule, all of them new."""
     has_state = torch.zeros(requests, dtype=torch.bool, device=place.index_device)
     parts, starts = _delta(place, requests * length, requests, heads), _steps(place, requests, length)
     return *parts, starts, has_state, DELTA_DIM**-0.5
 
 
 def correct_tokens(place: Place, requests: int, heads: tuple[int, int]) -> tuple[Any, ...]:
-    """A token of each request in the gated delta rule."""
+    """Make one token per request for the gated delta rule."""
     return *_delta(place, requests, requests, heads), DELTA_DIM**-0.5
 
 
@@ -476,12 +476,12 @@ SPACES = {
     "NVIDIA-Nemotron-Nano-9B-v2": (128, 8, 64, 128),
     "mamba-2.8b": (5120, 1, 1, 16),
 }
-"""Heads and groups of models with state spaces, the size of a head, and that of a state; heads of one number have a
+"""Heads and groups of models with state spaces, the size of a head, and the size of a state; heads of size one have a
 decay for each column."""
 
 
 def _space(place: Place, rows: int, requests: int, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
-    """Tokens, steps, decays, what goes into a state and out of it, a head's parameters, states and slots."""
+    """Make tokens, steps, decays, inputs and outputs of a state, a head's parameters, states and slots."""
     count, groups, head_dim, state_size = sizes
     x, dt = place.normal(rows, count, head_dim), place.normal(rows, count)
     b, c = (place.normal(rows, groups, state_size) for _ in range(2))
@@ -493,7 +493,7 @@ def _space(place: Place, rows: int, requests: int, sizes: tuple[int, int, int, i
 
 
 def scan(place: Place, requests: int, length: int, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
-    """Prompts of a state space, all of them new."""
+    """Make prompts of a state space, all of them new."""
     has_state = torch.zeros(requests, dtype=torch.bool, device=place.index_device)
     parts, starts = _space(place, requests * length, requests, sizes), _steps(place, requests, length)
     return *parts, starts, has_state
@@ -519,7 +519,7 @@ def _routed(place: Place, tokens: int, experts: int, topk: int) -> tuple[Tensor,
 
 
 def mix(experts: int, topk: int, inner: int) -> Make:
-    """A mixture of experts."""
+    """Make arguments of a mixture of experts."""
 
     def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
         weights = place.normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
@@ -530,13 +530,13 @@ def mix(experts: int, topk: int, inner: int) -> Make:
 
 
 def mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Shapes of ``fused_moe``, in the shapes of two models."""
+    """Shapes of ``fused_moe``, from two models."""
     for model, (experts, topk, width, inner) in EXPERTS.items():
         yield from _each(model, tokens, (width,), mix(experts, topk, inner))
 
 
 def mix_scaled(experts: int, topk: int, inner: int, kind: torch.dtype, block: int) -> Make:
-    """A mixture of experts with both sides of its products quantized."""
+    """Make arguments of a mixture of experts with both sides of its products quantized."""
 
     def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
         def weight(columns: int, width: int) -> tuple[Tensor, Tensor]:
@@ -552,7 +552,7 @@ def mix_scaled(experts: int, topk: int, inner: int, kind: torch.dtype, block: in
 
 
 def scaled_mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Shapes of ``scaled_moe``, as those of ``fused_moe``."""
+    """Shapes of ``scaled_moe``, like those of ``fused_moe``."""
     for label, (kind, block) in QUANTIZED.items():
         for model, (experts, topk, width, inner) in EXPERTS.items():
             yield from _each(f"{label}, {model}", tokens, (width,), mix_scaled(experts, topk, inner, kind, block))
@@ -561,7 +561,7 @@ def scaled_mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
 def mix_weight_only(
     experts: int, topk: int, inner: int, kind: torch.dtype = torch.uint8, group: int = GROUP, zeros: bool = False
 ) -> Make:
-    """A mixture of experts with quantized weights."""
+    """Make arguments of a mixture of experts with quantized weights."""
 
     def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
         w13, scale13, zero13 = _weight_only(place, (experts, 2 * inner), hidden, kind, group, zeros)
@@ -573,7 +573,7 @@ def mix_weight_only(
 
 
 def packed_mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Shapes of ``weight_only_moe`` with 4 bits, for the served models."""
+    """Shapes of ``weight_only_moe`` with 4 bits, from the served models."""
     for model, (experts, topk, width, inner) in EXPERTS.items():
         yield from _each(f"4 bits, {model}", tokens, (width,), mix_weight_only(experts, topk, inner))
 
@@ -585,18 +585,18 @@ def routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def route_in_groups(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
-    """Logits of experts in groups."""
+    """Make logits of experts in groups."""
     bias = place.normal(experts, scale=0.1, dtype=torch.float32)
     return place.normal(tokens, experts), 8, 8, 4, True, "sigmoid", 2.5, bias
 
 
 def grouped_routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Shapes of ``grouped_topk``, as DeepSeek-V3 routes."""
+    """Shapes of ``grouped_topk``, with the routing of DeepSeek-V3."""
     yield from _each("", tokens, (256,), route_in_groups)
 
 
 def align(topk: int) -> Make:
-    """Choices of experts, and a block size that fits their number; the width is the number of experts."""
+    """Make choices of experts with a block size that fits their number; the width is the number of experts."""
 
     def make(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
         return _routed(place, tokens, experts, topk)[1], 64 if tokens * topk > 16 * experts else 16, experts

@@ -1,4 +1,4 @@
-"""Random tensors that depend on nothing but a generator."""
+"""Random tensors that depend only on a generator."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Source:
     generator: torch.Generator
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal numbers around zero."""
+        """Return normal numbers around zero."""
         return (torch.randn(shape, generator=self.generator) * scale).to(device=self.device, dtype=self.dtype)
 
     def order(self, count: int) -> Tensor:
-        """The numbers below ``count`` in random order, int32, on the CPU."""
+        """Return the numbers below ``count`` in random order, int32, on the CPU."""
         return torch.randperm(count, generator=self.generator, dtype=torch.int32)
 
 
 def starts(lengths: Sequence[int]) -> Tensor:
-    """First row of each request, and the end of the last one, int32, on the CPU."""
+    """Return the first row of each request, and the end of the last one, int32, on the CPU."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

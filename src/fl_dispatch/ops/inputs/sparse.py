@@ -1,6 +1,6 @@
 """Inputs of sparse latent attention.
 
-Index scores are sums of small integers, so every implementation finds the same ones, and many are equal.
+Index scores are sums of small integers, so every implementation gets the same scores, and many are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .paged import HIDDEN_BLOCKS, used_slots
 from .source import Source, starts
 
 GROUP = 128
-"""Elements of an index key that have one scale."""
+"""Elements of an index key that share a scale."""
 LARGEST_INTEGER = 2
 """Largest magnitude of the integers in queries and keys."""
 DEEPSEEK_V3_2 = (64, 128)
@@ -28,15 +28,15 @@ GLM_5 = (32, 128)
 
 
 class _Paged(Source):
-    """Source of paged caches: blocks of requests in random order, and block 0 of no request."""
+    """Source of paged caches: blocks of requests in random order; block 0 belongs to no request."""
 
     def integers(self, *shape: int) -> Tensor:
-        """Small integers around zero."""
+        """Return small integers around zero."""
         drawn = torch.randint(-LARGEST_INTEGER, LARGEST_INTEGER + 1, shape, generator=self.generator)
         return drawn.to(self.device, self.dtype)
 
     def table(self, lengths: Sequence[int], block_size: int, spare: int, hostile: bool) -> tuple[Tensor, int]:
-        """A table of blocks on the CPU, and the number of blocks; unused entries point behind them if ``hostile``."""
+        """Return a table of blocks on the CPU, and the number of blocks; ``hostile`` unused entries point outside."""
         blocks = [-(-length // block_size) for length in lengths]
         pages: list[int] = (1 + self.order(sum(blocks))).tolist()
         free = 1 + sum(blocks)
@@ -66,7 +66,7 @@ class _Writes(_Paged):
         beside: bool = False,
         serving: bool = True,
     ) -> Sample:
-        """``beside`` has the scales of a block behind its keys, in the cache's own memory, as hosts have it."""
+        """Make a sample; ``beside`` stores the scales of a block after its keys in the cache's memory, as hosts do."""
         key = self.normal(tokens + padding, dim + 32)[:, :dim]
         blocks, groups = -(-tokens // block_size) + 2, -(-dim // GROUP)
         slots = torch.randperm(blocks * block_size, generator=self.generator)[:tokens]
@@ -112,14 +112,14 @@ class _Lists(_Paged):
         hostile: bool = False,
         serving: bool = True,
     ) -> Sample:
-        """``requests`` are (new tokens, all tokens); ``shape`` is (heads, dim). Others are as for ``mla_decode``."""
+        """Make a sample: ``requests`` are (new tokens, all tokens), ``shape`` is (heads, dim); see ``mla_decode``."""
         heads, dim = shape
         rows, lengths = [new for new, _ in requests], [length for _, length in requests]
         table, free = self.table(lengths, block_size, spare, hostile)
         hidden, groups = HIDDEN_BLOCKS if hostile else 0, -(-dim // GROUP)
         tokens = sum(rows) + (padding or 0)
         query = self.integers(tokens, heads, dim)
-        # Eighths, and more of them above zero, as in trained models.
+        # Eighths, more of them positive, as in trained models.
         weights = torch.randint(-4, 9, (tokens, heads), generator=self.generator).to(self.device).float() / 8
         cache = self.integers(free + hidden, block_size, dim)
         cache = cache.to(FP8) if fp8 else cache
@@ -170,7 +170,7 @@ def list_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gene
 
 
 def list_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Inputs of ``index_topk``: long contexts, many requests, too large maxima, unused memory that spoils a result."""
+    """Inputs of ``index_topk``: long contexts, many requests, too large maxima, unused memory that spoils results."""
     sample = _Lists(dtype, device, generator).sample
     yield sample("9,000 tokens, top 512", [(1, 9000), (2, 4100)], 512, (4, 32), serving=False)
     yield sample("300 requests", [(1, 40)] * 300, 16, (2, 16), serving=False)
@@ -200,7 +200,7 @@ class _Attends(_Paged):
         nothing: Sequence[int] = (),
         serving: bool = True,
     ) -> Sample:
-        """Queries list ``topk`` tokens at most, in any order; those of ``nothing`` list none."""
+        """Make a sample: queries list at most ``topk`` tokens in any order; those in ``nothing`` list none."""
         rows, lengths = [new for new, _ in requests], [length for _, length in requests]
         table, free = self.table(lengths, block_size, 0, hostile)
         hidden = HIDDEN_BLOCKS if hostile else 0
@@ -252,7 +252,7 @@ def attention_samples(dtype: torch.dtype, device: torch.device, generator: torch
 
 
 def attention_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Inputs of ``mla_sparse``: long lists, many requests, memory that is not listed and spoils a result."""
+    """Inputs of ``mla_sparse``: long lists, many requests, unlisted memory that would spoil a result."""
     sample = _Attends(dtype, device, generator).sample
     yield sample("4,100 listed", [(1, 5000), (1, 4100)], 4100, 4, 128, 32, serving=False)
     yield sample("300 requests", [(1, 30)] * 300, 8, 2, 32, 16, serving=False)

@@ -19,7 +19,7 @@ class _StateSpaces(States):
     def rows(
         self, rows: int, heads: tuple[int, int], dims: tuple[int, int], bare: bool, by_column: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The operands before the states: ``x``, ``b`` and ``c`` are cut out of one product."""
+        """Return the operands before the states: ``x``, ``b`` and ``c`` are slices of one product."""
         (count, groups), (head_dim, state_size) = heads, dims
         values, keys = count * head_dim, groups * state_size
         x, b, c = torch.tensor_split(self.normal(rows, values + 2 * keys), (values, values + keys), dim=1)
@@ -36,7 +36,7 @@ class _StateSpaces(States):
     def slots_of(
         self, requests: int, heads: tuple[int, int], dims: tuple[int, int], apart: int, half_states: bool
     ) -> tuple[Tensor, Tensor]:
-        """States, in float32 or in the model's dtype, and the requests' slots."""
+        """Return states, in float32 or in the model's dtype, and the requests' slots."""
         dtype = self.dtype if half_states else torch.promote_types(self.dtype, torch.float32)
         return self.states(requests, heads[0], *dims, apart=apart, dtype=dtype), self.slots(requests)
 
@@ -56,7 +56,7 @@ class _StateSpaces(States):
         stale: float = STALE,
         serving: bool = True,
     ) -> Sample:
-        """Ragged sequences; those in ``new`` have no state, and with ``None`` the call does not say which have one.
+        """Make a sample of ragged sequences without states for those in ``new``; ``None`` omits ``has_state``.
 
         Args:
             label: see :class:`Sample`.
@@ -66,9 +66,9 @@ class _StateSpaces(States):
             new: the sequences without a state.
             apart: elements between the states of two slots.
             padding: rows that no sequence covers.
-            half_states: states have the dtype of ``x``.
-            bare: ``d`` and ``dt_bias`` are missing.
-            by_column: each column of a head's state has a decay.
+            half_states: whether states have the dtype of ``x``.
+            bare: whether ``d`` and ``dt_bias`` are omitted.
+            by_column: whether each column of a head's state has a decay.
             stale: the numbers in the slots of new requests.
             serving: see :class:`Sample`.
         """
@@ -90,7 +90,7 @@ class _StateSpaces(States):
         by_column: bool = False,
         serving: bool = True,
     ) -> Sample:
-        """One token of each request."""
+        """Make a sample with one token per request."""
         rows = self.rows(requests, heads, dims, bare, by_column)
         return Sample(label, (*rows, *self.slots_of(requests, heads, dims, apart, half_states)), serving)
 
