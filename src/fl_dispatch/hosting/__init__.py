@@ -1,1 +1,1 @@
-"""Parts that both hosts' plugins need and neither host knows."""
+"""Code that both hosts' plugins share and that imports neither host."""

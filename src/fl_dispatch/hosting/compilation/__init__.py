@@ -1,1 +1,1 @@
-"""Compiled models: references that Inductor fuses, and equal numbers for equal kernels."""
+"""Compiled models: references that Inductor fuses, and shared numbers for equal kernels."""

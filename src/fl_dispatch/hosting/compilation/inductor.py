@@ -11,7 +11,7 @@ from ...settings.selection_policy import PREFER_DEFAULT
 
 
 def missing_for_cpp() -> str | None:
-    """The thing that it needs to build C++ and that is not here, or ``None``."""
+    """Return what Inductor lacks here to build C++, or ``None``."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -24,10 +24,10 @@ def missing_for_cpp() -> str | None:
 
 
 def fused(operators: Iterable[str]) -> list[str]:
-    """The operators that should run as their fused reference in a model compiled under the policy in force.
+    """Return the operators that should run as their fused reference in a model compiled under the policy in force.
 
-    Their first choices are all slower than that. The user's orders stay: rules for an operator, and a preference. A
-    platform's file that repeats the default preference, as the files of ``fl tune`` do, asks for nothing.
+    All their first choices are slower than the reference. The user's orders take precedence: rules for an operator, and
+    a preference. The default preference in a platform's file, as in the files of ``fl tune``, does not count.
     """
     policy, manager = get_policy(), get_default_manager()
     preference = policy.origin("prefer")

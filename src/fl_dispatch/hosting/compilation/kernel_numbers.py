@@ -1,9 +1,9 @@
-"""Numbers of Triton kernels and their constants in a compiled model: equal ones share one, for equal layers' sake.
+"""Share the numbers of equal Triton kernels and constants in a compiled model, so that equal layers compile once.
 
 A graph that PyTorch traces names a launch's kernel and its constants by their numbers in a table. PyTorch gives each
-launch a number of its own for the constants, and for the kernel too where the launch says how many warps it wants: such
-a kernel is wrapped anew. Two layers that do the same then differ by those numbers alone, in the key by which compiled
-graphs are found again (``autograd_cache_key``), and each of them would be compiled.
+launch a new number for the constants, and also for the kernel if the launch sets the number of warps, because such a
+kernel is wrapped anew. Two equal layers then differ by these numbers alone in the key of compiled graphs
+(``autograd_cache_key``), and each of them would be compiled.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ logger = get_logger(__name__)
 
 Add = Callable[[Any], int]
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
-"""Types compared by value; constants of any other type, a tuple too, keep a number of their own."""
+"""Types compared by value; constants of other types, including tuples, keep separate numbers."""
 
 
 def share_equal() -> None:
-    """Give the launches that Dynamo traces from now on common numbers where they are equal.
+    """Give equal launches that Dynamo traces from now on the same numbers.
 
-    It saves time alone: where PyTorch or Triton is not as this module knows it, everything keeps its own number.
+    This only saves time: with an unknown version of PyTorch or Triton, all launches keep separate numbers.
     """
     try:
         from torch._higher_order_ops import triton_kernel_wrap
@@ -39,9 +39,10 @@ def share_equal() -> None:
 
 
 def _shared(add: Add, get: Callable[[int], Any], key_of: Callable[[Any], Hashable]) -> Add:
-    """The table's method, called once for all that have a key in common; ``None`` is no key.
+    """Return the table's method, called once for all values with the same key; ``None`` is not a key.
 
-    A number counts only while the table still has there what was added: PyTorch empties the table when it is reset.
+    A number is reused only while the table still has the added value there, because PyTorch empties the table on a
+    reset.
     """
     numbers: dict[Hashable, tuple[int, Any]] = {}
 
@@ -63,14 +64,14 @@ def _shared(add: Add, get: Callable[[int], Any], key_of: Callable[[Any], Hashabl
 
 
 def _constants(constants: Mapping[str, Any]) -> Hashable:
-    """All names and values, each with its type; ``None`` if one is of no plain type."""
+    """Return all names and values, each with its type; ``None`` if one is not of a plain type."""
     if any(type(value) not in PLAIN for value in constants.values()):
         return None
     return tuple((name, type(value), repr(value)) for name, value in constants.items())
 
 
 def _kernel(kernel: Any) -> Hashable:
-    """A kernel with the one configuration that its launch asks for; ``None`` for all other kernels."""
+    """Return a kernel with the one configuration that its launch asks for; ``None`` for other kernels."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -80,11 +81,11 @@ def _kernel(kernel: Any) -> Hashable:
         hooks = kernel.reset_to_zero, kernel.restore_value, kernel.user_defined_pre_hook, kernel.user_defined_post_hook
         if kernel.keys or any(hooks):
             return None
-    except AttributeError:  # another Triton's
+    except AttributeError:  # another version of Triton
         return None
     (config,) = kernel.configs
-    options = dict(vars(config))  # also those that a launch has and Triton's own configurations do not
+    options = dict(vars(config))  # also those that a launch sets and Triton's configurations lack
     named = _constants(options.pop("kwargs", {}))
-    others = _constants(options)  # a hook is of no plain type
-    # The kernel is kept with its number, so no other one gets the address.
+    others = _constants(options)  # a hook is not of a plain type
+    # The kernel is stored with its number, so no other kernel gets its address.
     return None if named is None or others is None else (id(kernel.fn), named, others)

@@ -1,1 +1,1 @@
-"""Requests with NaN, infinity, or keys and values of a wrong implementation: they end or begin again, and no other."""
+"""Requests damaged by NaN, infinity or a wrong implementation: these alone end or start over."""

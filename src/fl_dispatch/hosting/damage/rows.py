@@ -1,4 +1,4 @@
-"""Damaged rows of logits: they are marked, and overwritten, in one pass on the device."""
+"""Find damaged rows of logits, mark and overwrite them in one pass on the device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fl_dispatch.logger_manager import get_logger
 logger = get_logger(__name__)
 
 FAILED: list[str] = []
-"""The error of the kernel, after which PyTorch's operators do its work; one of memory counts for its call alone."""
+"""The error of the kernel, after which PyTorch's operators replace it; out of memory, only for that call."""
 
 
 def damaged_rows(logits: Tensor) -> Tensor:
     """Mark rows with NaN or infinity, and overwrite them by zeros.
 
-    From NaN a sampler may take a token beyond the vocabulary, and the next step, which is under way before the host
-    knows of the damage, would read past the table of embeddings. Negative infinity beside numbers is a mask, which
-    models have; a row of it alone is damaged.
+    With NaN a sampler may choose a token outside the vocabulary. The next step starts before the host knows of the
+    damage, and would read past the embedding table. Negative infinity next to finite numbers is a mask; a row of
+    negative infinity alone is damaged.
 
     Args:
         logits: ``[rows, vocabulary]``, floating point; damaged rows are overwritten.
@@ -41,20 +41,21 @@ def damaged_rows(logits: Tensor) -> Tensor:
             logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
     highest = logits.amax(-1)
     damaged = (highest - highest).ne(0)  # NaN from NaN and from infinity
-    if device.accelerator or bool(damaged.any()):  # an accelerator would have to be waited for
+    if device.accelerator or bool(damaged.any()):  # reading it on an accelerator would wait for the device
         logits.masked_fill_(damaged.unsqueeze(-1), 0.0)
     return damaged.int()
 
 
 def damaged_tokens(rows: Tensor, ends: Tensor, tokens: Tensor) -> Tensor:
-    """How many of each request's tokens were chosen from damaged rows.
+    """Return the number of each request's tokens that were chosen from damaged rows.
 
-    Rows behind a request's last token judged drafts that were rejected, so they say nothing about the request.
+    Rows after a request's last token belong to rejected drafts, so they do not count.
 
     Args:
-        rows: of all requests, one after the other, see :func:`damaged_rows`.
-        ends: ``[requests]``; where each request's rows end.
-        tokens: ``[requests]``; how many each got. For one that got none, as in a part of its prompt, one row counts.
+        rows: marks of all requests' rows in order, see :func:`damaged_rows`.
+        ends: ``[requests]``: end of each request's rows.
+        tokens: ``[requests]``: number of new tokens of each. For a request without one, as in a part of its prompt, one
+            row counts.
     """
     sums = pad(rows.cumsum(0), (1, 0))
     starts = pad(ends[:-1], (1, 0)).long()

@@ -1,4 +1,4 @@
-"""The kernel of :mod:`rows`: a program looks at one row, and reads it a second time only to overwrite it."""
+"""The kernel of :mod:`rows`: a program checks one row, and reads it a second time only to overwrite it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_dispatch.devices import device_of
 from fl_dispatch.devices.launcher import Launcher
 
 TILE = 16384
-"""Elements that a program reads at a time: rows are few and wide, so it has many loads under way."""
+"""Elements that a program reads at a time: rows are few and wide, so a program keeps many loads in flight."""
 MOST_WARPS, MOST_THREADS = 32, 1024
 
 
@@ -43,12 +43,12 @@ _launch = Launcher(_mark)
 
 @functools.cache
 def _warps(device: torch.device) -> int:
-    """Count the warps that a program may have; on some chips a warp has 64 threads."""
+    """Return the number of warps of a program; on some chips a warp has 64 threads."""
     return min(MOST_WARPS, MOST_THREADS // device_of(device.type).warp_size(device.index or 0))
 
 
 def damaged_rows_in_one_launch(logits: Tensor) -> Tensor:
-    """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row lie side by side."""
+    """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row are contiguous."""
     rows, width = logits.shape
     marks = logits.new_empty(rows, dtype=torch.int32)
     if rows:

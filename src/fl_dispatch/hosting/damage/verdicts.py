@@ -1,4 +1,4 @@
-"""The decision what becomes of damaged requests, made once for all ranks, where a host schedules."""
+"""Decide what happens to damaged requests: once for all ranks, in the host's scheduler."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ...shadow.origin import Origin
 
 
 class Verdict(enum.Enum):
-    """What becomes of a request after a step."""
+    """What happens to a request after a step."""
 
     GOES_ON = enum.auto()
-    AGAIN = enum.auto()  # its keys and values leave the cache, and are computed again while each call is looked at
+    AGAIN = enum.auto()  # its keys and values leave the cache and are computed again, with each call checked
     ENDS = enum.auto()
 
 
 class Told(NamedTuple):
-    """What a worker tells the scheduler of a step.
+    """A worker's report to the scheduler about a step.
 
     Args:
-        origins: the calls where numbers stopped being finite, one a rank at most; ``None`` if they were not looked for.
-        wrong: implementations that were taken out of service because their results were wrong.
+        origins: the calls where numbers stopped being finite, at most one per rank; ``None`` if calls were not checked.
+        wrong: implementations that were banned because their results were wrong.
     """
 
     origins: tuple[Origin, ...] | None = None
@@ -37,7 +37,7 @@ class Verdicts:
         action: the setting ``damaged_requests``.
 
     Attributes:
-        watched: requests that are computed again while each call is looked at.
+        watched: requests that are computed again with each call checked.
     """
 
     def __init__(self, action: str) -> None:
@@ -45,13 +45,13 @@ class Verdicts:
         self.watched: set[str] = set()
 
     def of(self, request: str, damaged: bool, watched: bool, sampled: bool) -> Verdict:
-        """The verdict on a request after a step that it was part of.
+        """Return the verdict on a request after a step that included it.
 
         Args:
             request: its id.
-            damaged: its logits have NaN or infinity.
-            watched: each call of the step was looked at.
-            sampled: the step gave it a token.
+            damaged: whether its logits have NaN or infinity.
+            watched: whether each call of the step was checked.
+            sampled: whether the step gave it a token.
         """
         if request not in self.watched:
             if not damaged:
@@ -65,24 +65,24 @@ class Verdicts:
 
 
 class Wrong:
-    """Implementations that shadow mode has taken out of service, as often as it is asked.
+    """Implementations that shadow mode has banned since the last question.
 
     Args:
-        findings: of the process's manager.
+        findings: the findings of the process's manager.
     """
 
     def __init__(self, findings: Findings) -> None:
         self.findings, self.told = findings, 0
 
     def new(self) -> tuple[str, ...]:
-        """All of them in words if there are more than last time, else nothing."""
+        """Return all of them in words if there are more than last time, else nothing."""
         banned, before = self.findings.banned, self.told
         self.told = len(banned)
         return tuple(dict.fromkeys(f"'{op}' by '{impl}'" for op, impl, _ in banned)) if len(banned) > before else ()
 
 
 def of_numbers(damaged: bool, origins: Sequence[Origin] | None) -> str:
-    """Why a request ends that had NaN or infinity in its logits; ``damaged``: it has them again."""
+    """Return why a request with NaN or infinity in its logits ends; ``damaged``: it has them again."""
     if not damaged:
         return "its logits had NaN or infinity, which did not come again when it was computed once more"
     if origins is None:
@@ -92,5 +92,5 @@ def of_numbers(damaged: bool, origins: Sequence[Origin] | None) -> str:
 
 
 def of_wrong(implementations: Iterable[str]) -> str:
-    """Why a request ends that ran when an implementation was found to be wrong."""
+    """Return why a request ends that ran while an implementation was found to be wrong."""
     return f"its keys and values may be wrong, because these results were: {'; '.join(implementations)}"

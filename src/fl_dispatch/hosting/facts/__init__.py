@@ -1,1 +1,1 @@
-"""Facts about a host: what a plugin relies on, and whether the host's source, which is not imported, has it."""
+"""Facts about a host that a plugin relies on, checked against the host's source without importing it."""

@@ -26,17 +26,15 @@ class HostFact:
     Args:
         owner: ``module:Class``, or ``module``.
         names: attributes of the class, of its instances, or of the module; none if the fact is that the owner exists. A
-            function
-            that ours replaces has our parameters, in Python's notation:
-            ``"apply(layer, x, bias=None)"``. The host may leave out one with a default; ``*args`` and ``**kwargs`` take
-            any that the host adds; names before ``/`` do not matter, because the host passes these by position.
+            function that ours replaces has our parameters, in Python's notation: ``"apply(layer, x, bias=None)"``. The
+            host may lack one with a default; ``*args`` and ``**kwargs`` take any that the host adds; names before ``/``
+            do not matter, because the host passes these by position.
         verb: ``reads`` (calls and sets too), ``expects`` the host's own code to use, ``overrides`` in a subclass,
-            ``hooks`` by the host's own hooks, ``replaces`` at run time, ``adds`` to a subclass, where the host has
-            none.
+            ``hooks`` by the host's own hooks, ``replaces`` at run time, ``adds`` to a subclass if the host has none.
         used_by: our modules that rely on them, below the plugin's package.
         why: the purpose of the names, or the damage without them.
-        since: the first version that has them, as far as known; empty for all.
-        until: the first version without them; empty if none is known.
+        since: the first known version with the names; empty for all.
+        until: the first version without the names; empty if none is known.
     """
 
     owner: str
@@ -48,25 +46,23 @@ class HostFact:
     until: str = ""
 
     def concerns(self, version: str) -> bool:
-        """Whether a version should have them. A version newer than all known ones should have every fact without
-        ``until``.
-        """
+        """Whether a version should have the names; an unknown newer one should unless ``until`` is set."""
         found = release(version)
         return (not self.since or release(self.since) <= found) and (not self.until or found < release(self.until))
 
     @cached_property
     def plain_names(self) -> tuple[str, ...]:
-        """The names without parameters."""
+        """Return the names without parameters."""
         return tuple(name.partition("(")[0] for name in self.names)
 
 
 @dataclass(frozen=True)
 class Broken:
-    """One name that is not as a fact says.
+    """One name that differs from its fact.
 
     Args:
         fact, name: the fact, and the name.
-        what: the host's state instead.
+        what: the host's actual state.
     """
 
     fact: HostFact
@@ -82,11 +78,11 @@ class Findings:
     """The result of :func:`check`.
 
     Args:
-        broken: names that are not as their facts say.
+        broken: names that differ from their facts.
         held: facts that hold entirely.
         names: number of names that were checked.
         of_other_versions: facts that do not concern this version.
-        elsewhere: facts about packages without their source here.
+        elsewhere: facts about packages without installed source.
     """
 
     broken: list[Broken] = field(default_factory=list)
@@ -96,7 +92,7 @@ class Findings:
     elsewhere: list[HostFact] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """For the log."""
+        """Return the findings as text for the log."""
         return "; ".join(map(str, self.broken)) or f"all {self.names} names that are relied on are there"
 
 
@@ -143,7 +139,7 @@ def _difference(fact: HostFact, name: str, tree: SourceTree) -> str | None:
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> ast.arguments:
-    """The names of a function's parameters; without ``self`` if it is looked up on an instance."""
+    """Return the names of a function's parameters; without ``self`` if it is looked up on an instance."""
     arguments = ast.parse(f"lambda {_plain(function.args)}: 0", mode="eval").body
     assert isinstance(arguments, ast.Lambda)
     static = any(isinstance(node, ast.Name) and node.id == "staticmethod" for node in function.decorator_list)
@@ -153,7 +149,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool)
 
 
 def _plain(arguments: ast.arguments) -> str:
-    """Parameters without annotations, every default ``None``."""
+    """Return parameters without annotations, and with ``None`` for every default."""
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     parts = [arg.arg if place < required else f"{arg.arg}=None" for place, arg in enumerate(positional)]
@@ -175,7 +171,7 @@ def _written(name: str) -> ast.arguments:
 
 
 def mismatch(ours: ast.arguments, theirs: ast.arguments) -> str | None:
-    """Why a function with our parameters cannot take the place of one with theirs, or ``None``."""
+    """Return why a function with our parameters cannot replace one with theirs, or ``None``."""
     mine = [*ours.posonlyargs, *ours.args]
     defaulted = {arg.arg for arg in mine[len(mine) - len(ours.defaults) :]}
     positional = [arg.arg for arg in (*theirs.posonlyargs, *theirs.args)]
@@ -196,7 +192,7 @@ def mismatch(ours: ast.arguments, theirs: ast.arguments) -> str | None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers that a version starts with: ``"0.33.0rc1"`` is ``(0, 33, 0)``."""
+    """Return the numbers at the start of a version: ``(0, 33, 0)`` for ``"0.33.0rc1"``."""
     found = re.match(r"\d+(\.\d+)*", version)
     if found is None:
         raise ValueError(f"'{version}' is no version")

@@ -1,4 +1,4 @@
-"""A host's layer classes: they run our operators, could run them, or stay the host's for a reason."""
+"""A host's layer classes: those that run our operators, could run them, or stay the host's for a reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Literal["replaced", "left", "pending", "unjudged"]
 
 @dataclass(frozen=True)
 class Judgement:
-    """The fate of one layer class of a host.
+    """The judgement on one layer class of a host.
 
     Args:
         cls: the class.
@@ -35,10 +35,10 @@ class HostLayers:
     Args:
         roots: ``module:Class`` of the classes that the host's exchangeable layers derive from.
         replaced: ``module:Class`` of the classes with our forward.
-        left: why others stay the host's: a class's name, or the dotted name of a module for all classes below it.
-        inherited: whether a subclass without a forward of its own gets what its base has; otherwise each class is
+        left: class or dotted module (for all classes below it) → why it stays the host's.
+        inherited: whether a subclass without its own forward inherits its base's replacement; otherwise each class is
             replaced by its exact name.
-        pending: as ``left``, for classes that could run our operator and do not yet: the operator, and the missing
+        pending: as ``left``, for classes that could run our operator but do not yet: the operator, and the missing
             part.
     """
 
@@ -50,14 +50,14 @@ class HostLayers:
 
     @property
     def names(self) -> frozenset[str]:
-        """The classes that a user's list may name."""
+        """Return the classes that a user's list may name."""
         return frozenset(
             {path.partition(":")[2] for path in self.replaced}
             | {n for n in (*self.left, *self.pending) if "." not in n}
         )
 
     def judge(self, tree: SourceTree, package: str) -> list[Judgement]:
-        """Every layer class of a host, in the order of the source."""
+        """Judge every layer class of a host, in the order of the source."""
         return [self._judgement(cls, tree) for cls in tree.subclasses(package, self.roots)]
 
     def _judgement(self, cls: Class, tree: SourceTree) -> Judgement:
@@ -97,7 +97,7 @@ class Host:
     """A plugin's knowledge of its host.
 
     Args:
-        name: as messages say it.
+        name: its name in messages.
         package: its Python package, and its distribution.
         facts: returns the names that the plugin relies on, from the plugin's source.
         layers: its layer classes.

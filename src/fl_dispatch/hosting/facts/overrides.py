@@ -1,8 +1,8 @@
 """Methods and attributes of a host that a plugin's classes override, derived from the plugin's source.
 
 A plugin's class that derives from a host's class overrides every public name in its body, or in the body of one of our
-mixins, because names of its own begin with ``fl_`` or ``_``. Annotated fields, which make a dataclass, and
-``__names__`` are no overrides. A plugin's facts list the exceptions: overridden private names, and added public ones.
+mixins, because other names begin with ``fl_`` or ``_``. Annotated fields of dataclasses and ``__names__`` are not
+overrides. A plugin's facts list the exceptions: overridden private names, and added public ones.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class Overrides:
 
     @property
     def public(self) -> list[str]:
-        """The names that override the host's by the rule."""
+        """Return the names that override the host's by the rule."""
         return [name for name in self.names if not name.startswith(("_", "fl_"))]
 
 
 def overrides(package: str, folder: Path, host: str) -> Iterator[Overrides]:
-    """Every class of a plugin that derives from a class of the host, at the top level of a module.
+    """Yield every class of a plugin, at the top level of a module, that derives from a class of the host.
 
-    Folders and modules for one older version, such as ``v0_5_21``, are left out: their facts are written.
+    Folders and modules for one older version, such as ``v0_5_21``, are skipped, because their facts are written by
+    hand.
 
     Args:
         package, folder: the plugin's package.
@@ -71,7 +72,7 @@ def _is_older(module: Module) -> bool:
 
 
 def _lineage(tree: SourceTree, ours: Class, host: str) -> tuple[list[str], list[ast.ClassDef]]:
-    """The host's classes that our class derives from, and our bodies: its own, and its mixins'."""
+    """Return the host's classes that our class derives from, and our bodies: its own, and its mixins'."""
     owners: list[str] = []
     bodies = [ours.node]
     for base in ours.node.bases:
@@ -87,7 +88,7 @@ def _lineage(tree: SourceTree, ours: Class, host: str) -> tuple[list[str], list[
 
 
 def _meanings(tree: SourceTree, module: Module, dotted: str, host: str) -> Iterator[str | Class]:
-    """The class that a name means in one of our modules: ``module:Class`` of the host, or our own class."""
+    """Yield what a name means in one of our modules: ``module:Class`` of the host, or our own class."""
     first, _, rest = dotted.partition(".")
     for bound in module.names.get(first, ()):
         match bound:
@@ -105,7 +106,7 @@ def _meanings(tree: SourceTree, module: Module, dotted: str, host: str) -> Itera
 
 
 def _names(node: ast.ClassDef) -> dict[str, str]:
-    """The names that a class's body defines, methods with their parameters."""
+    """Return the names that a class's body defines, methods with their parameters."""
     names: dict[str, str] = {}
     for part in node.body:
         match part:

@@ -1,6 +1,6 @@
-"""A host's Python source, read without importing it: the names that modules and classes define, and their parameters.
+"""Read a host's Python source without importing it: names that modules and classes define, and parameters.
 
-Importing a host runs its platform detection and needs its requirements; reading its source needs a folder.
+Importing a host runs its platform detection and needs its requirements; reading its source needs only a folder.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _CLASS = re.compile(r"^[ \t]*class\s+(\w+)[^(:]*\(([^)]*)\)", re.MULTILINE)
 _ALIAS = re.compile(r"\b(\w+)\s+as\s+(\w+)")
 
 Bound = dict[str, list[Definition | Import]]
-"""Name → its possible meanings, first the one that the code prefers: a later statement, or the one that ``try`` tries.
-"""
+"""Name → its possible meanings, the preferred one first: a later statement, or the one inside ``try``."""
 
 
 class Module:
@@ -49,12 +48,12 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The parsed file."""
+        """Return the parsed file."""
         return ast.parse(self.file.read_text(encoding="utf-8"), str(self.file))
 
     @cached_property
     def names(self) -> Bound:
-        """The names that its top level defines or imports, under ``if`` and ``try`` too."""
+        """Return the names that its top level defines or imports, also under ``if`` and ``try``."""
         return _bound(self.tree.body, self.package)
 
 
@@ -67,7 +66,7 @@ class Class:
 
     @property
     def path(self) -> str:
-        """``module:Class``."""
+        """Return ``module:Class``."""
         return f"{self.module.name}:{self.node.name}"
 
 
@@ -85,7 +84,7 @@ class SourceTree:
 
     @classmethod
     def installed(cls, *names: str) -> SourceTree:
-        """The packages that this environment would import; one that it lacks is left out."""
+        """Return the packages that this environment would import; skip missing ones."""
         specs = {name: find_spec(name) for name in names}
         return cls({name: Path(spec.origin).parent for name, spec in specs.items() if spec is not None and spec.origin})
 
@@ -94,7 +93,7 @@ class SourceTree:
         return module.partition(".")[0] in self.packages
 
     def module(self, name: str) -> Module | None:
-        """A module, or ``None``."""
+        """Return a module, or ``None``."""
         if name not in self._modules:
             self._modules[name] = self._open(name)
         return self._modules[name]
@@ -108,10 +107,10 @@ class SourceTree:
         return next((Module(name, file) for file in files if file.is_file()), None)
 
     def modules_deriving(self, package: str, names: Iterable[str]) -> Iterator[Module]:
-        """The modules of a package with text that may define a class deriving from one of these, found without parsing.
+        """Yield the modules of a package with text that may define a class derived from one of these.
 
-        Names are compared without their modules, so some of the modules have no such class. A host's thousands of files
-        are read once, and dozens of them are parsed.
+        The text is not parsed, and names are compared without their modules, so some modules have no such class. A
+        host's thousands of files are read once, and dozens of them are parsed.
         """
         folder = self.packages[package]
         files = {file: file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))}
@@ -138,7 +137,7 @@ class SourceTree:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def find(self, module: Module, dotted: str) -> tuple[Module, Definition] | None:
-        """The meaning of a module's name, through imports; ``None`` if nothing here defines it."""
+        """Return the meaning of a module's name, through imports; ``None`` if it is not defined here."""
         first, _, rest = dotted.partition(".")
         return self._follow(module, first, rest, frozenset())
 
@@ -170,7 +169,7 @@ class SourceTree:
         return self._follow(submodule, first, further, seen)
 
     def class_at(self, path: str) -> Class | None:
-        """The class at ``module:Class``, or ``None``."""
+        """Return the class at ``module:Class``, or ``None``."""
         module_name, _, name = path.partition(":")
         module = self.module(module_name)
         match None if module is None else self.find(module, name):
@@ -183,7 +182,7 @@ class SourceTree:
     # -- classes ------------------------------------------------------------------------------------------------------
 
     def bases(self, cls: Class) -> list[Class]:
-        """A class's direct bases that are found."""
+        """Return a class's direct bases, as far as they are found."""
         if cls.path not in self._bases:
             found = []
             for base in cls.node.bases:
@@ -195,7 +194,7 @@ class SourceTree:
         return self._bases[cls.path]
 
     def ancestors(self, cls: Class) -> list[Class]:
-        """The class and all that it derives from, nearest first."""
+        """Return the class and all its ancestors, nearest first."""
         found: dict[str, Class] = {}
         pending = [cls]
         while pending:
@@ -206,7 +205,7 @@ class SourceTree:
         return list(found.values())
 
     def subclasses(self, package: str, roots: tuple[str, ...]) -> list[Class]:
-        """Every class of a package, at the top level of a module, that derives from one of ``module:Class``."""
+        """Return every top-level class of a package that derives from one of ``module:Class``."""
         found = []
         for module in self.modules_deriving(package, (root.partition(":")[2] for root in roots)):
             for node in chain.from_iterable(module.names.values()):
@@ -219,11 +218,11 @@ class SourceTree:
     # -- attributes ---------------------------------------------------------------------------------------------------
 
     def attribute(self, owner: str, name: str) -> Definition | None:
-        """The member of a module, a class, or one of its instances under a name.
+        """Return the member of a module, a class, or one of its instances under a name.
 
         Args:
-            owner: ``module:Class``, or ``module``: then also what its functions give to objects under this name.
-            name: maybe dotted, for a module.
+            owner: ``module:Class``, or ``module``, including attributes that its functions set on objects.
+            name: the name; for a module it may be dotted.
         """
         if ":" not in owner:
             module = self.module(owner)
@@ -277,7 +276,7 @@ def _bound(body: list[ast.stmt], package: str) -> Bound:
 
 
 def _assigned(tree: ast.AST) -> dict[str, ast.expr]:
-    """The attributes that code gives to an object."""
+    """Return the attributes that code sets on an object."""
     found: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
         match node:

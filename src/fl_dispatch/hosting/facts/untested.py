@@ -1,7 +1,7 @@
-"""The check of a host that not all tests ran on, once for an installation: reading its source takes seconds.
+"""Check a host version that not all tests ran on, once per installation, because reading its source takes seconds.
 
-Each process of an engine asks. The sentence is kept in the user's cache directory, under a name that changes with the
-host's files, with the plugin's and with this package's version.
+Each process of an engine asks. The result is kept in the user's cache directory, under a name that changes with the
+host's files, the plugin's files and this package's version.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = get_logger(__name__)
 def warn_if_untested(
     host: Host, version: str, tested: Sequence[str], *also: str, smoke_tested: Sequence[str] = ()
 ) -> None:
-    """Log one WARNING on a host that not all tests ran on, with the names we rely on that it lacks.
+    """Log one WARNING for a host version that not all tests ran on, with the missing names that we rely on.
 
     Args:
         host: the host.
         version: its version.
         tested: versions that all tests ran on.
-        also: packages beside the host's own that facts are about.
+        also: further packages that facts are about.
         smoke_tested: versions that some tests ran on.
     """
     if version not in tested:
@@ -43,7 +43,7 @@ def warn_if_untested(
 
 
 def findings(facts: Callable[[], tuple[HostFact, ...]], plugin: str, packages: Sequence[str], version: str) -> str:
-    """Say in words which of our facts the installed host does not hold.
+    """Return in words which of our facts do not hold for the installed host.
 
     Args:
         facts: returns the plugin's facts, from its source.
@@ -68,7 +68,7 @@ def findings(facts: Callable[[], tuple[HostFact, ...]], plugin: str, packages: S
 
 
 def _state(folder: Path) -> str:
-    """A folder's Python files and facts as one line that changes when one of them does."""
+    """Return a folder's Python files and facts as one line that changes when one of them changes."""
     stats = [file.stat() for pattern in ("*.py", yaml_file.NAME) for file in folder.rglob(pattern)]
     size, newest = sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
     return f"{folder} {len(stats)} {size} {newest}"

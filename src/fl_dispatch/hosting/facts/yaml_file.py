@@ -9,10 +9,9 @@ The file has a section for each class (``module:Class``) or module of the host, 
       until: 0.34                              # the first version without them
 
 ``overrides`` lists the names that :mod:`.overrides` cannot derive: private names, methods of mixins, reasons and
-versions; a name
-without parameters gets those of our method. ``adds`` lists public names of our class that the host's must not have.
-``expects`` lists names that we rely on though only the host's own code uses them. A fact without names says that the
-module or class is there.
+versions. A name without parameters gets those of our method. ``adds`` lists public names of our class that the host's
+must not have. ``expects`` lists names that we rely on though only the host's own code uses them. A fact without names
+says that the module or class exists.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _COMMA = re.compile(r",\s*(?![^(]*\))")
 
 
 class _Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
-    """Refuses a key that stands twice, of which YAML would keep the last."""
+    """YAML loader that refuses a key that stands twice, because YAML would keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -54,8 +53,8 @@ class Section:
 
     Args:
         owner: ``module:Class``, or ``module``.
-        facts: as they are written, without our modules.
-        since, until: the versions that all of the section is about.
+        facts: the written facts, without our modules.
+        since, until: the versions of the whole section.
     """
 
     owner: str
@@ -65,7 +64,7 @@ class Section:
 
 
 def folder_of(plugin: str) -> Path:
-    """The folder of a plugin's package, which is not imported."""
+    """Return the folder of a plugin's package without importing it."""
     spec = find_spec(plugin)
     assert spec is not None
     assert spec.origin is not None
@@ -74,7 +73,7 @@ def folder_of(plugin: str) -> Path:
 
 @cache
 def written(plugin: str) -> tuple[Section, ...]:
-    """The sections of a plugin's file.
+    """Return the sections of a plugin's file.
 
     Raises:
         ValueError: see :func:`parse`; the message names the file.
@@ -87,10 +86,11 @@ def written(plugin: str) -> tuple[Section, ...]:
 
 
 def parse(text: str) -> tuple[Section, ...]:
-    """The sections of a file's text.
+    """Return the sections of a file's text.
 
     Raises:
-        ValueError: an entry does not have exactly one verb, or has an unknown key or no version where one belongs.
+        ValueError: an entry does not have exactly one verb, or has an unknown key or lacks a version where one is
+            needed.
     """
     return tuple(_section(owner, entries) for owner, entries in yaml.load(text, _Loader).items())
 
@@ -112,7 +112,7 @@ def _section(owner: str, entries: list[dict[str, str]]) -> Section:
 
 
 def facts(plugin: str, host: str, implied: Iterable[HostFact] = ()) -> tuple[HostFact, ...]:
-    """All facts of a plugin, each with the modules of the plugin that use it.
+    """Return all facts of a plugin, each with the plugin's modules that use it.
 
     Args:
         plugin, host: their packages.
@@ -139,7 +139,7 @@ def _underived(fact: HostFact, methods: set[tuple[str, str]]) -> Iterator[HostFa
 
 
 def _of_class(ours: Overrides, section: Section) -> Iterator[HostFact]:
-    """The facts about the overrides of one of our classes, with the versions and reasons of the section."""
+    """Yield the facts about the overrides of one of our classes, with the section's versions and reasons."""
     added = {name for fact in section.facts if fact.verb == "adds" for name in fact.names}
     said = [(n, n.partition("(")[0], fact) for fact in section.facts if fact.verb == "overrides" for n in fact.names]
     every = HostFact(section.owner, (), "overrides", "", ours.why, section.since, section.until)
@@ -152,10 +152,10 @@ def _of_class(ours: Overrides, section: Section) -> Iterator[HostFact]:
 
 
 def users(fact: HostFact, words: dict[str, set[str]]) -> list[str]:
-    """The plugin's modules that use a fact, as far as their words show; none if one of its names is in no module.
+    """Return the plugin's modules that use a fact, judged by their words; none if one of its names is in no module.
 
-    Modules with all of its names come before modules with some. If there are more than three, those that name its owner
-    are enough.
+    Modules with all of its names come before modules with some. If there are more than three, only those that name its
+    owner count.
 
     Args:
         words: module of the plugin, below its package → the words of its text.

@@ -1,4 +1,4 @@
-"""Activations without weights, by the names of the layer classes that hosts share: operator and parameters of each."""
+"""Activations without weights, by the layer class names that hosts share: operator and parameters of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Activation:
     constants: tuple[str, ...] = ()
 
     def facts(self, owner: str, user: str, since: str = "") -> tuple[HostFact, ...]:
-        """The fact that a host's class (``module:Class``) has these attributes; no fact without attributes."""
+        """Return the fact that a host's class (``module:Class``) has these attributes; no fact without attributes."""
         if not self.attributes:
             return ()
         return (HostFact(owner, self.attributes, "reads", user, "The operator's arguments.", since=since),)
@@ -49,5 +49,5 @@ ACTIVATIONS = {
 
 
 def operators_name(layers: str) -> str:
-    """An operator's name of an activation that layers call by one of two names."""
+    """Return an operator's name for an activation that layers know under one of two names."""
     return "silu" if layers == "swish" else layers

@@ -1,4 +1,4 @@
-"""An attribute that a plugin keeps on an object of its host's; it has one type."""
+"""An attribute of one type that a plugin keeps on an object of its host."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ T = TypeVar("T")
 
 
 class Attached(Generic[T]):
-    """An attribute of a host's objects that is ours.
+    """Our attribute on a host's objects.
 
-    It goes around ``__setattr__``, because a module would take a module that it is given for a part of itself.
+    Setting it bypasses ``__setattr__``, because a module would register another module as a submodule.
 
     Args:
-        name: the attribute's, which begins with ``fl_``: it stands beside names of the host's.
+        name: the attribute's name, which begins with ``fl_`` to avoid the host's names.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def give(self, owner: Any, value: T) -> None:
-        """Keep a value on an object, in the place of an earlier one."""
+        """Keep a value on an object, replacing an earlier one."""
         vars(owner)[self.name] = value
 
     def find(self, owner: Any) -> T | None:
-        """The value that an object keeps, or ``None``."""
+        """Return the value that an object keeps, or ``None``."""
         found: T | None = vars(owner).get(self.name)
         return found
 
     def of(self, owner: Any) -> T:
-        """The value that an object keeps.
+        """Return the value that an object keeps.
 
         Raises:
-            AttributeError: it keeps nothing.
+            AttributeError: the object keeps no value.
         """
         try:
             found: T = vars(owner)[self.name]

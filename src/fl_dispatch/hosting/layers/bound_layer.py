@@ -1,7 +1,7 @@
-"""A layer of a host that runs one of our operators, bound for the prefix by which policies name the layer.
+"""A layer of a host that runs one of our operators, bound under the prefix by which policies name the layer.
 
-Both plugins derive from :class:`BoundLayer`: vLLM's replacement classes beside a class of the host's, SGLang's bridges
-alone. Every name begins with ``fl_``, because it stands beside names of the host's.
+Both plugins derive from :class:`BoundLayer`: vLLM's replacement classes together with a class of the host, SGLang's
+bridges alone. Every name begins with ``fl_`` to avoid the host's names.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class BoundLayer:
     """A layer with a forward that is one call of an operator."""
 
     fl_operator: str
-    """The operator; an instance sets it if each runs one of several."""
+    """The operator; an instance sets it if instances run different ones."""
     fl_choices: ClassVar[tuple[str, ...]] = ()
-    """All operators, if an instance runs one of several, or more than one."""
+    """All operators, if instances run different ones, or more than one."""
     fl_call: Callable[..., Any]
     """The bound operator."""
 
     @classmethod
     def fl_operators(cls) -> tuple[str, ...]:
-        """The operator, or :attr:`fl_choices`."""
+        """Return the operator, or :attr:`fl_choices`."""
         return cls.fl_choices or (cls.fl_operator,)
 
     @staticmethod
     def fl_scope(prefix: str) -> str:
-        """The prefix under which policies name the layer that is the model's submodule ``prefix``."""
+        """Return the prefix by which policies name the layer that is the model's submodule ``prefix``."""
         return prefix
 
     def fl_bind(self, scope: str | None) -> None:
@@ -47,10 +47,10 @@ class BoundLayer:
 
 
 def bind_for(layer: BoundLayer, prefixes: Sequence[str]) -> None:
-    """Bind a layer for the prefixes that it has in a model: several where layers share a module.
+    """Bind a layer for its prefixes in a model: several if layers share a module.
 
     Raises:
-        ValueError: a rule names some of them, so it cannot be obeyed.
+        ValueError: a rule names only some of the prefixes, so it cannot be obeyed.
     """
     scopes = [layer.fl_scope(prefix) for prefix in prefixes]
     refuse_partial_rules(layer.fl_operator, scopes)

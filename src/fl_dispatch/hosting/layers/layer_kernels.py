@@ -1,6 +1,6 @@
-"""The product of a host's layer that is ours: an object at the layer, which the layer calls with its parameters.
+"""Our product of a host's layer: an object attached to the layer, which the layer calls with its parameters.
 
-The layer stays the host's, with all else that it does: loading and dividing weights, gathering, summing over ranks.
+All else stays the host's: loading and dividing weights, gathering, summing over ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class LayerKernel:
 
     fl_operator: str
     fl_weights: tuple[str, ...]
-    """The layer's parameters that stay from call to call, so that implementations may keep forms of them."""
+    """The layer's parameters that stay from call to call, so that implementations may prepare them."""
     fl_traced = True
     """Whether compiled code of a host contains the call."""
     fl_call: Callable[..., Tensor]
@@ -32,7 +32,7 @@ class LayerKernel:
         self.fl_scope, self.fl_call = scope, bind_op(self.fl_operator, scope)
 
     def fl_name(self, layer: nn.Module) -> str:
-        """The layer's name in reports."""
+        """Return the layer's name in reports."""
         return type(self).__name__
 
 

@@ -1,4 +1,4 @@
-"""Rules of a policy for single layers, where a host lets layers share a module."""
+"""Rules of a policy for single layers, if a host lets layers share a module."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ...policy import get_policy
 
 
 def refuse_partial_rules(op_name: str, shared: Sequence[str]) -> None:
-    """Hosts let layers share modules (one rotary embedding for all, say): a rule holds for all of them or for none.
+    """Refuse rules for some of the layers that share a module, such as one rotary embedding for all layers.
 
     Args:
         op_name: the operator that the module runs.
-        shared: the prefixes of all layers that the module is.
+        shared: the prefixes of all layers that share the module.
 
     Raises:
         ValueError: a rule names some of them.

@@ -1,4 +1,4 @@
-"""States of requests in a host's memory, as our operators have them."""
+"""States of requests in a host's memory, in the layout of our operators."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ...devices import CPU
 
 
 def delta_states(states: Tensor) -> Tensor:
-    """States of a delta rule ``[slots, heads, key_dim, value_dim]``, a view.
+    """Return the states of a delta rule as a view ``[slots, heads, key_dim, value_dim]``.
 
-    A host shapes them ``[slots, heads, value_dim, key_dim]`` and only moves their bytes, so memory may hold them as the
-    kernels want it: ``[key_dim, value_dim]`` on a CPU, and as the host shapes it elsewhere.
+    A host shapes them ``[slots, heads, value_dim, key_dim]`` and only moves their bytes, so memory may hold the
+    kernels' layout: ``[key_dim, value_dim]`` on a CPU, and the host's shape elsewhere.
     """
     if states.device.type != CPU.torch_type:
         return states.transpose(2, 3)

@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Layers of one class that a host chooses a forward for: the host's choice and ours side by side.
+    """Layers of one class for which a host chooses a forward: the host's choice and ours.
 
     Args:
         layer: the class.
@@ -33,14 +33,14 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Survey:
-    """The layers of a loaded model, ours and the host's.
+    """The layers of a loaded model that run our operators or the host's code.
 
     Args:
         host: the host's name, for messages.
         ours: class name → (operator, number of layers).
-        native: class name → number of layers that the host's own code runs though we have an operator for them.
+        native: class name → number of layers that run the host's own code although we have an operator for them.
         attention: attention class name → number of layers.
-        choices: the host's choices beside ours, from a host that chooses among implementations too.
+        choices: the host's choices next to ours, from a host that also chooses among implementations.
     """
 
     host: str
@@ -50,19 +50,19 @@ class Survey:
     choices: tuple[LayerChoice, ...] = ()
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         ours = ", ".join(f"{name} {count} ({op})" for name, (op, count) in self.ours.items()) or "none"
         native = ", ".join(f"{name} {count}" for name, count in self.native.items()) or "none"
         attention = ", ".join(f"{name} {count}" for name, count in self.attention.items()) or "none"
         return f"layers through fl_dispatch: {ours}; attention: {attention}; left to {self.host}'s own code: {native}"
 
     def as_data(self) -> dict[str, Any]:
-        """A worker's report: ``layers`` and ``native_layers`` are class name → number of layers."""
+        """Return a worker's report: ``layers`` and ``native_layers`` are class name → number of layers."""
         layers = {name: count for name, (_, count) in self.ours.items()}
         return {"layers": layers, "native_layers": self.native, "attention": self.attention}
 
     def refuse_native_run(self, settings: Settings) -> None:
-        """Raise ``RuntimeError`` if nothing is ours although something could be: it must not go unnoticed."""
+        """Raise ``RuntimeError`` if no layer is ours although one could be, because the user must notice."""
         if settings.policy.enabled and settings.oot_enabled and self.native and not self.ours:
             raise RuntimeError(
                 f"no layer of this model runs through fl_dispatch, although it has {', '.join(self.native)}: a list or "

@@ -1,1 +1,1 @@
-"""The account of a load: the parameters that tensors filled, and the sentences that refuse the rest."""
+"""The account of a load: the parameters that tensors filled, and the errors that refuse the rest."""

@@ -1,16 +1,16 @@
-"""The account of a checkpoint's tensors while a host loads them: the parameters they filled, and tensors left over.
+"""Account for a checkpoint's tensors while a host loads them: the parameters that they fill, and leftover tensors.
 
-Hosts drop tensors with names they do not know, leave parameters without tensors as they are, and cast tensors without
-asking. So :class:`Account` follows the data itself: a dispatch mode sees each operator of ATen that runs while weights
-load, and knows by the storages which tensor of the file each value comes from. Loaders may then rename,
-slice, transpose, dequantize or join tensors as they like, however they write.
+Hosts drop tensors with unknown names, leave parameters without tensors unfilled, and cast tensors silently. So
+:class:`Account` follows the data: a dispatch mode sees each ATen operator that runs while weights load, and knows from
+the storages which tensor of the file each value comes from. Loaders may rename, slice, transpose, dequantize or join
+tensors in any way, however they write.
 
-The alternatives see less. ``_version`` of a parameter does not count writes through ``.data``, as both hosts write, and
-has no parts. A sentinel, written before and searched afterwards, touches all memory twice. Any pattern of 8-bit weights
-may be real, and a sentinel says nothing about dropped tensors. Calls of ``weight_loader`` miss loaders that write
-themselves, and say nothing about the parts of a joined parameter.
+The alternatives see less. A parameter's ``_version`` does not count writes through ``.data``, as both hosts write, and
+does not say which part was written. A sentinel, written before and searched afterwards, touches all memory twice; any
+pattern of 8-bit weights may be real, and a sentinel does not show dropped tensors. Calls of ``weight_loader`` miss
+loaders that write directly, and do not show the parts of a joined parameter.
 
-The cost is some Python for each operator, which does not grow with a tensor's size.
+The cost is some Python for each operator, independent of a tensor's size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .watching import Kind, Named, unwatched, watching
 
 
 class Cast(NamedTuple):
-    """A tensor with values that became another type in a parameter."""
+    """A tensor with values that were cast to another type in a parameter."""
 
     name: str
     stored: torch.dtype
@@ -53,9 +53,9 @@ class Account:
     """The account of one load.
 
     Args:
-        model: as its constructor left it.
+        model: the model after its constructor.
         source: the checkpoint's folder, or its name in a hub.
-        quantized: whether the configuration says that the checkpoint is.
+        quantized: whether the configuration says that the checkpoint is quantized.
     """
 
     def __init__(self, model: nn.Module, source: str, quantized: bool = False) -> None:
@@ -64,7 +64,7 @@ class Account:
         self._file_of: dict[str, str] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.taken: set[str] = set()
-        """Names of tensors that became a number of Python, a parameter themselves, or a tensor that a loader kept."""
+        """Names of tensors that became a Python number, became a parameter, or were kept by a loader."""
         self.dropped: set[str] = set()
         """Names that the host's class of the model declares unused."""
         self.casts: list[Cast] = []
@@ -81,7 +81,7 @@ class Account:
     # -- while weights load -------------------------------------------------------------------------------------------
 
     def see(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
-        """Hand on a checkpoint's tensors, as they come, with their names."""
+        """Yield a checkpoint's tensors with their names, and record them."""
         for name, tensor in unwatched(weights):
             with self._lock:
                 self.last, self._scalar = name, NOTHING
@@ -92,7 +92,7 @@ class Account:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the operators of this thread, and of the threads that it hands work to meanwhile."""
+        """Watch the operators of this thread, and of threads to which it hands work meanwhile."""
         with watching(self._ran):
             yield
         for storage in self._storages.values():
@@ -113,7 +113,7 @@ class Account:
                 return
             if isinstance(result, int | float):
                 self._scalar = origin
-                if not isinstance(result, bool):  # a loader looks at values with these
+                if not isinstance(result, bool):  # a loader inspects values with these
                     self.taken |= origin.names
             elif not written:
                 for tensor in _tensors(result if isinstance(result, list | tuple) else (result,)):
@@ -157,9 +157,9 @@ class Account:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def unfilled(self, model: nn.Module, allowed: Sequence[Allowed]) -> list[Unfilled]:
-        """The model's parameters that no tensor filled, and those, and buffers, that tensors filled in part.
+        """Return the model's parameters that no tensor filled, and parameters and buffers that tensors filled in part.
 
-        A buffer that no tensor fills has its constructor's value, such as a factor that config.json says.
+        A buffer that no tensor fills keeps its constructor's value, such as a factor from config.json.
         """
         found = []
         for name, tensor in _named(model):
@@ -178,19 +178,19 @@ class Account:
                 continue
             storage = self._storages.get(key(tensor))
             origin = NOTHING if storage is None else storage.origin(tensor)
-            self.taken |= origin.names  # the parameter is the file's tensor itself, or was made of it
+            self.taken |= origin.names  # the parameter is the file's tensor, or was made from it
             if not origin.names and not excused:
                 found.append(Unfilled(name, []))
         return found
 
     def _is_joined_scale(self, name: str, names: set[str]) -> bool:
-        """Whether a checkpoint has one number for layers that it joined itself, which a host's loader writes once."""
+        """Whether a checkpoint has one number for layers that it joined, which a host's loader writes once."""
         return len(names) == 1 and all(
             name.split(".")[-2:] == other.split(".")[-2:] and math.prod(self.tensors[other][1]) == 1 for other in names
         )
 
     def left(self, allowed: Sequence[Allowed]) -> list[str]:
-        """List the tensors that no parameter took values of, and that may not be left over."""
+        """Return the tensors from which no parameter took values, and that may not be left over."""
         places = [place for each in self._places.values() for place in each]
         if not any(place.name.endswith(".k_scale") for place in places):
             allowed = (*allowed, *CACHE_SCALES)
@@ -199,7 +199,7 @@ class Account:
         return [name for name in found if not any(self._holds(name, rule) for rule in matching(name, allowed))]
 
     def _holds(self, name: str, rule: Allowed) -> bool:
-        """Whether a tensor that may be left has the values that it must have, if a file of safetensors has it."""
+        """Whether a tensor that may be left over has the required values, if a safetensors file has it."""
         if not rule.equal or not (file := self.file_of(name)):
             return True
         values = files.read(file, name)
@@ -211,7 +211,7 @@ class Account:
         return any(torch.equal(values, files.read(self.file_of(other), other)) for other in others)
 
     def file_of(self, name: str) -> str:
-        """The file of safetensors that has a tensor; an empty string where none says so."""
+        """Return the safetensors file with a tensor; empty if it is unknown."""
         if not self._file_of:
             self._file_of = files.files_by_name(self.files)
         return self._file_of.get(name, "")
@@ -233,7 +233,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that a checkpoint of the model would have."""
+    """Yield parameters, and the buffers that a checkpoint of the model would have."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -242,8 +242,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _number(dtype: torch.dtype) -> str:
-    """The kind of numbers of a type; a cast within a kind changes at most how exact they are."""
+    """Return the kind of numbers of a dtype; a cast within a kind changes at most the precision."""
     if dtype.itemsize == 1:
-        # float8_e8m0fnu has powers of two only, which every wider type has as well.
+        # float8_e8m0fnu has only powers of two, which every wider type can represent.
         return "floating point" if dtype is torch.float8_e8m0fnu else str(dtype)
     return "floating point" if dtype.is_floating_point else "integer" if not dtype.is_complex else "complex"

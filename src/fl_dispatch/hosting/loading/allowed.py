@@ -1,4 +1,4 @@
-"""Tensors that a model may leave, and parameters that a checkpoint may, each with the reason."""
+"""Tensors that a model may leave unused and parameters that a checkpoint may leave unfilled, each with the reason."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Allowed(NamedTuple):
     """Tensors or parameters that may be left over.
 
     Args:
-        pattern: of a whole name.
-        reason: why the answers are right without it.
-        equal: a pattern of the tensor with equal values, ``"zeros"``, or ``"order"`` for values that ascend; empty if
-            any values may be left. ``"part"`` for a parameter of which some tensor must fill a part.
+        pattern: a pattern of whole names.
+        reason: why answers are right without the tensor.
+        equal: a pattern of the tensor with equal values, ``"zeros"``, or ``"order"`` for ascending values; empty for
+            any values. ``"part"`` for a parameter that some tensor must fill in part.
     """
 
     pattern: str
@@ -46,7 +46,7 @@ UNTAKEN = (
         "a model that answers with text has no encoder, or no voice, of sounds",
     ),
 )
-"""Tensors that no host has to take."""
+"""Tensors that no host has to load."""
 CACHE_SCALES = (
     Allowed(r".*\.((k|v|kv)_scale|[kv]_proj\.output_scale)", "the cache is not quantized, so it has no use for scales"),
 )
@@ -54,16 +54,16 @@ CACHE_SCALES = (
 OF_TARGET = (
     Allowed(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.weight", "a model that drafts has the target's"),
 )
-"""Parameters of a model that drafts which its checkpoint need not have."""
+"""Parameters of a draft model that its checkpoint may lack."""
 
 
 def matching(name: str, allowed: Sequence[Allowed]) -> list[Allowed]:
-    """The rules with a pattern that fits a name."""
+    """Return the rules with a pattern that fits a name."""
     return [rule for rule in allowed if re.fullmatch(rule.pattern, name)]
 
 
 def predictors(config: Any) -> tuple[Allowed, ...]:
-    """The layers behind a model's last one that predict further tokens, as DeepSeek-V3's checkpoints have them.
+    """Return rules for layers after a model's last one that predict more tokens, as in DeepSeek-V3.
 
     Args:
         config: the configuration of the model's text.
@@ -75,9 +75,9 @@ def predictors(config: Any) -> tuple[Allowed, ...]:
 
 
 def shared_caches(config: Any) -> tuple[Allowed, ...]:
-    """Parameters of layers that read another layer's cache, as the last ones of Gemma 3n do.
+    """Return rules for parameters of layers that read another layer's cache, as the last ones of Gemma 3n do.
 
-    Such a layer projects queries alone, and a joined projection has room for keys and values that nothing reads.
+    Such a layer projects only queries, and a joined projection has room for keys and values that no code reads.
 
     Args:
         config: the configuration of the model's text.
@@ -95,7 +95,7 @@ def shared_caches(config: Any) -> tuple[Allowed, ...]:
 
 
 def ignored(config: Any) -> tuple[Allowed, ...]:
-    """Tensors that Transformers' class of a model ignores when a checkpoint has them.
+    """Return rules for tensors that Transformers' class of a model ignores.
 
     Args:
         config: the model's configuration.
@@ -106,6 +106,6 @@ def ignored(config: Any) -> tuple[Allowed, ...]:
     for name in getattr(config, "architectures", None) or ():
         try:
             patterns += getattr(getattr(transformers, name), "_keys_to_ignore_on_load_unexpected", None) or []
-        except (AttributeError, ImportError, RuntimeError) as error:  # it has no such class, or cannot import it here
+        except (AttributeError, ImportError, RuntimeError) as error:  # no such class, or it cannot be imported here
             logger.debug("Transformers has no class %s here: %s", name, error)
     return tuple(Allowed(rf".*(?:{pattern}).*", "Transformers' class of the model ignores it") for pattern in patterns)

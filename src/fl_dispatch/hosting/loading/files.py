@@ -1,4 +1,4 @@
-"""The files of a checkpoint: the file of each tensor, the set that a host reads, and a head beside the embedding."""
+"""The files of a checkpoint: the file of each tensor, the files that a host reads, and a head besides the embedding."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ logger = get_logger(__name__)
 
 HEAD = r"(.*\.)?lm_head\.weight"
 EMBEDDING = r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight"
-"""Names of the head and of the embedding that it may be tied to."""
+"""Names of the head, and of the embedding to which it may be tied."""
 
 
 def files_by_name(files: Iterable[str]) -> dict[str, str]:
-    """Tensor → the file of safetensors that has it."""
+    """Return tensor → its safetensors file."""
     from safetensors import safe_open
 
     found: dict[str, str] = {}
@@ -40,7 +40,7 @@ def read(file: str, name: str) -> Tensor:
 
 
 def head_of_its_own(files: Iterable[str]) -> str | None:
-    """The name of the files' head if they have just one, and it is another than the embedding."""
+    """Return the name of the files' head if they have exactly one that is not the embedding."""
     by_name = files_by_name(files)
     heads = [name for name in by_name if re.fullmatch(HEAD, name)]
     embeddings = [name for name in by_name if re.fullmatch(EMBEDDING, name)]
@@ -63,7 +63,7 @@ def warn_of_unread(files: Sequence[str]) -> None:
 
 
 def unread_by_engines(folder: str | Path) -> Path | None:
-    """The ``model.safetensors`` of a folder with an index of other files, which hosts read instead, or ``None``."""
+    """Return the ``model.safetensors`` of a folder with an index of other files, which hosts read, or ``None``."""
     index, single = Path(folder, INDEX), Path(folder, SINGLE)
     if not (index.is_file() and single.is_file()):
         return None

@@ -22,7 +22,7 @@ class Place:
         self.names: set[str] = set()
 
     def write(self, view: Tensor, names: frozenset[str]) -> None:
-        """Note a write into a view of it. A loader may compute a parameter from what it has written into it."""
+        """Record a write into a view. A loader may compute a parameter from what it has written into it."""
         if (box := self._box(view)) is not None:
             self.boxes.add(box)
         else:
@@ -55,7 +55,7 @@ class Place:
         return tuple(found)
 
     def _scatter(self, view: Tensor) -> None:
-        """Note a view that is no box, such as one of flat elements, or of bytes."""
+        """Record a view that is not a box, such as a view of flat elements or of bytes."""
         if self.scattered is None:
             self.scattered = torch.zeros(self.offset + _reach(self.shape, self.strides), dtype=torch.bool, device="cpu")
         shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
@@ -88,7 +88,7 @@ class Place:
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The elements from a view's first one to its last."""
+    """Return the number of elements from a view's first one to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -1,4 +1,4 @@
-"""The origin of values in memory: the checkpoint's tensors in a storage, or the ones its values are made of."""
+"""The origin of values in memory: the checkpoint's tensors in a storage, or those from which its values were made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True)
 class Origin:
-    """The tensors of a checkpoint that values were made of; ``dtype``: of the only one, if they are its numbers."""
+    """The tensors of a checkpoint from which values were made; ``dtype`` if they are one tensor's numbers."""
 
     names: frozenset[str]
     dtype: torch.dtype | None = None
@@ -22,13 +22,13 @@ NOTHING = Origin(frozenset())
 
 
 class Storage:
-    """The origins of one storage's bytes: of ranges, such as tensors that lie in one buffer, or of all of them.
+    """The origins of one storage's bytes: of ranges, such as tensors in one buffer, or of all bytes.
 
     The ranges are disjoint and in order, so each look-up is a bisection.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        # As long as it lives, no other storage has this one's address.
+        # While it lives, no other storage has this one's address.
         self.kept = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.whole = NOTHING
         self._starts: list[int] = []
@@ -36,9 +36,9 @@ class Storage:
         self._names: list[frozenset[str]] = []
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Note a tensor of the checkpoint. It replaces tensors in its range: their reader has filled the buffer again.
+        """Record a tensor of the checkpoint. It replaces tensors in its range: a reader refilled its buffer.
 
-        Tensors of the very same range stay beside it, because they are one tensor under several names.
+        Tensors of exactly the same range stay, because they are one tensor under several names.
         """
         start, end = _span(tensor)
         first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
@@ -49,7 +49,7 @@ class Storage:
             values[first:last] = [value]  # type: ignore[list-item]
 
     def origin(self, tensor: Tensor) -> Origin:
-        """The origin of a view; a tensor of the file may be read as numbers of another type of the same bytes."""
+        """Return the origin of a view; a tensor of the file may be read as another type with the same bytes."""
         if self._starts:
             first = int(tensor.storage_offset()) * tensor.element_size()
             index = bisect_right(self._ends, first)
@@ -58,13 +58,13 @@ class Storage:
         return self.whole
 
     def made(self) -> frozenset[str]:
-        """The tensors that its values were made of, if it lives and is no buffer of a reader."""
+        """Return the tensors from which its values were made, if it lives and is not a reader's buffer."""
         dead = self._starts or self.kept.expired()  # type: ignore[no-untyped-call]
         return frozenset() if dead else self.whole.names
 
 
 def key(tensor: Tensor) -> int:
-    """The identity of a tensor's storage."""
+    """Return the identity of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,4 +1,4 @@
-"""The sentences that refuse a checkpoint: the problem, the file, and the remedy."""
+"""The errors that refuse a checkpoint, with the problem, the file, and the remedy."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ logger = get_logger(__name__)
 UNUSED = "VLLM_FL_UNUSED_TENSORS"
 """The variable of the setting that excuses tensors."""
 CONFIGURED = "compare config.json with the files"
-"""Advice to users where a checkpoint's configuration and files disagree."""
+"""Advice if a checkpoint's configuration and files disagree."""
 QUANTIZED = (
     f"{CONFIGURED}, and its quantization_config, if there is one, with this layer (targets, ignore, dynamic, "
     "modules_to_not_convert)"
 )
-"""The advice where the configuration or the files are quantized."""
+"""Advice if the configuration or the files are quantized."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint and the model that a host made for it do not fit."""
+    """A checkpoint does not fit the model that a host made for it."""
 
 
 def refuse_unfilled(account: Account, model: nn.Module, allowed: Sequence[Allowed]) -> None:
     """Raise :class:`CheckpointError` for casts between kinds of numbers, and for parameters that are not filled."""
     for cast in account.casts:
         if re.fullmatch(r".*\bweight_shape", cast.name):
-            continue  # its numbers say how many the packed ones are, and hosts do not read them
+            continue  # its numbers give the count of packed ones, and hosts do not read them
         raise CheckpointError(
             f"{_tensor(account, cast.name)} has numbers of {_words(cast.stored)}, and the model would read them as "
             f"{_words(cast.dtype)} (parameter '{cast.parameter}'): {_advice(account)}"
@@ -68,7 +68,7 @@ def refuse_unfilled(account: Account, model: nn.Module, allowed: Sequence[Allowe
 
 
 def refuse_left(account: Account, left: Sequence[str]) -> None:
-    """Raise :class:`CheckpointError` if there are tensors that no rank took, and that no setting excuses."""
+    """Raise :class:`CheckpointError` if there are tensors that no rank used and no setting excuses."""
     excused = get_settings().unused_tensors
     if named := [name for name in left if any(fnmatchcase(name, pattern) for pattern in excused)]:
         logger.warning(
@@ -88,7 +88,7 @@ def refuse_left(account: Account, left: Sequence[str]) -> None:
 
 @contextmanager
 def naming(account: Account) -> Iterator[None]:
-    """Add the tensor and its file to errors that a host's loader raises inside."""
+    """Add the tensor and its file to errors that a host's loader raises in the block."""
     try:
         yield
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -110,7 +110,7 @@ def _advice(account: Account) -> str:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether a plugin of this project raised an error, which is a sentence then."""
+    """Whether a plugin of this project raised an error, so that its text is already a sentence."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).partition(".")[0] in ("fl_dispatch", "vllm_fl", "sglang_fl")
 

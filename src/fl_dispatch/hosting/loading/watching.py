@@ -1,4 +1,4 @@
-"""A dispatch mode that sees each ATen operator of a thread, and of the threads that it hands work to meanwhile."""
+"""A dispatch mode that sees each ATen operator of a thread, and of threads to which it hands work meanwhile."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Kind:
 
 
 Ran = Callable[[Kind, Any, Any, Any], None]
-"""Called with an operator that ran: its kind, its arguments by position and by name, and its result."""
+"""Called after an operator: its kind, positional and keyword arguments, and result."""
 _CASTS = {"aten::_to_copy", "aten::clone", "aten::copy_", "aten::lift_fresh", "aten::_copy_from"}
-"""Operators that return the values of their one argument."""
+"""Operators that return the values of their only argument."""
 
 
 @cache
@@ -54,7 +54,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch asks whether to wrap the method below, which would import its compiler and cost 7 µs a call."""
+        """Tell PyTorch not to wrap the method below, which would import its compiler and cost 7 µs per call."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,13 +68,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def watching(ran: Ran) -> Iterator[None]:
-    """Have ``ran`` called with the operators of this thread, and of threads of pools that it asks meanwhile."""
+    """Call ``ran`` with the operators of this thread, and of threads in pools that it uses meanwhile."""
     with _pools_are_watched(), Watch(ran):
         yield
 
 
 def unwatched(weights: Named) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an iterator, which reads files meanwhile: a dozen operators that are no part of a load."""
+    """Yield the tensors of an iterator that reads files, without its own operators, which are not part of the load."""
     source, mode = iter(weights), _get_current_dispatch_mode()
     while True:
         with _pop_mode_temporarily() if isinstance(mode, Watch) else nullcontext():
@@ -92,9 +92,9 @@ _pools = threading.Lock()
 
 @contextmanager
 def _pools_are_watched() -> Iterator[None]:
-    """Have thread pools watch the work of a watched thread, because a dispatch mode belongs to one thread.
+    """Let thread pools watch the work of a watched thread, because a dispatch mode belongs to one thread.
 
-    SGLang's DeepSeek has threads of such a pool write its weights. Loads may overlap.
+    In SGLang's DeepSeek such a pool's threads write the weights. Loads may overlap.
     """
     global _watching
     with _pools:
@@ -112,7 +112,7 @@ def _pools_are_watched() -> Iterator[None]:
 def _watched(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     mode = _get_current_dispatch_mode()
     if not isinstance(mode, Watch):
-        return _submit(pool, call, *args, **kwargs)  # it reads files
+        return _submit(pool, call, *args, **kwargs)  # the iterator reads files
 
     @wraps(call)
     def inside(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""glibc's heap, where main memory is the device: buffers of a step are taken again in the next one.
+"""Keep glibc's large buffers on devices with main memory, so that the next step reuses them.
 
-glibc asks the system for every buffer of 32 MiB and more, and gives it back at once; the system then clears each of its
-pages anew.
+glibc asks the system for every buffer of 32 MiB and more, and returns it at once; the system then clears each page
+again.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ logger = get_logger(__name__)
 
 MIB = 1 << 20
 LARGEST_BUFFER = 256 * MIB
-"""Bytes: smaller buffers are taken from the heap."""
+"""Bytes: smaller buffers come from the heap."""
 KEPT = 512 * MIB
-"""Bytes that the heap keeps at most at its end, beyond what is in use."""
+"""Bytes beyond those in use that the heap keeps at its end, at most."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
 def give_back() -> None:
-    """Return the heap's free memory to the system, wherever it lies."""
+    """Return the heap's free memory to the system."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def keep_buffers() -> bool:
-    """Have this process keep its large buffers, unless a variable sets glibc's own limits.
+    """Keep this process's large buffers, unless a variable sets glibc's own limits.
 
     Returns:
-        Whether it keeps them; other C libraries have no such limits.
+        Whether the process keeps them; other C libraries have no such limits.
     """
     own = [name for name, value in os.environ.items() if name.startswith("MALLOC_") or "glibc.malloc" in value]
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

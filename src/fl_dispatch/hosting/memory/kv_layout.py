@@ -1,13 +1,12 @@
 """The layouts of keys and values in a KV cache that implementations may require, as strided views.
 
-An implementation that needs a certain order of its keys declares ``requires={"kv_layout": "HDN/HND"}``. A host lays out
-its cache so, and every other implementation reads and writes the same cache through views. A layout is a string. The
-letters are a block's axes from the outermost to the innermost: its slots (``N``), the heads (``H``), a head's
-dimensions (``D``).
+An implementation that needs a certain layout declares ``requires={"kv_layout": "HDN/HND"}``. A host then lays out its
+cache in this way, and other implementations read and write it through views. A layout is a string. The letters are a
+block's axes from the outermost to the innermost: its slots (``N``), the heads (``H``), a head's dimensions (``D``).
 
 =============  =====================================================================================================
-``NHD``        one array a block; its ``D`` has a head's key, then its value
-``HDN/HND``    one array a block, along the first axis, common to both: the keys' part, then the values'
+``NHD``        one array per block; its ``D`` has a head's key, then its value
+``HDN/HND``    one array per block, along the first axis, common to both: the keys' part, then the values'
 ``(NHD|NHD)``  all keys of the layer, block after block, then all values; no block is in one piece
 =============  =====================================================================================================
 
@@ -33,7 +32,7 @@ logger = get_logger(__name__)
 
 OPERATORS = ("paged_attention", "kv_cache_write")
 LAYOUT = "kv_layout"
-"""The requirement of a layout; an implementation that is merely faster with one has it among its properties."""
+"""The requirement of a layout; an implementation that is only faster with a layout lists it in its properties."""
 MULTIPLE = "kv_block_multiple"
 """The requirement of a block size."""
 _ORDERS = "|".join("".join(order) for order in permutations("NHD"))
@@ -45,8 +44,8 @@ class KVLayout:
     """One layout.
 
     Args:
-        name: as implementations require it.
-        keys, values: order of the axes of each.
+        name: the name in requirements.
+        keys, values: order of the axes.
         whole_blocks: whether a block's keys and values are one piece of memory, so that blocks can be copied.
         joint: whether both are one array.
     """
@@ -60,10 +59,10 @@ class KVLayout:
     @classmethod
     @cache
     def parse(cls, name: str) -> KVLayout:
-        """The layout that a string states.
+        """Parse a layout.
 
         Raises:
-            ValueError: it states none.
+            ValueError: the string is not a layout.
         """
         found = _GRAMMAR.fullmatch(name) if isinstance(name, str) else None
         if found and found["joint"]:
@@ -78,15 +77,15 @@ class KVLayout:
         )
 
     def split(self, memory: Tensor, slots: int, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as views ``[blocks, slots, heads, size]`` of a layer's memory.
+        """Return keys and values as views ``[blocks, slots, heads, size]`` of a layer's memory.
 
         Args:
-            memory: its first axis is blocks; each of them is one piece of ``slots * heads * (key_size + value_size)``
-                elements, in whatever shape.
-            slots, heads, key_size, value_size: of a block.
+            memory: its first axis is blocks; each block is one piece of ``slots * heads * (key_size + value_size)``
+                elements, in any shape.
+            slots, heads, key_size, value_size: sizes of a block.
 
         Raises:
-            ValueError: the layout needs all blocks in one piece, and they are not.
+            ValueError: the layout needs all blocks in one piece, but they are separate.
         """
         blocks, rows = memory.shape[0], slots * heads
         block = memory.stride(0)
@@ -118,10 +117,10 @@ class Wish:
     """The requirements of the first choices for a cache.
 
     Args:
-        layout: the layout that the first of them requires, or is faster with, or ``None``.
-        multiple: slots of a block are a multiple of it.
-        block: slots that a block should have at least, because it is faster, if the user chose no size.
-        optional: whether the layout is merely faster, in blocks of a multiple of ``block`` slots.
+        layout: the layout that the first of them requires or prefers, or ``None``.
+        multiple: number that must divide a block's slots.
+        block: smallest number of slots of a block that is fast, used if the user chose no size.
+        optional: whether the layout is only faster, in blocks of a multiple of ``block`` slots.
     """
 
     layout: KVLayout | None = None
@@ -131,9 +130,9 @@ class Wish:
 
 
 def wish() -> Wish:
-    """The requirements of the policy's first choices for attention, then for writing.
+    """Return the requirements of the policy's first choices for attention, then for writing.
 
-    A layout that is merely faster counts if no first choice requires one. For an operator with conditional rules, the
+    A layout that is only faster counts if no first choice requires one. For an operator with conditional rules, the
     first rule with a requirement counts.
     """
     first = _first()
@@ -143,7 +142,7 @@ def wish() -> Wish:
                 continue
             try:
                 found = _needed_by(impl)
-            except ValueError:  # state() says it, with what runs instead
+            except ValueError:  # state() logs it, with the implementation that runs instead
                 continue
             logger.info("KV cache: '%s' of '%s' %s %s", impl.impl_id, op, how, asked)
             return found
@@ -151,16 +150,16 @@ def wish() -> Wish:
 
 
 def _asked(impl: OpImpl, how: str) -> str:
-    """An implementation's wishes for a cache of one kind, in words, or an empty string."""
+    """Return an implementation's wishes for one kind of cache, in words; empty if it has none."""
     asked = impl.requires if how == "needs" else impl.properties
     return ", ".join(f"{name}={asked[name]}" for name in (LAYOUT, MULTIPLE) if name in asked)
 
 
 def state(layout: KVLayout, block_size: int) -> None:
-    """State to the dispatch core how the cache lies, and log by name each implementation that therefore does not run.
+    """State the cache's layout to the dispatch core, and log each implementation that therefore does not run.
 
     Args:
-        layout: of this process's cache.
+        layout: layout of this process's cache.
         block_size: slots of a block.
     """
     wanted = _first()
@@ -188,10 +187,10 @@ def state(layout: KVLayout, block_size: int) -> None:
 
 
 def _needed_by(impl: OpImpl) -> Wish:
-    """The requirements of one implementation.
+    """Return the requirements of one implementation.
 
     Raises:
-        ValueError: nothing can meet one of them.
+        ValueError: a requirement cannot be met.
     """
     multiple = impl.requires.get(MULTIPLE, 1)
     if type(multiple) is not int or multiple < 1:
@@ -202,7 +201,7 @@ def _needed_by(impl: OpImpl) -> Wish:
 
 
 def _unstated(impl: OpImpl) -> str:
-    """Why an implementation's requirements cannot be met, or an empty string."""
+    """Return why an implementation's requirements cannot be met; empty if they can."""
     try:
         _needed_by(impl)
     except ValueError as error:
@@ -211,7 +210,7 @@ def _unstated(impl: OpImpl) -> str:
 
 
 def _first() -> list[tuple[str, OpImpl]]:
-    """The first choices for each operator of the pair."""
+    """Return the first choices for each operator of the pair."""
     return [(op, impl) for op in OPERATORS for impl in get_default_manager().first_choices(op)]
 
 

@@ -1,4 +1,4 @@
-"""Code of a host that pins memory without asking whether this machine can."""
+"""Stop a host's code from pinning memory on machines that cannot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Unpinned(TorchFunctionMode):
 
 
 def unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a host that pins no memory."""
+    """Wrap a host's function so that it pins no memory."""
 
     @wraps(function)
     def without(*args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Rotary tables and sliding windows as Transformers computes them, beside a host's."""
+"""Rotary tables and sliding windows computed as in Transformers, to compare with a host's."""

@@ -1,4 +1,4 @@
-"""A model's configuration as Transformers' own class reads its file, beside a host's class of the same name."""
+"""A model's configuration as read by Transformers' class, which may differ from a host's class of the same name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def is_of_transformers(config: Any) -> bool:
 
 
 def as_transformers_reads(config: Any, model: str, revision: str | None = None) -> Any:
-    """The configuration of a text model by Transformers' class, where a host has a class of its own for the same kind.
+    """Read a text model's configuration with Transformers' class, if the host has its own class for the model type.
 
     A host's class may drop fields that newer files have, such as a rotation for each kind of layer.
 
     Args:
-        config: the host's.
-        model: the folder or the name that the host has read it from.
-        revision: of a name.
+        config: the host's configuration.
+        model: the folder or the name from which the host has read it.
+        revision: the revision of a named model.
 
     Returns:
-        ``config`` itself where it is Transformers', or where Transformers has no class for it.
+        ``config`` itself if its class is Transformers', or if Transformers has no class for it.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -35,7 +35,7 @@ def as_transformers_reads(config: Any, model: str, revision: str | None = None) 
         return config
     try:
         read = getattr(transformers, name).from_pretrained(model, revision=revision, local_files_only=True)
-    except Exception as error:  # of checks of a class that the host does without: the host's configuration holds
+    except Exception as error:  # a check in Transformers' class that the host omits: the host's configuration stays
         logger.debug("%s does not read %s: %s", name, model, error)
         return config
     return read if read.num_hidden_layers == config.num_hidden_layers else config

@@ -1,7 +1,7 @@
 """The tables of a rotary embedding as Transformers computes them from a configuration, to compare with a host's.
 
-Our table replaces a host's if its class leaves out a field of ``rope_parameters``, or has fewer rows than texts have
-tokens. Fields that Transformers' own functions do not know are not judged.
+Our table replaces a host's if its class ignores a field of ``rope_parameters``, or has fewer rows than texts have
+tokens. Configurations with fields that Transformers' own functions do not know are not judged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIELDS = {
 }
 """Fields of ``rope_parameters`` that Transformers' shared functions know; the axes change no table."""
 SAME = {"deepseek_yarn": "yarn", "su": "longrope", "mrope": "default"}
-"""Names of hosts for kinds of rotations that Transformers names otherwise."""
+"""Hosts' names for kinds of rotations → Transformers' names."""
 FURTHEST = 4096
 """The last position at which tables are compared."""
 ALLOWED = {torch.float32: 4e-3, torch.float64: 4e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
@@ -43,8 +43,8 @@ class Rotation:
 
     Args:
         kind: Transformers' ``rope_type``.
-        inverse: ``[frequencies]``, float32, radians a token.
-        scale: of cosines and sines.
+        inverse: ``[frequencies]``, float32, radians per token.
+        scale: factor of cosines and sines.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Rotation:
     scale: float
 
     def table(self, first: int, rows: int) -> Tensor:
-        """Rows ``[rows, cos | sin]`` from a position on, float32."""
+        """Return rows ``[rows, cos | sin]`` from a position on, float32."""
         return self.at(torch.arange(first, first + rows))
 
     def at(self, positions: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Rotating(Protocol):
 
 
 def parameters(config: Any, layer: int | None = None) -> dict[str, Any] | None:
-    """Fields that a configuration states for a layer; ``None`` where some are unknown, or none is there."""
+    """Return the fields that a configuration states for a layer; ``None`` if some are unknown, or there are none."""
     stated = getattr(config, "rope_parameters", None)
     types = getattr(config, "layer_types", None) or ()
     if not isinstance(stated, dict):
@@ -79,15 +79,15 @@ def parameters(config: Any, layer: int | None = None) -> dict[str, Any] | None:
 
 
 def rotation(config: Any, layer: int | None = None, length: int | None = None) -> Rotation | None:
-    """Transformers' rotation of a layer.
+    """Return Transformers' rotation of a layer.
 
     Args:
         config: the text model's configuration.
-        layer: its number.
-        length: of the whole text, where the kind depends on it.
+        layer: the layer's number.
+        length: length of the whole text, if the kind depends on it.
 
     Returns:
-        ``None`` where Transformers' shared functions do not say it.
+        The rotation; ``None`` if Transformers' shared functions do not define it.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -122,10 +122,10 @@ def rotation(config: Any, layer: int | None = None, length: int | None = None) -
 
 
 def limit(config: Any) -> int | None:
-    """Tokens of the longest text that a table can hold; ``None`` where the rotation sets no limit.
+    """Return the tokens of the longest text that a table can hold; ``None`` if the rotation sets no limit.
 
-    The kind ``dynamic`` turns a longer text by frequencies of that text's own length, so its keys turn with every new
-    token. No cache has such keys.
+    The kind ``dynamic`` derives the frequencies of a longer text from its length, so all keys change with every new
+    token. A cache cannot hold such keys.
     """
     stated = parameters(config, 0)
     dynamic = stated is not None and (stated.get("rope_type") or stated.get("type")) == "dynamic"
@@ -133,7 +133,7 @@ def limit(config: Any) -> int | None:
 
 
 def too_long(asked: int, longest: int, remedy: str) -> str:
-    """A sentence about texts that are longer than :func:`limit`."""
+    """Return an error message about texts that are longer than :func:`limit`."""
     return (
         f"rope_type 'dynamic' turns texts of more than max_position_embeddings ({longest}) tokens by frequencies of "
         f"their own length, so no cache can hold their keys, and {asked} tokens are asked for: {remedy}"
@@ -141,11 +141,11 @@ def too_long(asked: int, longest: int, remedy: str) -> str:
 
 
 def difference(table: Tensor, stated: Rotation) -> float:
-    """The largest difference of a host's table, as a multiple of the error that its dtype and the scale allow.
+    """Return the largest difference of a host's table, as a multiple of the error that its dtype and the scale allow.
 
     Args:
-        table: ``[rows, cos | sin]``, the first for position 0.
-        stated: the table as the configuration states it.
+        table: ``[rows, cos | sin]``, the first row for position 0.
+        stated: the rotation that the configuration states.
     """
     if table.shape[1] != 2 * stated.inverse.shape[0]:
         return float("inf")
@@ -155,16 +155,16 @@ def difference(table: Tensor, stated: Rotation) -> float:
 
 
 def layer_number(prefix: str) -> int | None:
-    """The number of the decoder's layer that a prefix lies in; ``None`` for other parts of a model."""
+    """Return the number of the decoder layer that contains a prefix; ``None`` for other parts of a model."""
     found = DECODER_LAYER.match(prefix)
     return None if found is None else int(found.group(1))
 
 
 def correct(layers: Iterable[tuple[str, Rotating]], config: Any, length: int) -> None:
-    """Give layers the table that the configuration states, where theirs is another one or too short.
+    """Give layers the table that the configuration states, if theirs differs or is too short.
 
     Args:
-        layers: prefix and layer; one that several prefixes share comes once for each.
+        layers: prefix and layer; a shared layer comes once for each prefix.
         config: the text model's configuration.
         length: tokens of the longest text that is served.
 
@@ -194,7 +194,7 @@ def correct(layers: Iterable[tuple[str, Rotating]], config: Any, length: int) ->
 
 
 def correct_long(layers: Iterable[tuple[str, Any]], config: Any, length: int) -> None:
-    """Correct the tables of LongRoPE, with the part for long texts after the part for short ones.
+    """Correct the tables of LongRoPE, which hold the part for long texts after the part for short ones.
 
     A layer has ``long_short_cos_sin_cache`` ``[positions, cos | sin]`` and ``original_max_position_embeddings``.
     """
@@ -217,7 +217,7 @@ def correct_long(layers: Iterable[tuple[str, Any]], config: Any, length: int) ->
 
 
 def _stated(layers: Iterable[tuple[str, Any]], config: Any) -> Iterator[tuple[str, Any, Rotation]]:
-    """Each layer once, with its first prefix and the rotation that the configuration states for all of them."""
+    """Yield each layer once, with its first prefix and the rotation that the configuration states for all prefixes."""
     prefixes: dict[int, tuple[Any, list[str]]] = {}
     for prefix, layer in layers:
         prefixes.setdefault(id(layer), (layer, []))[1].append(prefix)

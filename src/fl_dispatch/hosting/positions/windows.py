@@ -1,4 +1,4 @@
-"""The sliding window of each layer as Transformers reads it from a model's configuration, beside a host's."""
+"""The sliding window of each layer as Transformers reads it from a configuration, to compare with a host's."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fl_dispatch.logger_manager import get_logger
 logger = get_logger(__name__)
 
 Layer = tuple[int, int | None, Callable[[int], object]]
-"""A causal layer: its number, the window that its host gives it, and the function that gives it another."""
+"""A causal layer: its number, its window in the host, and a function that sets another window."""
 WINDOWED: Mapping[str, bool] = {
     "sliding_attention": True,
     "hybrid_sliding": True,
     "full_attention": False,
 }
-"""Kinds of layers in ``layer_types`` that say whether a layer has the window."""
+"""Kinds of layers in ``layer_types`` → whether a layer has the window."""
 BESIDE_ITSELF = ("cohere2", "cohere2_moe")
-"""Models with the token itself beside the window: both hosts say that they were trained so."""
+"""Models that see the token itself in addition to the window, according to both hosts, as in their training."""
 
 
 def declares_window(config: Any) -> bool:
     """Whether the configuration's class has the field ``sliding_window``.
 
-    Transformers' models read the field in that case alone: a Llama has no window, whatever its file says.
+    Transformers' models read the field only in that case: a Llama has no window, whatever its file says.
     """
     return _declares(config, "sliding_window")
 
@@ -36,13 +36,13 @@ def _declares(config: Any, field: str) -> bool:
 
 
 def windows(config: Any) -> Sequence[int | None] | None:
-    """Tokens that a token of each layer sees, itself among them; ``None`` for all before it.
+    """Return the number of tokens that a token of each layer sees, including itself; ``None`` for all before it.
 
     Args:
-        config: the text model's configuration, as Transformers' class has completed it.
+        config: the text model's configuration, completed by Transformers' class.
 
     Returns:
-        A layer an entry; ``None`` where the configuration does not say it for every layer.
+        One entry per layer; ``None`` if the configuration does not define every layer.
     """
     if not declares_window(config):
         return None
@@ -50,7 +50,7 @@ def windows(config: Any) -> Sequence[int | None] | None:
     if size is not None and config.model_type in BESIDE_ITSELF:
         size += 1
     types = getattr(config, "layer_types", None) if _declares(config, "layer_types") else None
-    if types is None:  # Mistral's layers all have the window, whatever its file says of kinds
+    if types is None:  # Mistral's layers all have the window, whatever kinds its file lists
         return [size] * layers
     if not set(types) <= set(WINDOWED) or len(types) < layers:
         return None
@@ -58,7 +58,7 @@ def windows(config: Any) -> Sequence[int | None] | None:
 
 
 def give_missing(config: Any, layers: Iterable[Layer], model: str, why_not: str = "") -> None:
-    """Give layers the window that the configuration states, where the host's class of the model gives them none.
+    """Give layers the window that the configuration states, if the host's class of the model gives them none.
 
     A window of another size is the host's decision, and is logged.
 
@@ -66,7 +66,7 @@ def give_missing(config: Any, layers: Iterable[Layer], model: str, why_not: str 
         config: the text model's configuration.
         layers: the causal layers of a loaded model.
         model: the host and its class, for log and errors.
-        why_not: why a layer cannot be given a window, with the way out; empty where it can.
+        why_not: why a layer cannot be given a window, with the remedy; empty if it can.
 
     Raises:
         ValueError: a layer lacks its window and cannot be given one.

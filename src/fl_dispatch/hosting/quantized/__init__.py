@@ -1,1 +1,1 @@
-"""Quantized layers over our operators: the common part of both hosts' layers, whichever host loaded the checkpoint."""
+"""Quantized layers over our operators: the code that both hosts' layers share."""

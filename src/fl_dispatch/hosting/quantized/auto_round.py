@@ -1,8 +1,8 @@
-"""AutoRound's own format: words in the order of ``gptq`` or ``awq``, and rules of its own for single layers.
+"""AutoRound's format: words in the order of ``gptq`` or ``awq``, and its own rules for single layers.
 
-Both hosts read such a checkpoint as one of the format that packs its words. The library's rules hold (auto_round
-0.16.1, ``inference/convert_model.py``): first a layer's own name, then expressions in the file's order, found anywhere
-in a name, then the list of quantized blocks.
+Both hosts read such a checkpoint in the format that packs its words. The library's rules apply (auto_round 0.16.1,
+``inference/convert_model.py``): first a layer's own name, then expressions in the file's order, found anywhere in a
+name, then the list of quantized blocks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .schemes import Refused
 PACKINGS: Mapping[str, str] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """``packing_format`` → the format with the same order of words."""
 SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
-"""Characters of expressions; a name has none."""
+"""Characters of expressions; names have none of them."""
 ROOTS = r"(?:(?:model|language_model)\.)*"
-"""Modules around a model's blocks, which checkpoints and hosts have in different orders."""
+"""Modules around a model's blocks, which checkpoints and hosts nest in different orders."""
 LEAVES = "-:"
-"""The beginning of a ``dynamic`` rule for layers that are left as they are."""
+"""The prefix of a ``dynamic`` rule for layers that are not quantized."""
 CHANGES = "+:"
-"""The beginning of another one."""
+"""The prefix of other ``dynamic`` rules."""
 WHOLE = 16
-"""The bits of a layer that is left as it is."""
+"""The bits of a layer that is not quantized."""
 
 
 def as_packed(config: Mapping[str, Any], refused: Refused) -> tuple[str, dict[str, Any]]:
-    """The format that packs a checkpoint's words, and ``quantization_config`` in the words of that format.
+    """Return the format that packs a checkpoint's words, and ``quantization_config`` in the terms of that format.
 
     Args:
         config: ``quantization_config`` of an ``auto-round`` checkpoint.
@@ -65,7 +65,7 @@ def as_packed(config: Mapping[str, Any], refused: Refused) -> tuple[str, dict[st
 
 
 def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rules as ``dynamic`` of ``gptq`` has them: the first that matches counts, from the start of a name."""
+    """Yield rules in the form of ``dynamic`` of ``gptq``: the first match from the start of a name counts."""
     own: Mapping[str, Mapping[str, Any]] = config.get("extra_config") or {}
     for name in sorted(own, key=lambda name: bool(SPECIAL.search(name))):
         pattern = f".*(?:{name})" if SPECIAL.search(name) else f"{_named(name)}$"
@@ -78,5 +78,5 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _named(name: str) -> str:
-    """An expression for the name of a module, whichever roots are before it."""
+    """Return an expression for the name of a module, with any roots before it."""
     return ROOTS + re.escape(re.sub(f"^{ROOTS}", "", name))

@@ -1,9 +1,9 @@
-"""Square blocks of merged weights if the parts are no whole number of blocks.
+"""Square blocks of merged weights with parts that are not a whole number of blocks.
 
-A checkpoint quantizes ``q_proj``, ``k_proj`` and ``v_proj`` apart, so the last block of each part may be short. Hosts
-merge the parts, and count blocks from the first row of the first part. Here every row gets its block's scale while the
-checkpoint is loaded, so a host divides scales as it divides the weight; then each part is filled up to whole blocks
-with rows of zeros, and their products are left out.
+A checkpoint quantizes ``q_proj``, ``k_proj`` and ``v_proj`` separately, so the last block of each part may be short.
+Hosts merge the parts, and count blocks from the first row of the first part. Here every row gets its block's scale
+while the checkpoint is loaded, so a host divides scales as it divides the weight. Then each part is padded to whole
+blocks with rows of zeros, and their products are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 
 def are_whole(parts: Sequence[int], block: int, divided: bool) -> bool:
-    """Whether each part begins with a block of its own, and ranks divide it between blocks.
+    """Whether each part begins with a new block, and ranks divide it at block boundaries.
 
     Args:
         parts: rows of each part of a weight on this rank.
@@ -33,7 +33,7 @@ def are_whole(parts: Sequence[int], block: int, divided: bool) -> bool:
 
 
 def indivisible(inner: int, all_inner: int, block: int) -> str:
-    """Why a rank's elements of a weight's rows have no blocks of their own, or an empty string.
+    """Return why a rank's share of a weight's rows is not a whole number of blocks; empty if it is.
 
     Args:
         inner: elements of a row on this rank.
@@ -46,7 +46,7 @@ def indivisible(inner: int, all_inner: int, block: int) -> str:
 
 
 def loads_rows(loader: Callable[..., Any], block: int) -> Callable[..., Any]:
-    """A host's loader for scales of rows, given scales of blocks of rows."""
+    """Wrap a host's loader for scales of rows so that it takes scales of blocks of rows."""
 
     def load(parameter: Any, loaded: Tensor, *args: Any, **named: Any) -> Any:
         return loader(parameter, loaded.repeat_interleave(block, 0), *args, **named)
@@ -55,7 +55,7 @@ def loads_rows(loader: Callable[..., Any], block: int) -> Callable[..., Any]:
 
 
 def of_rows(scales: Tensor, parts: Sequence[int], block: int) -> Tensor | None:
-    """Scales of rows as scales of the blocks of each part; ``None`` where rows of a block differ.
+    """Return scales of rows as scales of the blocks of each part; ``None`` if rows of a block differ.
 
     Args:
         scales: ``[rows, groups]``.
@@ -73,9 +73,9 @@ def of_rows(scales: Tensor, parts: Sequence[int], block: int) -> Tensor | None:
 
 
 def padded(rows: Tensor, parts: Sequence[int], block: int, dim: int = 0) -> Tensor:
-    """Fill up a tensor's parts along a dimension with zeros to whole blocks."""
+    """Pad a tensor's parts along a dimension with zeros to whole blocks."""
     behind = (0, 0) * (rows.dim() - 1 - dim)
-    # A cast, because not every device pads or joins fp8.
+    # A cast, because not every device can pad or join fp8.
     values = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
     filled = [
         functional.pad(part, (*behind, 0, -part.shape[dim] % block)) for part in torch.split(values, list(parts), dim)
@@ -84,13 +84,13 @@ def padded(rows: Tensor, parts: Sequence[int], block: int, dim: int = 0) -> Tens
 
 
 def without_padding(columns: Tensor, parts: Sequence[int], block: int) -> Tensor:
-    """The columns of a product with a weight that was :func:`padded`."""
+    """Return the columns of a product with a weight that was :func:`padded`, without the padding."""
     found = torch.split(columns, [size + -size % block for size in parts], -1)
     return torch.cat([part[..., :size] for part, size in zip(found, parts, strict=True)], -1)
 
 
 def warn_of_powers_of_two(config: Mapping[str, Any]) -> None:
-    """One WARNING in a process if a checkpoint's model was trained with scales of inputs that are powers of two."""
+    """Log one WARNING per process if a checkpoint's model was trained with input scales that are powers of two."""
     if config.get("scale_fmt") == "ue8m0" and config.get("weight_block_size"):
         _warn_of_powers_of_two()
 

@@ -1,7 +1,7 @@
-"""The quantized experts of a layer, one class a kind of weights.
+"""The quantized experts of a layer, one class per kind of weights.
 
-As for :mod:`.layers`, a host loads the parameters of all experts of a rank, each with a first dimension for them:
-``w13_…`` for the gate with ``up`` below it, ``w2_…`` for the product after them.
+As in :mod:`.layers`, a host loads the parameters of all experts of a rank, with a first dimension for experts:
+``w13_…`` for the gate followed by ``up``, ``w2_…`` for the second product.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .schemes import Float4Names
 
 NAMES = ("w13", "w2")
 ASKED = (1, 8192)
-"""Tokens of the calls that are asked about before a model starts: a request's next one, and prompts."""
+"""Tokens of the calls that are checked before a model starts: one new token, and prompts."""
 
 
 def indivisible(sizes: Iterable[int], bits: int, group: int) -> str:
-    """Why a rank's parts of packed weights do not stand alone, or an empty string.
+    """Return why a rank's share of packed weights is not a whole number of words or groups; empty if it is.
 
-    Hosts round such numbers down, and would load parts that do not belong together.
+    Hosts round such numbers down, and would load mismatched parts.
 
     Args:
         sizes: elements of the rows of both weights on this rank.
-        bits: of a number.
-        group: elements with a scale in common; not positive for all of a row.
+        bits: bits of a number.
+        group: elements that share a scale; not positive for a whole row.
     """
     for size in sizes:
         if group > 0 and size % group:
@@ -58,14 +58,14 @@ class QuantizedExperts(QuantizedKernel):
         expert_map: Tensor | None,
         out: Tensor | None,
     ) -> Tensor:
-        """The mixture; parameters as ``fused_moe`` has them."""
+        """Return the mixture; parameters as in ``fused_moe``."""
         routing = (topk_weights, topk_ids, activation, on_input, expert_map)
         return self.fl_call(*self._arguments(layer, x, routing, out))
 
     def waiting(self, layer: Any, dtype: torch.dtype, activation: str) -> str:
-        """Why calls of a layer, with few or many tokens, have no implementation or one that no graph can hold.
+        """Return why calls of a layer, with few or many tokens, lack an implementation that a graph can hold.
 
-        An empty string says that they have one, or that the policy puts such a one first.
+        Empty if they have one, or if the policy puts one without graphs first.
         """
         reasons = (self._waiting(layer, dtype, activation, tokens) for tokens in ASKED)
         return next(filter(None, reasons), "")
@@ -90,27 +90,27 @@ class QuantizedExperts(QuantizedKernel):
         return x, *weights, *routing, *biases, *self._rest(layer), out, *self._last(layer)
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
-        """A weight, ``"w13"`` or ``"w2"``, and its scales."""
+        """Return a weight, ``"w13"`` or ``"w2"``, and its scales."""
         raise NotImplementedError
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
-        """The arguments between the biases and ``out``."""
+        """Return the arguments between the biases and ``out``."""
         raise NotImplementedError
 
     def _last(self, layer: Any) -> tuple[Any, ...]:
-        """The arguments behind ``out``."""
+        """Return the arguments after ``out``."""
         return ()
 
 
 class ScaledExperts(QuantizedExperts):
-    """Rows and weights of 8 bits: ``scaled_moe``. Rows have a scale each, or an expert has one for all."""
+    """Rows and weights of 8 bits: ``scaled_moe``. Each row has a scale, or an expert has one for all rows."""
 
     fl_operator = "scaled_moe"
     fl_weights: tuple[str, ...] = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
     fl_block = 0
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """A scale for each column of each expert."""
+        """Expand scales to one for each column of each expert."""
         for name in NAMES:
             weight, scale = (getattr(layer, f"{name}_{part}").data for part in ("weight", "weight_scale"))
             rows = getattr(layer, f"{name}_input_scale", None)
@@ -141,11 +141,11 @@ class Fp8Experts(ScaledExperts):
 
 
 class Fp8BlockExperts(ScaledExperts):
-    """``fp8`` with a scale for each square block, as DeepSeek-V3 has it.
+    """``fp8`` with a scale for each square block, as in DeepSeek-V3.
 
     Args:
-        block: its rows and columns.
-        scale: the name that checkpoints of the format have for a weight's scales.
+        block: rows and columns of a block.
+        scale: the format's name for a weight's scales.
     """
 
     fl_float8 = True
@@ -156,9 +156,10 @@ class Fp8BlockExperts(ScaledExperts):
         self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in ("weight", scale))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Scales of blocks stay as they are.
+        """Keep scales of blocks.
 
-        Elements between the two products that fill no whole block are followed by zeros, which change nothing.
+        Elements between the two products that do not fill a block are padded with zeros, which do not change the
+        result.
         """
         block, inner = self.fl_block, layer.w2_weight.shape[-1]
         gates = layer.w13_weight.shape[1] // inner if inner else 1
@@ -178,16 +179,16 @@ class Fp8BlockExperts(ScaledExperts):
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint packs an expert's weight in words.
+    """A checkpoint's packing of an expert's weight in words.
 
     Args:
-        weight: the parameter's name behind ``w13_``.
-        scale: of its scales.
-        zero: of its zero points.
+        weight: the parameter's name after ``w13_``.
+        scale: the name of its scales.
+        zero: the name of its zero points.
         weight_dim: the dimension of a weight along which words are packed.
         zero_dim: the packed dimension of zero points.
         transposed: whether rows of the operator's weight are columns of the parameter.
-        places: those of numbers in words, where they are not in order.
+        places: the places of numbers in words, if they are not in order.
     """
 
     weight: str
@@ -205,12 +206,12 @@ COMPRESSED = Packing("weight_packed", "weight_scale", "weight_zero_point", 1, 0,
 
 
 class WeightOnlyExperts(QuantizedExperts):
-    """Weights for rows as they are, or rounded as ``fl_rounding`` says: ``weight_only_moe``."""
+    """Weights for unquantized rows, or rows rounded as ``fl_rounding`` says: ``weight_only_moe``."""
 
     fl_operator = "weight_only_moe"
     fl_weights: tuple[str, ...] = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
     fl_dtype: torch.dtype
-    """The model's."""
+    """The model's dtype."""
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
         weight, scale = (name_of for name_of in self.fl_weights if name_of.startswith(f"{name}_"))
@@ -227,9 +228,9 @@ class PackedExperts(WeightOnlyExperts):
     """Weights of 4 or 8 bits, packed in words.
 
     Args:
-        packing: as the checkpoint has it.
-        bits: of a number.
-        zero_points: whether those of the checkpoint count.
+        packing: the checkpoint's packing.
+        bits: bits of a number.
+        zero_points: whether the checkpoint's zero points count.
     """
 
     def __init__(self, packing: Packing, bits: int, zero_points: bool) -> None:
@@ -271,10 +272,10 @@ class PackedExperts(WeightOnlyExperts):
 
 
 class Int4Experts(WeightOnlyExperts):
-    """Integers of 4 bits; see :class:`.layers.Int4Layer`."""
+    """4-bit integers; see :class:`.layers.Int4Layer`."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Two numbers lie in a byte, as the operator has them."""
+        """Pack two numbers per byte, as the operator takes them."""
         for name in NAMES:
             weight, scale = (value.data for value in self.weight_of(layer, name))
             packed = torch.cat([orders.packed_weight(one + 8, 4) for one in torch.split(weight, 1)])
@@ -287,7 +288,7 @@ class Fp8WeightExperts(WeightOnlyExperts):
     fl_float8 = True
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """A scale for each column, or each group of it, of each expert."""
+        """Expand scales to one for each column of each expert, or each group of a column."""
         for name in NAMES:
             weight, scale = (value.data for value in self.weight_of(layer, name))
             scales = self._scales(scale, weight.shape[1])
@@ -308,8 +309,8 @@ class Float4Experts(WeightOnlyExperts):
     """Weights of e2m1; see :class:`.layers.Float4Layer`.
 
     Args:
-        names: those of the format, behind ``w13_``.
-        of_weight: whether a weight has a scale besides those of groups.
+        names: the format's names, after ``w13_``.
+        of_weight: whether a weight has a scale in addition to those of groups.
     """
 
     def __init__(self, names: Float4Names, of_weight: bool) -> None:
@@ -318,7 +319,7 @@ class Float4Experts(WeightOnlyExperts):
         self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in (names.weight, "weight_scale"))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bytes stay as they are, and scales become those of groups alone, those of rows among them."""
+        """Keep the bytes, and merge the scales of rows or weights into those of groups."""
         for name in NAMES:
             weight, scale = self.weight_of(layer, name)
             factor: Tensor | None = None
@@ -338,7 +339,7 @@ class Float4Experts(WeightOnlyExperts):
             self._keep(layer, **{f"{name}_{self._names.weight}": stored, f"{name}_weight_scale": scales})
 
     def _factors(self, layer: Any, owner: str, columns: int) -> Tensor:
-        """Take from a layer what multiplies all scales of each expert: ``[experts, columns, 1]``."""
+        """Return and remove a layer's common factors of each expert's scales: ``[experts, columns, 1]``."""
         factor = orders.scale_of_experts(getattr(layer, owner).data, columns)
         self._check_factor(owner, factor)
         setattr(layer, owner, None)

@@ -1,4 +1,4 @@
-"""A checkpoint's rules for a layer that a host joins of several: they name the parts."""
+"""A checkpoint's rules for a layer that a host joins from several: the rules name the parts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PARTS: Mapping[str, Sequence[str]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""The layers that hosts join under the same names in many models → a checkpoint's names of their parts."""
+"""Joined layers with the same names in many models → a checkpoint's names of their parts."""
 
 
 def names_of_parts(prefix: str, mapping: Mapping[str, object]) -> list[str]:
-    """A checkpoint's names of the layers that a host joins to one; none for other layers.
+    """Return a checkpoint's names of the layers that a host joins into one; empty for other layers.
 
     Args:
-        prefix: the layer's.
-        mapping: the model's own table of joined layers, which goes before :data:`PARTS`.
+        prefix: the layer's prefix.
+        mapping: the model's table of joined layers, which takes precedence over :data:`PARTS`.
     """
     above, dot, name = prefix.rpartition(".")
     found = mapping.get(name)
@@ -36,16 +36,16 @@ def agreed(
     said: Callable[[T], str],
     refused: Callable[[str], Exception],
 ) -> T:
-    """The answer of a checkpoint's rules for a layer, joined or not.
+    """Return the answer of a checkpoint's rules for a layer, joined or not.
 
-    A rule that names no part may name the joined layer, as in a checkpoint that joined it.
+    A rule that names no part may name the joined layer, as in a checkpoint with joined layers.
 
     Args:
         rule: a layer's name → the checkpoint's answer for that name; ``None`` if it has none.
-        prefix: the layer's.
+        prefix: the layer's prefix.
         parts: see :func:`names_of_parts`.
         usual: the answer for names without one.
-        said: an answer in words, for the error.
+        said: returns an answer in words, for the error.
         refused: the unsupported feature → the error, raised if the parts differ.
     """
     found = [rule(name) for name in parts]
@@ -63,7 +63,7 @@ def check_equal(
     said: Callable[[T], str],
     refused: Callable[[str], Exception],
 ) -> None:
-    """Raise by ``refused`` where the answers for the parts of a layer differ; parameters as those of :func:`agreed`."""
+    """Raise by ``refused`` if the answers for the parts of a layer differ; parameters as in :func:`agreed`."""
     if all(answer == answers[0] for answer in answers):
         return
     words = zip(parts, map(said, answers), strict=True)
@@ -72,5 +72,5 @@ def check_equal(
 
 
 def left(is_left: bool) -> str:
-    """Whether a checkpoint leaves a layer as it is, in words."""
+    """Return in words whether a checkpoint leaves a layer unquantized."""
     return "not quantized" if is_left else "quantized"

@@ -1,7 +1,7 @@
-"""The quantized product of a linear layer, one class a kind of weights; :mod:`.experts` has the classes of experts.
+"""The quantized product of a linear layer, one class per kind of weights; :mod:`.experts` has the classes of experts.
 
-A host loads a layer's parameters, calls ``process_weights_after_loading`` once, which puts them into the operator's
-form for good, and ``apply_weights`` for each product. Both hosts know these two names.
+A host loads a layer's parameters, calls ``process_weights_after_loading`` once to put them into the operator's form,
+and ``apply_weights`` for each product. Both hosts use these two names.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class QuantizedKernel(LayerKernel):
     fl_float8 = False
     """Whether weights are float8_e4m3fn."""
     fl_rounding = ""
-    """The numbers that rows are rounded to before they meet weights that stay as they are stored; or nothing."""
+    """The format to which rows are rounded before they meet weights in their stored form; empty for none."""
 
     @classmethod
     def fl_lacking(cls) -> str:
-        """Why no layer of this kind runs on this device, or an empty string."""
+        """Return why no layer of this kind runs on this device; empty if it can."""
         device = detect_device()
         return f"{device.name} has no float8_e4m3fn" if cls.fl_float8 and not device.float8 else ""
 
@@ -42,15 +42,15 @@ class QuantizedKernel(LayerKernel):
         """Put the loaded parameters into the operator's form.
 
         Raises:
-            ValueError: one of them was not loaded.
+            ValueError: a parameter was not loaded.
         """
         raise NotImplementedError
 
     def _keep(self, layer: nn.Module, **parameters: Tensor | None) -> None:
-        """Put a layer's parameters into the operator's form, for good.
+        """Replace a layer's parameters by the operator's form.
 
         Raises:
-            ValueError: one of them was not loaded.
+            ValueError: a parameter was not loaded.
         """
         for name, value in parameters.items():
             if value is not None:
@@ -59,12 +59,12 @@ class QuantizedKernel(LayerKernel):
         KERNEL.give(layer, self)
 
     def _check(self, name: str, value: Tensor) -> None:
-        """Raise ``ValueError`` where a parameter was not loaded."""
+        """Raise ``ValueError`` if a parameter was not loaded."""
         if orders.is_unset(value):
             raise ValueError(f"the checkpoint has no '{name}' for a layer that it quantizes ({self.fl_scope})")
 
     def _check_factor(self, name: str, value: Tensor) -> None:
-        """Raise ``ValueError`` where a scale of all numbers was not loaded, or makes them zeros, infinite or others."""
+        """Raise ``ValueError`` if a scale of all numbers was not loaded, or is not finite and positive."""
         self._check(name, value)
         wrong = value[~(value.isfinite() & (value > 0))]
         if wrong.numel():
@@ -75,16 +75,16 @@ class QuantizedLayer(QuantizedKernel):
     """A linear layer."""
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
+        """Return the product."""
         raise NotImplementedError
 
     def fl_rows(self, x: Tensor) -> Tensor:
-        """Rows as they are multiplied."""
+        """Return rows in the form in which they are multiplied."""
         return rounded(x, self.fl_rounding) if self.fl_rounding else x
 
 
 class ScaledLayer(QuantizedLayer):
-    """Rows and weights of 8 bits: ``quantize``, then ``scaled_linear``. Rows have a scale each, or a given one."""
+    """Rows and weights of 8 bits: ``quantize``, then ``scaled_linear``. Rows have computed scales, or a given one."""
 
     fl_operator = "scaled_linear"
     fl_weights = ("weight", "weight_scale")
@@ -97,7 +97,7 @@ class ScaledLayer(QuantizedLayer):
         self.fl_quantize = bind_op("quantize", scope)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """A scale for each column; for the rows none, one, or one for each of the merged layers."""
+        """Expand weight scales to one per column; rows get none, one, or one for each merged layer."""
         rows, widths = getattr(layer, "input_scale", None), layer.logical_widths
         self._keep(
             layer,
@@ -107,7 +107,7 @@ class ScaledLayer(QuantizedLayer):
         )
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
+        """Return the product."""
         given, block = layer.input_scale, self.fl_block
         if given is not None and given.numel() > 1:
             return self._apply_apart(layer, x, bias)
@@ -115,7 +115,7 @@ class ScaledLayer(QuantizedLayer):
         return self.fl_call(rows, scales, layer.weight, layer.weight_scale, bias, DTYPES[x.dtype], block)
 
     def _apply_apart(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The products of merged layers that have different scales of their inputs."""
+        """Return the products of merged layers with different input scales."""
         widths = list(layer.logical_widths)
         biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
         weights = zip(torch.split(layer.weight, widths), torch.split(layer.weight_scale, widths), biases, strict=True)
@@ -127,7 +127,7 @@ class ScaledLayer(QuantizedLayer):
 
 
 class Int8Layer(ScaledLayer):
-    """``int8``: rows quantized when they come, or by a scale of the checkpoint."""
+    """``int8`` with rows quantized at run time, or by a scale of the checkpoint."""
 
     fl_type = "int8"
 
@@ -135,8 +135,8 @@ class Int8Layer(ScaledLayer):
 class Fp8Layer(ScaledLayer):
     """``fp8`` with a scale for each column, merged layer or weight.
 
-    A host may ask for one scale for all rows of a batch; each row gets its own, so that a request's tokens do not
-    depend on the requests beside it.
+    A host may ask for one scale for all rows of a batch; here each row gets its own, so that a request's tokens do not
+    depend on other requests.
     """
 
     fl_type = "float8_e4m3fn"
@@ -144,16 +144,16 @@ class Fp8Layer(ScaledLayer):
 
 
 class Fp8BlockLayer(ScaledLayer):
-    """``fp8`` with a scale for each square block, as DeepSeek-V3 has it; ``fl_block`` is its size."""
+    """``fp8`` with a scale for each square block, as in DeepSeek-V3; ``fl_block`` is the block's size."""
 
     fl_type = "float8_e4m3fn"
     fl_float8 = True
 
     fl_parts: Sequence[int] = ()
-    """Columns of the merged layers, if each was filled up to whole blocks."""
+    """Columns of the merged layers, if each was padded to whole blocks."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """The scales are called ``weight_scale_inv`` in ``fp8`` checkpoints, and by some models ``weight_scale``."""
+        """Read scales named ``weight_scale_inv`` in ``fp8`` checkpoints, and ``weight_scale`` by some models."""
         names = [name for name in ("weight_scale_inv", "weight_scale") if hasattr(layer, name)]
         found = [getattr(layer, name).data for name in names]
         scale = next((values for values in found if not orders.is_unset(values)), found[0]).float().contiguous()
@@ -169,9 +169,9 @@ class Fp8BlockLayer(ScaledLayer):
         )
 
     def _in_blocks(self, weight: Tensor, scale: Tensor, parts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A weight with a scale a row, as one of whole blocks."""
+        """Return a weight with a scale per row as one of whole blocks."""
         block = self.fl_block
-        merged = blocks.of_rows(scale, [sum(parts)], block)  # as a checkpoint has it that merged the layers itself
+        merged = blocks.of_rows(scale, [sum(parts)], block)  # the checkpoint merged the layers
         if merged is not None:
             return weight, merged
         apart = blocks.of_rows(scale, parts, block)
@@ -184,7 +184,7 @@ class Fp8BlockLayer(ScaledLayer):
         return blocks.padded(weight, parts, block), apart
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
+        """Return the product."""
         parts, block = self.fl_parts, self.fl_block
         if not parts:
             return super().apply_weights(layer, x, bias)
@@ -193,7 +193,7 @@ class Fp8BlockLayer(ScaledLayer):
 
 
 class Fp8WeightLayer(QuantizedLayer):
-    """Weights of ``fp8`` for rows as they are, in ``fl_dtype``."""
+    """Weights of ``fp8`` for unquantized rows, in ``fl_dtype``."""
 
     fl_operator = "weight_only_linear"
     fl_weights = ("weight", "weight_scale")
@@ -201,20 +201,20 @@ class Fp8WeightLayer(QuantizedLayer):
     fl_dtype: torch.dtype
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """A scale for each column."""
+        """Expand scales to one per column."""
         scale = orders.scale_of_columns(layer.weight_scale.data, layer.logical_widths)
         self._keep(layer, weight=layer.weight.data.contiguous(), weight_scale=scale.to(self.fl_dtype))
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
+        """Return the product."""
         return self.fl_call(x, layer.weight, layer.weight_scale, None, bias)
 
 
 class PackedLayer(QuantizedLayer):
-    """Weights of ``fl_bits``, 2, 3, 4 or 8, packed in words, for rows as they are.
+    """Weights of ``fl_bits`` (2, 3, 4 or 8), packed in words, for unquantized rows.
 
     ``fl_weights`` names the weight, its scales and its zero points, which count if ``fl_zero_points``; ``fl_places``
-    are those of numbers in words.
+    are the places of numbers in words.
     """
 
     fl_operator = "weight_only_linear"
@@ -223,7 +223,7 @@ class PackedLayer(QuantizedLayer):
     fl_places: Sequence[int] | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Unpack words. A parameter with ``output_dim`` 1 lies transposed."""
+        """Unpack words. A parameter with ``output_dim`` 1 is transposed."""
         weight_name, scale_name, zero_name = self.fl_weights
         weight, scale = getattr(layer, weight_name), getattr(layer, scale_name).data
         if weight.output_dim == 1:
@@ -239,13 +239,13 @@ class PackedLayer(QuantizedLayer):
         return numbers.t() if packed.output_dim == 1 else numbers
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
+        """Return the product."""
         weight, scale, zero = (getattr(layer, name) for name in self.fl_weights)
         return self.fl_call(self.fl_rows(x), weight, scale, zero, bias)
 
 
 class GroupedLayer(QuantizedLayer):
-    """Weights with a scale for each group of a row, for rows as they are, or as quantization leaves them.
+    """Weights with a scale for each group of a row, for unquantized rows or rows rounded as by quantization.
 
     ``fl_read`` is called first, then ``create_weights``.
     """
@@ -269,8 +269,8 @@ class GroupedLayer(QuantizedLayer):
             kinds: the host's module with the classes of parameters.
             inner: elements of a row on this rank.
             parts: columns on this rank, of each of the layers that the host merged into this one.
-            dtype: of the model.
-            loader: the layer's.
+            dtype: the model's dtype.
+            loader: the layer's loader.
         """
         group = inner if self.fl_group == -1 else self.fl_group
         if inner % group:
@@ -286,29 +286,29 @@ class GroupedLayer(QuantizedLayer):
         layer.register_parameter("weight_scale", scale)
 
     def _stored(self, columns: int, inner: int, groups: int) -> tuple[Tensor, Tensor]:
-        """Room for a checkpoint's weight, and for its scales, which are not loaded yet."""
+        """Return space for a checkpoint's weight, and for its scales, marked as not loaded."""
         raise NotImplementedError
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
+        """Return the product."""
         weight, scale = (getattr(layer, name) for name in self.fl_weights)
         return self.fl_call(self.fl_rows(x), weight, scale, None, bias)
 
 
 class Int4Layer(GroupedLayer):
-    """Integers of 4 bits, each in a byte of the checkpoint, for rows as quantization to int8 leaves them."""
+    """4-bit integers, each in a byte of the checkpoint, for rows rounded as by quantization to int8."""
 
     def _stored(self, columns: int, inner: int, groups: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(columns, inner, dtype=torch.int8), orders.unset(columns, groups, dtype=self.fl_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Two numbers lie in a byte, as the operator has them."""
+        """Pack two numbers per byte, as the operator takes them."""
         weight = orders.packed_weight(layer.weight.data.int() + 8, 4)
         self._keep(layer, weight=weight, weight_scale=layer.weight_scale.data.contiguous())
 
 
 class Mxfp8Layer(GroupedLayer):
-    """``fp8`` with a power of two for each group, for rows as they are, or as quantization to the same leaves them."""
+    """``fp8`` with a power of two for each group, for unquantized rows or rows rounded in the same way."""
 
     fl_float8 = True
 
@@ -317,18 +317,18 @@ class Mxfp8Layer(GroupedLayer):
         return weight, orders.unset(columns, groups, dtype=torch.uint8)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Scales become the same numbers of the model's type."""
+        """Convert scales to the model's dtype."""
         scale = orders.scales_of_bytes(layer.weight_scale.data, self.fl_dtype)
         self._keep(layer, weight=layer.weight.data.contiguous(), weight_scale=scale)
 
 
 class Float4Layer(GroupedLayer):
-    """Weights of e2m1 for rows as they are, or as quantization to e2m1 leaves them."""
+    """Weights of e2m1 for unquantized rows, or rows rounded as by quantization to e2m1."""
 
     fl_factors: tuple[str, ...] = ()
-    """The parameters with the scales of all of a weight, and of its rows."""
+    """The parameters with the scales of the whole weight, and of its rows."""
     fl_divides: bool
-    """Whether those divide."""
+    """Whether those scales divide."""
 
     def fl_read(self, scheme: Scheme) -> None:
         super().fl_read(scheme)
@@ -340,7 +340,7 @@ class Float4Layer(GroupedLayer):
     def create_weights(
         self, layer: Any, kinds: Any, inner: int, parts: list[int], dtype: torch.dtype, loader: Callable[..., None]
     ) -> None:
-        """Register the parameters that a checkpoint has, as :class:`GroupedLayer` says."""
+        """Register the parameters that a checkpoint has, see :class:`GroupedLayer`."""
         super().create_weights(layer, kinds, inner, parts, dtype, loader)
         for name in self.fl_factors:
             scale = kinds.PerTensorScaleParameter(data=orders.unset(len(parts)), weight_loader=loader)
@@ -351,7 +351,7 @@ class Float4Layer(GroupedLayer):
         return torch.zeros(columns, inner // 2, dtype=torch.uint8), orders.unset(columns, groups, dtype=kind)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bytes stay as they are, and scales become those of groups alone, those of rows among them."""
+        """Keep the bytes, and merge the scales of rows or weights into those of groups."""
         factor, of_rows, widths = None, None, layer.logical_widths
         for name in self.fl_factors:
             given = getattr(layer, name).data
@@ -372,7 +372,7 @@ class Float4Layer(GroupedLayer):
         return scales.reciprocal() if self.fl_divides else scales
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
+        """Return the product."""
         if self.fl_rounding != NVFP4:
             return super().apply_weights(layer, x, bias)
         weight, scale = (getattr(layer, name) for name in self.fl_weights)
@@ -380,7 +380,7 @@ class Float4Layer(GroupedLayer):
         if of_rows.numel() == 1:
             return self.fl_call(rounded(x, NVFP4, of_rows), weight, scale, None, bias)
         biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
-        # Bytes, because not every operation of PyTorch knows e2m1.
+        # Bytes, because some operations of PyTorch do not support e2m1.
         weights = zip(torch.split(weight.view(torch.uint8), widths), torch.split(scale, widths), biases, strict=True)
         found = []
         for factor, (part, scales, added) in zip(torch.split(of_rows, 1), weights, strict=True):

@@ -1,6 +1,6 @@
-"""The orders in which checkpoints store weights, unpacked once into the one form of each operator.
+"""The orders in which checkpoints store weights, unpacked once into the operator's form.
 
-Hosts load every parameter as the checkpoint has it, a rank's part of it. See docs/guide/quantization.md for the forms.
+Hosts load a rank's part of every parameter in the checkpoint's form. See docs/guide/quantization.md for the forms.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from .remedies import OUT_OF_ORDER
 WORD = 32
 """Bits of an element of a packed parameter; the first number of a word is in its lowest bits."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""AWQ: the place in its word of each of eight numbers."""
+"""AWQ: the place of each of eight numbers in its word."""
 REORDERED = ("group", "dynamic")
-"""The values of ``actorder`` that give columns groups of their own; others leave the order as it is."""
+"""The values of ``actorder`` that give columns separate groups; others keep the order."""
 UNSET = torch.finfo(torch.float8_e4m3fn).min
-"""Scales that may not be loaded are filled with less than this."""
+"""Scales that may stay unloaded are filled with less than this."""
 UNSET_BYTE = 0xFF
-"""A scale of one byte that may not be loaded: NaN in float8_e4m3fn and float8_e8m0fnu."""
+"""Fill of one-byte scales that may stay unloaded: NaN in float8_e4m3fn and float8_e8m0fnu."""
 
 MOST_CHANGE = 4e-3
-"""How much of a weight's scales, by their norm, rounding to a half type may change: twice what bfloat16 does."""
+"""Relative change of a weight's scales, by their norm, that rounding to a half type may cause: twice bfloat16's."""
 
 
 def is_unset(values: Tensor) -> bool:
-    """Whether some of a layer's scales were never loaded; other parameters do not show it."""
+    """Whether some of a layer's scales were never loaded; other parameters do not show this."""
     return values.dtype.is_floating_point and values.dtype.itemsize > 1 and not bool((values > UNSET).all())
 
 
 def whole_words(bits: int) -> int:
-    """The least count of packed numbers that fill whole words."""
+    """Return the smallest count of packed numbers that fills whole words."""
     return WORD // gcd(WORD, bits)
 
 
 def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = None) -> Tensor:
-    """Numbers of ``bits`` bits, int32, that lie packed along a dimension.
+    """Return numbers of ``bits`` bits, packed along a dimension, as int32.
 
     Args:
         words: int32.
-        bits: of a number.
+        bits: bits of a number.
         dim: the dimension.
-        places: the place in its word of each of a word's numbers, where they are not in order.
+        places: the place of each number in its word, if they are not in order.
     """
     words = words.movedim(dim, -1)
     if WORD % bits:
@@ -57,7 +57,7 @@ def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = No
 
 
 def _unpack_across_words(words: Tensor, bits: int) -> Tensor:
-    """Numbers that lie one after the other in the bits of ``bits`` words, some of them in two words."""
+    """Return numbers stored consecutively in the bits of ``bits`` words, some of them across two words."""
     parts = words.reshape(*words.shape[:-1], words.shape[-1] // bits, bits).long() & 0xFFFFFFFF
     first = torch.arange(WORD, device=words.device) * bits
     word, shift = first // WORD, first % WORD
@@ -69,8 +69,8 @@ def _unpack_across_words(words: Tensor, bits: int) -> Tensor:
 def packed_weight(numbers: Tensor, bits: int) -> Tensor:
     """Pack numbers ``[..., columns, inner]`` from 0 as ``weight_only_linear`` takes them.
 
-    Numbers of 8 bits move by 128 into int8, and so must their zero points. Those of 2 and 3 bits, which have none,
-    become numbers of 4 with the same distance from the middle.
+    8-bit numbers are shifted by 128 into int8, like their zero points. Numbers of 2 and 3 bits have no zero points, and
+    become 4-bit numbers with the same distance from the middle.
     """
     if bits == 8:
         return (numbers - 128).to(torch.int8).contiguous()
@@ -80,24 +80,24 @@ def packed_weight(numbers: Tensor, bits: int) -> Tensor:
 
 
 def zero_points(numbers: Tensor, bits: int) -> Tensor:
-    """Zero points ``[..., columns, groups]`` from 0, as :func:`packed_weight` moves the numbers: int8."""
+    """Return zero points ``[..., columns, groups]`` from 0, shifted like numbers by :func:`packed_weight`: int8."""
     return (numbers - (128 if bits == 8 else 0)).to(torch.int8).contiguous()
 
 
 def scales_of_bytes(stored: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
-    """Scales of 8 bits in a wider type, NaN for those that are not loaded.
+    """Return 8-bit scales in a wider type, NaN for those that are not loaded.
 
     Args:
-        stored: exponents of two as bytes; or float8_e4m3fn, which are rounded once after they were multiplied.
-        dtype: of the result.
-        factor: of all scales of a column, float32.
+        stored: exponents of two as bytes; or float8_e4m3fn, rounded once after the multiplication.
+        dtype: the result's dtype.
+        factor: factor of all scales of a column, float32.
 
     Raises:
-        ValueError: the type does not have one of them; or with a factor, rounding to it changes a weight's scales by
-            more than :data:`MOST_CHANGE` of their size, as a half type with few exponents may.
+        ValueError: the type cannot represent a scale; or with a factor, rounding changes a weight's scales by more than
+            :data:`MOST_CHANGE` of their size, as in a half type with few exponents.
     """
     kind = torch.float8_e8m0fnu if stored.dtype is torch.uint8 else stored.dtype
-    every = torch.arange(256, dtype=torch.uint8).view(kind).float()  # not every device has such types
+    every = torch.arange(256, dtype=torch.uint8).view(kind).float()  # some devices lack such types
     exact = every.to(stored.device)[stored.view(torch.uint8).int()]
     exact = exact if factor is None else exact * factor
     scales = exact.to(dtype)
@@ -113,15 +113,15 @@ def scales_of_bytes(stored: Tensor, dtype: torch.dtype, factor: Tensor | None = 
 
 
 def scale_of_columns(scale: Tensor, widths: Sequence[int]) -> Tensor:
-    """A scale for each column, ``[columns, 1]``, float32.
+    """Return a scale for each column, ``[columns, 1]``, float32.
 
     Args:
-        scale: one for each column, for each of the layers that the host merged into this one, or for all of it. Only
-            the first one is set of merged layers that the checkpoint merged too.
+        scale: one for each column, for each of the layers that the host merged into this one, or for the whole layer.
+            If the checkpoint merged the layers, too, only the first one is set.
         widths: columns of each of the merged layers.
 
     Raises:
-        ValueError: there are other numbers of scales.
+        ValueError: the number of scales fits none of these.
     """
     scale, columns = scale.float().flatten(), sum(widths)
     if scale.numel() == columns:
@@ -133,11 +133,11 @@ def scale_of_columns(scale: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def scale_of_rows(scale: Tensor, parts: int) -> Tensor:
-    """The scale of a layer's input, float32: ``[1]``, or ``[parts]`` if merged layers have different ones.
+    """Return the scale of a layer's input, float32: ``[1]``, or ``[parts]`` if merged layers have different ones.
 
     Args:
-        scale: one for each of the layers that the host merged into this one, or for all of it. Only the first one is
-            set of merged layers that the checkpoint merged too.
+        scale: one for each of the layers that the host merged into this one, or for the whole layer. If the checkpoint
+            merged the layers, too, only the first one is set.
         parts: the number of merged layers.
     """
     scale = scale.float().flatten()
@@ -146,14 +146,15 @@ def scale_of_rows(scale: Tensor, parts: int) -> Tensor:
 
 
 def scale_of_experts(scale: Tensor, columns: int) -> Tensor:
-    """A scale for each column of each expert's weight, ``[experts, columns, 1]``, float32.
+    """Return a scale for each column of each expert's weight, ``[experts, columns, 1]``, float32.
 
     Args:
-        scale: for each expert one for each column, for each of its equal parts (gate and ``up``), or for all of it.
-        columns: of a weight.
+        scale: for each expert one for each column, for each of its equal parts (gate and ``up``), or for the whole
+            weight.
+        columns: columns of a weight.
 
     Raises:
-        ValueError: there are other numbers of scales.
+        ValueError: the number of scales fits none of these.
     """
     each = scale.float().reshape(scale.shape[0], scale.shape[1:].numel())
     if each.shape[1] not in (1, 2, columns) or columns % each.shape[1]:
@@ -162,12 +163,12 @@ def scale_of_experts(scale: Tensor, columns: int) -> Tensor:
 
 
 def moves_columns(groups: Tensor) -> bool:
-    """Whether ``g_idx`` of ``gptq``, the group of each column (last dimension), puts any out of order."""
+    """Whether ``g_idx`` of ``gptq``, the group of each column (last dimension), puts a column out of order."""
     return groups.shape[-1] > 1 and bool((groups.diff(dim=-1) < 0).any())
 
 
 def loads_columns_in_order(loader: Callable[..., None], prefix: str | None) -> Callable[..., None]:
-    """A loader of ``g_idx``, the group of each column, that refuses columns out of order."""
+    """Return a loader of ``g_idx``, the group of each column, that refuses columns out of order."""
 
     def load(parameter: Any, loaded: Tensor, *args: Any, **named: Any) -> None:
         if moves_columns(loaded):
@@ -178,7 +179,7 @@ def loads_columns_in_order(loader: Callable[..., None], prefix: str | None) -> C
 
 
 def unset(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Scales that are not loaded yet."""
+    """Return scales marked as not loaded."""
     if dtype.itemsize == 1:
         return torch.full(shape, UNSET_BYTE, dtype=torch.uint8).view(dtype)
     return torch.full(shape, torch.finfo(dtype).min, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Quark's format where it is that of ``compressed-tensors`` in other words: fp8 with one scale for a weight.
+"""Quark's format as far as it equals ``compressed-tensors``: fp8 with one scale per weight.
 
-Both hosts read such a checkpoint as one of ``compressed-tensors``: tensors have the same names, and ``exclude`` has
-names, and expressions behind ``re:``, as ``ignore`` there.
+Both hosts read such a checkpoint as ``compressed-tensors``: tensors have the same names, and ``exclude`` has names, and
+expressions after ``re:``, like ``ignore`` there.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from . import remedies
 from .schemes import Refused, check
 
 WEIGHTS = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
-"""The numbers of weights, and with either kind of scales those of inputs."""
+"""Settings of weights, and of inputs with either kind of scales."""
 MORE = ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config", "softmax_quant_spec", "algo_config")
-"""Settings of some layers, of a cache, and of what is computed besides."""
+"""Settings of some layers, of a cache, and of other computations."""
 BESIDE = ("output_tensors", "bias")
-"""Parts of all layers that may be quantized beside weights and inputs."""
+"""Parts of all layers that may be quantized in addition to weights and inputs."""
 ONE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 
 
 def as_compressed(config: Mapping[str, Any], refused: Refused) -> dict[str, Any]:
-    """``quantization_config`` of a ``quark`` checkpoint in the words of ``compressed-tensors``.
+    """Return a ``quark`` checkpoint's ``quantization_config`` in the terms of ``compressed-tensors``.
 
     Args:
-        config: of the checkpoint.
+        config: the checkpoint's ``quantization_config``.
         refused: the host's error.
 
     Raises:
-        Exception: by ``refused``, for other numbers, and for settings besides those of all layers.
+        Exception: by ``refused``, for other numbers, and for settings of single layers.
     """
     remedy = remedies.of_method("quark")
     check("quark", config, refused)
@@ -55,7 +55,7 @@ def as_compressed(config: Mapping[str, Any], refused: Refused) -> dict[str, Any]
 
 
 def _numbers(said: Any) -> dict[str, Any]:
-    """The settings of a part that count; none for what is not quantized, or in several steps."""
+    """Return the relevant settings of a part; empty if it is not quantized, or in several steps."""
     return {key: said.get(key) for key in WEIGHTS} if isinstance(said, Mapping) else {}
 
 

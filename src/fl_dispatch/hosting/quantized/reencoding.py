@@ -1,8 +1,8 @@
-"""Weights of MXFP4 as fp8 with a scale for each block, at load: the same numbers in twice the memory.
+"""Re-encode MXFP4 weights as fp8 with a scale per block at load: the same numbers in twice the memory.
 
-A number of e2m1 times a power of two is one of float8_e4m3fn as long as the powers of a block span less than 2**15.
-Whether they do is the checkpoint's own, so each tensor is compared element by element, and refused if one differs.
-Inputs stay what they are, because products that quantize them to fp8 give other answers.
+An e2m1 number times a power of two is a float8_e4m3fn number if the powers within a block span less than 2**15. That
+depends on the checkpoint, so each tensor is compared element by element, and refused if one differs. Inputs stay
+unquantized, because products that quantize them to fp8 give other answers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ VARIABLE = "VLLM_FL_MXFP4_AS_FP8"
 BLOCK = 128
 """Rows and columns of a block."""
 HIGHEST = 2.0**6
-"""The largest power of two times which every number of e2m1 is one of float8_e4m3fn."""
+"""The largest power of two with products in float8_e4m3fn for all e2m1 numbers."""
 
 
 def asked() -> bool:
-    """Whether the user wants it.
+    """Whether the user asks for it.
 
     Raises:
         ValueError: the device has no fp8.
@@ -35,10 +35,10 @@ def asked() -> bool:
 
 
 def in_blocks(name: str, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight as float8_e4m3fn, and scales for the parts of its rows that lie in one block.
+    """Return a weight as float8_e4m3fn, and scales for the parts of its rows within a block.
 
     Args:
-        name: of the weight, for the error.
+        name: the weight's name, for the error.
         weight: ``[.., columns, inner / 2]``, float4_e2m1fn_x2.
         scale: ``[.., columns, groups]``, powers of two.
 
@@ -48,7 +48,7 @@ def in_blocks(name: str, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]
     if weight.dim() == 2:
         found, scales, wrong = _encoded(weight, scale)
     else:
-        parts = [_encoded(*one) for one in zip(weight, scale, strict=True)]  # an expert at a time, because of memory
+        parts = [_encoded(*one) for one in zip(weight, scale, strict=True)]  # one expert at a time to save memory
         found, scales = (torch.stack([part[at] for part in parts]) for at in (0, 1))  # type: ignore[misc]
         wrong = sum(part[2] for part in parts)
     if wrong:
@@ -60,7 +60,7 @@ def in_blocks(name: str, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _encoded(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, int]:
-    """A matrix in blocks, its scales, and how many elements differ."""
+    """Return a matrix in blocks, its scales, and the number of elements that differ."""
     (columns, groups), numbers = scale.shape, unpacked(weight)
     inner = numbers.shape[1]
     exact = (numbers.view(columns, groups, -1) * scale.float()[..., None]).view(columns, inner)

@@ -34,17 +34,17 @@ OUT_OF_ORDER = (
     "puts columns out of order, which is not served though 'desc_act' is false: quantize without an order of "
     "activations, or by GPTQModel with 'act_group_aware', which keeps columns in place"
 )
-"""The fault of a ``g_idx``, and the remedy."""
+"""The problem with a ``g_idx``, and the remedy."""
 COLUMNS = "export with 'desc_act': false, or by GPTQModel with 'act_group_aware', which keeps columns in place"
 ORDER = "export with actorder 'static', which keeps columns in place"
 VERSION = "export with version 'gemm'"
 UNUSUAL_VERSIONS = ("gemv", "gemv_fast", "marlin")
-"""Orders of ``awq`` weights in files other than ``gemm``'s."""
+"""Orders of ``awq`` weights in files other than those of ``gemm``."""
 INDEX_KEYS = "leave 'indexer.wk' as it is, or quantize to fp8 in blocks"
 HEADS = "export with strategy 'tensor', or give --kv-cache-dtype bfloat16"
 SCALE_A_HEAD = "a KV cache in fp8 with a scale for each head ('kv_cache_scheme' with strategy 'attn_head')"
 
 
 def of_method(name: str) -> str:
-    """A remedy for each method that is not served."""
+    """Return a remedy for each method that is not served."""
     return METHODS.get(name, f"{_EIGHT_BITS}, or 'W4A16'")

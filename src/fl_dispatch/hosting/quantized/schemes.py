@@ -1,8 +1,8 @@
-"""A quantization scheme: a checkpoint's words about a layer's weights and inputs, and the layer that computes it.
+"""A quantization scheme: a checkpoint's settings for a layer's weights and inputs, and the layer that computes it.
 
-Both hosts read a checkpoint's words into a :class:`Scheme`, ask :func:`served` for the kind of layer that computes it,
-or get the sentence that refuses it, and make the parameters. A new scheme is a :class:`Kind`, its place in
-:func:`kind_of`, and one class a host.
+Both hosts read a checkpoint's settings into a :class:`Scheme`, call :func:`served` for the kind of layer that computes
+it, or for the error that refuses it, and make the parameters. A new scheme is a :class:`Kind`, its place in
+:func:`kind_of`, and one class per host.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .blocks import warn_of_powers_of_two
 CHANNEL = "channel"
 """A scale for each column of a weight."""
 TENSOR = "tensor"
-"""One scale for all of a weight or input."""
+"""One scale for a whole weight or input."""
 GROUP = "group"
 """A scale for each group of a row's elements."""
 TENSOR_GROUP = "tensor_group"
-"""A scale for each group of a row's elements, times one for all of a weight."""
+"""A scale for each group of a row's elements, times one for the whole weight."""
 BLOCK = "block"
 """A scale for each block of rows and columns."""
 TOKEN = "token"
@@ -34,14 +34,14 @@ BITS = (4, 8)
 GPTQ_BITS = (2, 3, 4, 8)
 """Bits of packed weights in ``gptq``."""
 MX_GROUP = 32
-"""Elements with a scale in common, a power of two, in MXFP4 and MXFP8 (OCP Microscaling Formats 1.0)."""
+"""Elements that share a scale, a power of two, in MXFP4 and MXFP8 (OCP Microscaling Formats 1.0)."""
 PACKED_FORM = "pack-quantized"
 STORED_FORM = "int-quantized"
 MXFP4_FORM, NVFP4_FORM, MXFP8_FORM = "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized"
 EXPRESSION = "re:"
-"""The beginning of a rule that is a regular expression; other rules are names."""
+"""The prefix of a rule that is a regular expression; other rules are names."""
 LEFT = "not quantized"
-"""The answer of a checkpoint's rules for a layer that they leave as it is."""
+"""The answer of a checkpoint's rules for a layer that is not quantized."""
 
 
 class Refused(Protocol):
@@ -52,12 +52,12 @@ class Refused(Protocol):
 
 @dataclass(frozen=True)
 class Numbers:
-    """How weights or inputs are stored.
+    """The storage format of weights or inputs.
 
     Args:
         kind: ``int`` or ``float``.
-        per: the thing with one scale: :data:`CHANNEL` or one of the names beside it.
-        group: elements of a row with a scale in common; -1 for all of them.
+        per: the unit that shares a scale: :data:`CHANNEL`, or another of these names.
+        group: elements of a row that share a scale; -1 for the whole row.
         block: rows and columns of a block.
         symmetric: whether there are no zero points.
         dynamic: whether scales are computed from the numbers, not stored.
@@ -79,13 +79,13 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A checkpoint's words about one layer.
+    """A checkpoint's settings for one layer.
 
     Args:
-        method: the name that checkpoints have for the format.
-        inputs: ``None`` for inputs as they are.
-        form: of ``compressed-tensors``: how weights are stored.
-        reordered: whether columns have groups of their own (``desc_act``, ``actorder``).
+        method: the format's name in checkpoints.
+        inputs: ``None`` for unquantized inputs.
+        form: the storage format of ``compressed-tensors``.
+        reordered: whether each column has its own group index (``desc_act``, ``actorder``).
     """
 
     method: str
@@ -96,12 +96,12 @@ class Scheme:
 
     @property
     def given(self) -> bool:
-        """Whether the checkpoint has scales of inputs."""
+        """Whether the checkpoint has input scales."""
         return self.inputs is not None and not self.inputs.dynamic
 
     @property
     def rounding(self) -> str:
-        """The numbers that inputs are rounded to, where weights alone are multiplied as they are stored; or nothing."""
+        """Return the format to which inputs are rounded for weights in their stored form; empty for none."""
         if self.inputs is None:
             return ""
         return ROUNDINGS.get((self.inputs.bits, self.inputs.kind, self.inputs.per), "")
@@ -118,11 +118,11 @@ ROUNDINGS: Mapping[tuple[int, str, str], str] = MappingProxyType(
         (8, "int", TOKEN): "int8",
     }
 )
-"""Bits, kind and scales of inputs → a name of :data:`~fl_dispatch.ops.quantization.ROUNDINGS`."""
+"""Bits, kind and input scales → a name of :data:`~fl_dispatch.ops.quantization.ROUNDINGS`."""
 
 
 class Kind(Enum):
-    """Kinds of layers: the numbers that they multiply, and for packed weights the order of a checkpoint."""
+    """Kinds of layers: the numbers that they multiply, and for packed weights the checkpoint's order."""
 
     INT8 = "int8"
     FP8 = "fp8"
@@ -150,20 +150,20 @@ FLOATS: Mapping[str, tuple[Kind, Numbers]] = MappingProxyType(
         "MXFP8": _MXFP8,
     }
 )
-"""Forms of floats in groups → the kind of layers, and the weights; inputs of the same numbers have dynamic scales."""
+"""Float formats with groups → the kind of layers, and the weights; inputs of the same format have dynamic scales."""
 INT8_ROWS = Numbers(8, "int", TOKEN, dynamic=True)
-"""Inputs that weights of integers in groups are multiplied with."""
+"""Inputs for integer weights with groups."""
 
 
 @dataclass(frozen=True)
 class Float4Names:
-    """A format's names of what it stores of a weight of e2m1.
+    """A format's names for the parts of an e2m1 weight.
 
     Args:
         weight: its bytes.
-        of_weight: the scale of all of it, in NVFP4.
-        of_rows: that of its inputs.
-        divides: whether both divide, not multiply.
+        of_weight: the scale of the whole weight, in NVFP4.
+        of_rows: the scale of its inputs.
+        divides: whether both divide instead of multiplying.
     """
 
     weight: str
@@ -183,7 +183,7 @@ FLOAT4_NAMES: Mapping[str, Float4Names] = MappingProxyType(
 
 
 def compressed(weights: Any, inputs: Any, form: str) -> Scheme:
-    """A scheme of ``compressed-tensors``; ``weights`` and ``inputs``: the library's ``QuantizationArgs``."""
+    """Return a scheme of ``compressed-tensors``; ``weights`` and ``inputs`` are the library's ``QuantizationArgs``."""
     reordered = _word(weights.actorder) in orders.REORDERED
     rows = None if inputs is None else _numbers(inputs)
     return Scheme("compressed-tensors", _numbers(weights), rows, form, reordered)
@@ -207,7 +207,7 @@ def _word(value: Any) -> Any:
 
 
 def fp8(activation_scheme: str, block: Any) -> Scheme:
-    """A scheme of ``fp8``; ``block``: rows and columns of a block, or ``None`` for one scale a weight."""
+    """Return a scheme of ``fp8``; ``block``: rows and columns of a block, or ``None`` for one scale per weight."""
     down, across = block or (0, 0)
     static = activation_scheme == "static"
     rows = Numbers(8, "float", GROUP if block else TENSOR if static else TOKEN, across or -1, dynamic=not static)
@@ -215,20 +215,20 @@ def fp8(activation_scheme: str, block: Any) -> Scheme:
 
 
 def gptq(said: Mapping[str, Any]) -> Scheme:
-    """A scheme of ``gptq``; ``said``: ``bits``, ``group_size``, ``desc_act`` and ``sym`` of a layer."""
+    """Return a scheme of ``gptq``; ``said``: ``bits``, ``group_size``, ``desc_act`` and ``sym`` of a layer."""
     group = said["group_size"]
     weights = Numbers(said["bits"], "int", GROUP if group > 0 else CHANNEL, group, symmetric=bool(said["sym"]))
     return Scheme("gptq", weights, reordered=bool(said["desc_act"]) and group != -1)
 
 
 def gptq_rule(usual: Mapping[str, Any], dynamic: Mapping[str, Any]) -> Callable[[str], Scheme | str | None]:
-    """The rules of ``gptq``: a layer's name → its scheme, :data:`LEFT`, or ``None`` where ``dynamic`` is silent.
+    """Return the rules of ``gptq``: a layer's name → its scheme, :data:`LEFT`, or ``None`` if no ``dynamic`` rule fits.
 
     Expressions are matched from the start of a name.
 
     Args:
         usual: see :func:`gptq`.
-        dynamic: expression → the values that differ; one behind ``-:`` names layers that are left.
+        dynamic: expression → the values that differ; one after ``-:`` names unquantized layers.
     """
 
     def rule(name: str) -> Scheme | str | None:
@@ -241,15 +241,15 @@ def gptq_rule(usual: Mapping[str, Any], dynamic: Mapping[str, Any]) -> Callable[
 
 
 def awq(bits: int, group: int, zero_point: bool) -> Scheme:
-    """A scheme of ``awq``."""
+    """Return a scheme of ``awq``."""
     return Scheme("awq", Numbers(bits, "int", GROUP if group > 0 else CHANNEL, group, symmetric=not zero_point))
 
 
 def awq_rule(left: Sequence[str]) -> Callable[[str], bool | None]:
-    """The rules of ``awq``: a layer's name → whether it is left as it is, or ``None`` where nothing names it.
+    """Return the rules of ``awq``: a layer's name → whether it is unquantized, or ``None`` if no rule names it.
 
     Args:
-        left: ``modules_to_not_convert``: parts of names, and behind :data:`EXPRESSION` what matches from the start.
+        left: ``modules_to_not_convert``: parts of names, or after :data:`EXPRESSION` a pattern from the start.
     """
     expressions = [re.compile(entry.removeprefix(EXPRESSION)) for entry in left if entry.startswith(EXPRESSION)]
     parts = [entry for entry in left if not entry.startswith(EXPRESSION)]
@@ -261,13 +261,13 @@ def awq_rule(left: Sequence[str]) -> Callable[[str], bool | None]:
 
 
 def modelopt_algorithm(config: Mapping[str, Any]) -> str:
-    """The name of the numbers in a configuration of ``modelopt``, of either of its two forms."""
+    """Return the number format's name in a ``modelopt`` configuration, in either of its two forms."""
     section = config.get("quantization") or config
     return str(section.get("quant_algo", "")).upper()
 
 
 def modelopt(algorithm: str, group: int) -> Scheme:
-    """A scheme of ``modelopt``; ``group``: elements with a scale in common, of NVFP4."""
+    """Return a scheme of ``modelopt``; ``group``: elements that share a scale, in NVFP4."""
     if algorithm == "FP8":
         one = Numbers(8, "float", TENSOR)
         return Scheme("modelopt", one, one)
@@ -279,12 +279,12 @@ def modelopt(algorithm: str, group: int) -> Scheme:
 
 
 def mxfp4() -> Scheme:
-    """The scheme of gpt-oss's experts, the only layers that ``mxfp4`` quantizes."""
+    """Return the scheme of gpt-oss's experts, the only layers that ``mxfp4`` quantizes."""
     return Scheme("mxfp4", FLOATS[MXFP4_FORM][1])
 
 
 MODELOPT = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4")
-"""The names of numbers in ``modelopt`` that are served."""
+"""The served number formats of ``modelopt``."""
 
 
 def _is_number(value: Any) -> bool:
@@ -340,11 +340,11 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 )
 """Keys of a configuration, with the test of their values and the words for it."""
 REQUIRED: Mapping[str, tuple[str, ...]] = dict.fromkeys(("gptq", "auto-round"), ("bits", "group_size"))
-"""Format → keys without which nothing is known of a weight."""
+"""Format → keys without which a weight's format is unknown."""
 
 
 def _malformed(method: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each value of a configuration that is not of its key's form."""
+    """Yield each value of a configuration with a wrong form for its key."""
     yield from (f"no '{key}'" for key in REQUIRED.get(method, ()) if key not in config)
     for keys, fits, form in FORMS:
         yield from (f"'{key}': {config[key]!r}, not {form}," for key in keys if key in config and not fits(config[key]))
@@ -371,7 +371,7 @@ def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
     """Refuse unserved settings of all layers in a checkpoint's configuration, before a host reads it.
 
     Args:
-        method: the name of the format.
+        method: the format's name.
         config: ``quantization_config``.
         refused: the host's error.
 
@@ -411,16 +411,16 @@ def check(method: str, config: Mapping[str, Any], refused: Refused) -> None:
 
 
 def served(scheme: Scheme, prefix: str, refused: Refused, experts: bool = False) -> Kind:
-    """The kind of layer that computes a scheme.
+    """Return the kind of layer that computes a scheme.
 
     Args:
-        scheme: of a layer.
-        prefix: the layer's name; empty for a fault of the whole checkpoint.
+        scheme: the layer's scheme.
+        prefix: the layer's name; empty for a problem of the whole checkpoint.
         refused: the host's error.
         experts: whether these are a layer's experts.
 
     Raises:
-        Exception: by ``refused``, in one sentence, where none does.
+        Exception: by ``refused``, in one sentence, if no kind does.
     """
     place, method, weights = f" ({prefix})" if prefix else "", scheme.method, scheme.weights
     bits = weights.bits
@@ -445,7 +445,7 @@ def served(scheme: Scheme, prefix: str, refused: Refused, experts: bool = False)
 
 
 def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
-    """The kind of layer for a scheme, or ``None``."""
+    """Return the kind of layer for a scheme, or ``None``."""
     weights, inputs, form = scheme.weights, scheme.inputs, scheme.form
     if scheme.method in ("gptq", "awq"):
         return Kind(f"packed by {scheme.method}")
@@ -457,7 +457,7 @@ def kind_of(scheme: Scheme, experts: bool = False) -> Kind | None:
         return kind if weights == numbers and fits else None
     integers = weights.kind == "int" and weights.per in (CHANNEL, GROUP) and not weights.dynamic
     if form == PACKED_FORM:
-        bits = BITS if scheme.method == "compressed-tensors" else GPTQ_BITS  # hosts may not say the format
+        bits = BITS if scheme.method == "compressed-tensors" else GPTQ_BITS  # hosts may not know the format
         fits = inputs in (None, INT8_ROWS)
         return Kind.COMPRESSED if integers and weights.bits in bits and fits else None
     if form == STORED_FORM and weights.bits == 4:

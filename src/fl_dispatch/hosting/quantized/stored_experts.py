@@ -1,8 +1,8 @@
-"""The parameters of quantized experts as checkpoints have them, one class a kind, for the loaders of both hosts.
+"""Parameters of quantized experts in the checkpoint's form, one class per kind, for the loaders of both hosts.
 
-A parameter's attributes tell a loader a rank's part of a checkpoint's tensor: ``quant_method`` names the thing with one
-scale, ``is_transposed`` says that a weight's columns are its last dimension. :mod:`.experts` brings the
-parameters into an operator's form.
+A parameter's attributes tell a loader a rank's part of a checkpoint's tensor: ``quant_method`` names the unit that
+shares a scale, ``is_transposed`` says that a weight's columns are its last dimension. :mod:`.experts` converts the
+parameters to an operator's form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sizes:
         inner: elements between the two products of an expert.
         gates: parts of ``w13``, 2 with a gate.
         ranks: number of ranks that share each expert.
-        dtype: of the model.
+        dtype: the model's dtype.
     """
 
     count: int
@@ -41,18 +41,18 @@ class Sizes:
     dtype: torch.dtype
 
     def weights(self) -> Iterator[tuple[str, int, int]]:
-        """``w13`` and ``w2``, with the columns and the elements of a row of an expert's weight."""
+        """Yield ``w13`` and ``w2`` with the columns and row elements of an expert's weight."""
         yield "w13", self.gates * self.inner, self.hidden
         yield "w2", self.hidden, self.inner
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """A layer to register parameters of.
+    """A layer on which to register parameters.
 
     Args:
-        layer: the host's.
-        said: attributes of each parameter for a host's loader, the loader itself among them.
+        layer: the host's layer.
+        said: attributes of each parameter for a host's loader, including the loader.
         reads_order: whether the loader takes ``g_idx`` of ``gptq``.
     """
 
@@ -61,7 +61,7 @@ class Parameters:
     reads_order: bool = False
 
     def add(self, name: str, values: Tensor, scale_of: str = "", transposed: bool = False) -> None:
-        """Register values with a first dimension for experts; ``scale_of``: the thing with one scale or zero point."""
+        """Register values with a first dimension for experts; ``scale_of``: the unit that shares a scale or zero."""
         parameter = nn.Parameter(values, requires_grad=False)
         vars(parameter).update(self.said, quant_method=scale_of, is_transposed=transposed)
         self.layer.register_parameter(name, parameter)
@@ -71,12 +71,12 @@ class Experts(experts.QuantizedExperts):
     """The part that all kinds share."""
 
     def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
-        """Register the parameters that a checkpoint has; or the reason why this rank's part of them cannot be used."""
+        """Register the parameters that a checkpoint has; or return why this rank's part of them cannot be used."""
         raise NotImplementedError
 
 
 class _EightBits(Experts):
-    """Weights of 8 bits, as they are stored."""
+    """8-bit weights in their stored form."""
 
     stored: ClassVar[torch.dtype]
 
@@ -135,7 +135,7 @@ class _Packed(Experts, experts.PackedExperts):
 
     packing: ClassVar[experts.Packing]
     has_zeros: ClassVar[bool]
-    """Whether the checkpoint has zero points even where they do not count."""
+    """Whether the checkpoint has zero points even if they do not count."""
 
     def __init__(self, scheme: Scheme) -> None:
         weights = scheme.weights
@@ -162,16 +162,16 @@ class _Packed(Experts, experts.PackedExperts):
         return ""
 
     def _words(self, count: int, shape: tuple[int, ...], packed: int) -> Tensor:
-        """Words of numbers that lie packed along one dimension."""
+        """Return words of numbers that are packed along one dimension."""
         sizes = [size * self._bits // orders.WORD if dim == packed else size for dim, size in enumerate(shape)]
         return torch.zeros(count, *sizes, dtype=torch.int32)
 
     def _create_rest(self, parameters: Parameters, count: int, name: str, inner: int) -> None:
-        """Register a checkpoint's other tensors, which are not read."""
+        """Register a checkpoint's other tensors, which are not used."""
 
 
 class PackedExperts(_Packed):
-    """As ``compressed-tensors`` packs them."""
+    """The packing of ``compressed-tensors``."""
 
     packing, has_zeros = experts.COMPRESSED, False
 
@@ -180,7 +180,7 @@ class PackedExperts(_Packed):
 
 
 class GptqExperts(_Packed):
-    """As ``gptq`` packs them, transposed. Its zero points are all in the middle."""
+    """The packing of ``gptq``, transposed. All its zero points are in the middle."""
 
     packing, has_zeros = experts.GPTQ, True
 
@@ -192,18 +192,18 @@ class GptqExperts(_Packed):
 
 
 class AwqExperts(_Packed):
-    """As ``awq`` packs them, transposed and out of order."""
+    """The packing of ``awq``, transposed and out of order."""
 
     packing, has_zeros = experts.AWQ, True
 
 
 class _Grouped(Experts):
-    """Weights with scales of groups, as they are stored."""
+    """Weights with scales of groups in their stored form."""
 
     fl_dtype: torch.dtype
 
     def _read(self, scheme: Scheme, weight: str = "weight") -> None:
-        """Prepare for a scheme; ``weight``: the name of a weight behind ``w13_``."""
+        """Prepare for a scheme; ``weight``: the name of a weight after ``w13_``."""
         self._bits, self._group, self.fl_rounding = scheme.weights.bits, scheme.weights.group, scheme.rounding
         self._weight = weight
 
@@ -219,12 +219,12 @@ class _Grouped(Experts):
         return ""
 
     def _stored(self, columns: tuple[int, int], inner: int, groups: int) -> tuple[Tensor, Tensor]:
-        """Room for a checkpoint's weights, and for their scales, which are not loaded yet."""
+        """Return space for a checkpoint's weights, and for their scales, marked as not loaded."""
         raise NotImplementedError
 
 
 class Int4Experts(_Grouped, experts.Int4Experts):
-    """A number in a byte."""
+    """One number per byte."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The check that all ranks of an engine run the same implementations. Groups are those that exchange Python objects."""
+"""Check that all ranks of an engine run the same implementations. Groups must be able to exchange Python objects."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Choices = dict[str, Any]
 def refuse_divergence(everybody: ProcessGroup, same_layers: ProcessGroup) -> None:
     """Compare this rank's choices with the others'. Every rank must call it.
 
-    The choice for an operator must be the same everywhere. Choices for single layers, and failures, are compared within
-    ``same_layers``: the ranks that compute parts of this rank's layers together.
+    The choice for an operator must be the same on all ranks. Choices for single layers, and failures, are compared
+    within ``same_layers``: the ranks that share this rank's layers.
 
     Raises:
-        RankDivergenceError: on every rank that sees a difference, with all of them; or with the platforms' files that
-            the ranks read, if these differ.
+        RankDivergenceError: on every rank that sees a difference, with all differences; or with the platforms' files of
+            the ranks, if these differ.
     """
     _refuse_other_files(everybody)
     operators, layers = _choices()
@@ -40,10 +40,10 @@ def refuse_divergence(everybody: ProcessGroup, same_layers: ProcessGroup) -> Non
 
 
 def _refuse_other_files(everybody: ProcessGroup) -> None:
-    """Name the ranks that read another platform's file than the first one, or none."""
+    """Refuse ranks that read another platform file than the first rank."""
     read = [file or "none" for file in _gather(everybody, get_settings().platform_file)]
     ranks = dist.get_process_group_ranks(everybody)
-    contents = [file.rpartition("(")[2] for file in read]  # the same content may lie elsewhere
+    contents = [file.rpartition("(")[2] for file in read]  # equal content may be at different paths
     if len(set(contents)) > 1:
         named = "; ".join(f"rank {rank}: {file}" for rank, file in zip(ranks, read, strict=True))
         raise RankDivergenceError(
@@ -52,9 +52,9 @@ def _refuse_other_files(everybody: ProcessGroup) -> None:
 
 
 def agree_on_replaced_operators(everybody: ProcessGroup) -> None:
-    """ATen operators that a backend gets wrong on one rank are PyTorch's on all. Every rank must call it.
+    """Return to PyTorch on all ranks each ATen operator that a backend got wrong on one. Every rank must call it.
 
-    It belongs where learning ends, before the ranks compare their manifests, which name what is replaced.
+    Call it when learning ends, before the ranks compare their manifests, which name the replaced operators.
     """
     ranks = dist.get_process_group_ranks(everybody)
     for rank, wrong in zip(ranks, _gather(everybody, aten.settle()), strict=True):
@@ -63,10 +63,10 @@ def agree_on_replaced_operators(everybody: ProcessGroup) -> None:
 
 
 def agree_on_tactics(everybody: ProcessGroup) -> None:
-    """Have a kernel that was timed run the same configuration on all ranks, and time nothing from then on by default.
+    """Choose the same configuration of each timed kernel on all ranks, and by default time no kernel from then on.
 
-    At each key the choice of an earlier start counts, else that of the lowest rank; the manifest lists them. Every rank
-    must call it, when kernels are warm and no graph holds them yet. It does nothing where nothing is timed any more.
+    At each key the choice of an earlier start counts, else that of the lowest rank; the manifest lists the choices.
+    Every rank must call it, when kernels are warm and no graph holds them yet. It has no effect once timing has ended.
     """
     if not everywhere(everybody, not tactics.is_sealed()):
         return
@@ -91,7 +91,7 @@ def agree_on_tactics(everybody: ProcessGroup) -> None:
 
 
 def refuse_other_manifest(manifest: Manifest, same_layers: ProcessGroup) -> None:
-    """Compare this rank's manifest with those of a group that computes the same layers. Every rank must call it.
+    """Compare this rank's manifest with those of ranks with the same layers. Every rank must call it.
 
     Raises:
         RankDivergenceError: the manifests differ; raised on every rank that sees it, with the differences.
@@ -103,7 +103,7 @@ def refuse_other_manifest(manifest: Manifest, same_layers: ProcessGroup) -> None
 
 
 def warn_of_unmatched_scopes(stages: ProcessGroup) -> None:
-    """Log each rule that fits no layer of any pipeline stage; the first stage does. Every rank must call it."""
+    """Log on the first stage each rule that fits no layer of any pipeline stage. Every rank must call it."""
     manager = get_default_manager()
     unmatched = _gather(stages, manager.unmatched_scopes())
     if dist.get_rank(stages) == 0:
@@ -116,25 +116,25 @@ def everywhere(everybody: ProcessGroup, holds: bool) -> bool:
 
 
 def on_all(everybody: ProcessGroup, names: Sequence[str]) -> list[str]:
-    """The names that all ranks have, in this rank's order. Every rank must call it."""
+    """Return the names that all ranks have, in this rank's order. Every rank must call it."""
     common = set(names).intersection(*_gather(everybody, list(names)))
     return [name for name in names if name in common]
 
 
 def together(everybody: ProcessGroup, mine: Sequence[T]) -> list[T]:
-    """What any rank has, each once, in the order of the ranks. Every rank must call it."""
+    """Return the values of all ranks without repetitions, in the order of the ranks. Every rank must call it."""
     return list(dict.fromkeys(one for theirs in _gather(everybody, list(mine)) for one in theirs))
 
 
 def _gather(group: ProcessGroup, mine: Any) -> list[Any]:
-    """Everybody's, in the order of the ranks."""
+    """Return the values of all ranks, in the order of the ranks."""
     everybody: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, mine, group=group)
     return everybody
 
 
 def _choices() -> tuple[Choices, Choices]:
-    """The candidates of each branch, best first, by operator; and the same by layer, with what has failed."""
+    """Return each branch's candidates, best first, by operator; and the same by layer, with failures."""
     manager = get_default_manager()
     operators: Choices = {}
     layers: Choices = {f"{op} failed": sorted(ids) for op, ids in manager.get_failed_impls().items()}
@@ -145,7 +145,7 @@ def _choices() -> tuple[Choices, Choices]:
 
 
 def _differences(group: ProcessGroup, mine: Choices) -> list[str]:
-    """The differences within a group, in words."""
+    """Return the differences within a group, in words."""
     everybody, ranks = _gather(group, mine), dist.get_process_group_ranks(group)
     keys = [key for key in sorted(set().union(*everybody)) if len({str(other.get(key)) for other in everybody}) > 1]
     return [f"{key}: {[other.get(key) for other in everybody]} on ranks {ranks}" for key in keys]

@@ -1,9 +1,9 @@
-"""Communication between the ranks of one group, whoever hosts it.
+"""Communication between the ranks of one group, under either host.
 
-Every exchange is made of the six collectives of :class:`Collectives`. Two libraries provide them: ``torch.distributed``
-with the backend that the :class:`~fl_dispatch.devices.DeviceSpec` names (gloo, nccl, hccl, …), and FlagCX where
-``FLAGCX_PATH`` names it. :class:`Communicator` puts together what hosts ask for beyond the six, such as any layout, any
-dimension and parts of different sizes.
+Every exchange uses the six collectives of :class:`Collectives`. Two libraries provide them: ``torch.distributed`` with
+the backend that the :class:`~fl_dispatch.devices.DeviceSpec` names (gloo, nccl, hccl, …), and FlagCX if ``FLAGCX_PATH``
+names it. :class:`Communicator` builds on them what hosts also need, such as any layout, any dimension and parts of
+different sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Collectives(Protocol):
         """Write this rank's part of the sum of the ranks' ``tensor`` ``[ranks * n, ...]`` into ``output``."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite ``tensor`` with the one of rank ``source``."""
+        """Overwrite ``tensor`` with that of rank ``source``."""
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Send to one rank; returns when ``tensor`` may be overwritten."""
@@ -53,7 +53,7 @@ class Collectives(Protocol):
 
 
 class TorchCollectives:
-    """The collectives of a process group of ``torch.distributed``, which belongs to the host."""
+    """The collectives of a host's process group of ``torch.distributed``."""
 
     def __init__(self, group: ProcessGroup | None, ranks: Sequence[int]) -> None:
         self.group, self.ranks = group, ranks
@@ -81,7 +81,7 @@ class TorchCollectives:
 
 
 def refuse_missing_library(device_type: str) -> None:
-    """Raise ``ConfigError`` where the user names a library that cannot be used for tensors of this device type."""
+    """Raise ``ConfigError`` if the user names a library that cannot be used for tensors of this device type."""
     if (path := get_settings().flagcx_path) is not None:
         flagcx.load(path, device_type)
 
@@ -89,11 +89,11 @@ def refuse_missing_library(device_type: str) -> None:
 def connect(
     device_group: ProcessGroup | None, cpu_group: ProcessGroup, ranks: Sequence[int], device_type: str
 ) -> Collectives:
-    """The library for a group. Every rank of the group must call it.
+    """Return the library for a group. Every rank of the group must call it.
 
     Args:
-        device_group: moves the tensors, unless another library does.
-        cpu_group: the same ranks; another library's ranks find each other through it.
+        device_group: the group that moves the tensors, unless another library does.
+        cpu_group: the same ranks, for the rendezvous of another library.
         ranks: the group's ranks as ``torch.distributed`` numbers them.
         device_type: the PyTorch device type of the tensors.
 
@@ -109,9 +109,9 @@ def connect(
 def connect_sums(
     device_group: ProcessGroup | None, cpu_group: ProcessGroup, device: torch.device, collectives: Collectives
 ) -> one_shot.OneShotSums | None:
-    """A faster way than the group's library to add small tensors over it, or ``None``. Every rank must call this.
+    """Return a faster way than the group's library to sum small tensors, or ``None``. Every rank must call it.
 
-    Meant for the group that shares each layer of a model: its ranks add twice in a layer.
+    It is meant for the group that shares each layer of a model, with two sums per layer.
     """
     if device_group is None or detect_device().shares_memory is None or not isinstance(collectives, TorchCollectives):
         return None
@@ -122,11 +122,11 @@ class Communicator:
     """The exchanges within one group of ranks, for tensors of any layout. ``calls`` counts its collectives by name.
 
     Args:
-        name: the host's, of the group.
+        name: the host's name of the group.
         collectives: the library.
-        rank: this one's number in the group.
-        ranks: how many there are.
-        sums: adds small tensors; ``None``: the library adds all.
+        rank: this rank's number in the group.
+        ranks: the number of ranks.
+        sums: sums small tensors; with ``None`` the library sums all.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Communicator:
         _communicators.add(self)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks. Overwrites ``tensor``, and returns it, where it is contiguous."""
+        """Return the sum over the ranks; a contiguous ``tensor`` is overwritten and returned."""
         result = tensor.contiguous()
         if self.sums is not None and self.sums.takes(result):
             self.calls["all_reduce in one kernel"] += 1
@@ -150,13 +150,13 @@ class Communicator:
     def reduce_scatter(
         self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, output: Tensor | None = None
     ) -> Tensor:
-        """This rank's part, ``sizes[rank]`` along ``dim``, of the sum over the ranks.
+        """Return this rank's part, ``sizes[rank]`` along ``dim``, of the sum over the ranks.
 
         Args:
             tensor: the same shape on every rank, ``sum(sizes)`` along ``dim``.
             dim: the dimension to divide.
-            sizes: of the ranks' parts; equal ones where it is ``None``.
-            output: overwritten with the result and returned; a new tensor where it is ``None``.
+            sizes: sizes of the ranks' parts; ``None`` for equal ones.
+            output: overwritten with the result and returned; ``None`` for a new tensor.
         """
         self.calls["reduce_scatter"] += 1
         dim, rows = dim % tensor.dim(), tensor.shape[dim]
@@ -180,13 +180,13 @@ class Communicator:
     def all_gather(
         self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, output: Tensor | None = None
     ) -> Tensor:
-        """All ranks' tensors, joined along ``dim``.
+        """Return all ranks' tensors, joined along ``dim``.
 
         Args:
             tensor: ``sizes[rank]`` long along ``dim``.
             dim: the dimension to join along.
-            sizes: of all ranks' tensors along ``dim``; equal ones where it is ``None``.
-            output: overwritten with the result and returned; a new tensor where it is ``None``.
+            sizes: sizes of all ranks' tensors along ``dim``; ``None`` for equal ones.
+            output: overwritten with the result and returned; ``None`` for a new tensor.
         """
         self.calls["all_gather"] += 1
         dim, rows = dim % tensor.dim(), tensor.shape[dim]
@@ -206,7 +206,7 @@ class Communicator:
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim, out=result)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite ``tensor`` with the one of rank ``source`` of this group."""
+        """Overwrite ``tensor`` with that of rank ``source`` of this group."""
         self.calls["broadcast"] += 1
         whole = tensor.contiguous()
         self.collectives.broadcast(whole, source)
@@ -219,7 +219,7 @@ class Communicator:
         self.collectives.send(tensor.contiguous(), target)
 
     def receive(self, size: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
-        """A tensor of this size from rank ``source`` of this group."""
+        """Return a tensor of this size from rank ``source`` of this group."""
         self.calls["recv"] += 1
         tensor = torch.empty(size, dtype=dtype, device=device)
         self.collectives.receive(tensor, source)
@@ -235,17 +235,17 @@ _communicators: WeakSet[Communicator] = WeakSet()
 
 
 def report() -> dict[str, dict[str, int]]:
-    """The collectives of every group in this process, and how often they were called."""
+    """Return the collectives of every group in this process, and their numbers of calls."""
     return {communicator.name: dict(communicator.calls) for communicator in _communicators}
 
 
 def _shape(like: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    """The shape of a tensor, but of this size along ``dim``."""
+    """Return the shape of a tensor, but with this size along ``dim``."""
     return (*like.shape[:dim], size, *like.shape[dim + 1 :])
 
 
 def _result(output: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that a result is written to: ``output``, which must have this shape, or a new tensor."""
+    """Return the tensor for a result: ``output``, which must have this shape, or a new tensor."""
     if output is None:
         return like.new_empty(shape)
     if output.shape != shape:
@@ -254,7 +254,7 @@ def _result(output: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tens
 
 
 def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """The tensor, contiguous and this long along ``dim``; what is added at its end is zero."""
+    """Return the tensor, contiguous and padded with zeros to this size along ``dim``."""
     missing = size - tensor.shape[dim]
     if not missing:
         return tensor.contiguous()

@@ -1,7 +1,7 @@
 """FlagCX, a communication library for many chips, through its C interface (``flagcx/include/flagcx.h``).
 
-The collectives were run with a stand-in for the library, on host memory and on an emulated accelerator, not with FlagCX
-itself.
+The collectives were run with a stand-in for the library, on host memory and on an emulated accelerator, but not with
+FlagCX.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Stream(ctypes.Structure):
-    """A stream as the library takes it: all of its adaptors wrap their runtime's own handle, and nothing else."""
+    """A stream in the library's form: all its adaptors wrap their runtime's own handle, and nothing else."""
 
     _fields_ = [("base", c_void_p)]
 
@@ -82,8 +82,8 @@ def load(path: Path, device_type: str) -> ctypes.CDLL:
         device_type: the PyTorch device type of the tensors to move.
 
     Raises:
-        ConfigError: there is no such library, it does not load, it is not FlagCX, or the device's spec does not say
-            which stream is current.
+        ConfigError: the library is missing, does not load, or is not FlagCX; or the device's spec does not give the
+            current stream.
     """
 
     def wrong(problem: str) -> ConfigError:
@@ -121,7 +121,7 @@ def connect(library: ctypes.CDLL, cpu_group: ProcessGroup, device_type: str) -> 
 
     Args:
         library: see :func:`load`.
-        cpu_group: the ranks; they find each other through it.
+        cpu_group: the ranks, for the rendezvous.
         device_type: the PyTorch device type of the tensors to move.
     """
     rank, ranks = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
@@ -134,9 +134,9 @@ def connect(library: ctypes.CDLL, cpu_group: ProcessGroup, device_type: str) -> 
 
 
 def _unique_id(library: ctypes.CDLL) -> bytes:
-    """A new identity. Older libraries write a pointer to one that they allocate, newer ones the identity itself.
+    """Return a new id. Older libraries write a pointer to an id that they allocate, newer ones the id itself.
 
-    A pointer leaves the rest of the buffer zero; an identity holds the address of a socket behind its first word.
+    A pointer leaves the rest of the buffer zero; an id holds the address of a socket after its first word.
     """
     buffer = _UniqueId()
     _check(library, "flagcxGetUniqueId", library.flagcxGetUniqueId(byref(buffer)))
@@ -161,7 +161,7 @@ class FlagCXCollectives:
     def __init__(self, library: ctypes.CDLL, communicator: c_void_p, device_type: str, ranks: int) -> None:
         self._library, self._communicator, self._device_type, self._ranks = library, communicator, device_type, ranks
         self._current_stream: Callable[[], int | None] = device_of(device_type).flagcx_stream or (lambda: None)
-        self._streams: dict[int, _Stream] = {}  # kept, because threads of the library may read one later
+        self._streams: dict[int, _Stream] = {}  # kept, because threads of the library may read it later
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._run("flagcxAllReduce", tensor, tensor, tensor.numel(), SUM)
@@ -193,10 +193,10 @@ class FlagCXCollectives:
         self._call(function, *self._places(source, target), count, _dtype(source), *rest)
 
     def _places(self, *tensors: Tensor) -> list[int]:
-        """The addresses of tensors that the library reads or writes.
+        """Return the addresses of tensors that the library reads or writes.
 
         Raises:
-            NotSupported: a tensor is not where the communicator's are, has gaps, or has no data (it is fake).
+            NotSupported: a tensor is on another device than the communicator, has gaps, or has no data (it is fake).
         """
         for tensor in tensors:
             same = _dtype(tensor) == _dtype(tensors[0])
@@ -215,7 +215,7 @@ class FlagCXCollectives:
         _check(self._library, function, code)
 
     def _stream(self) -> int | None:
-        """The address of the current stream as the library takes it; ``None`` for host memory."""
+        """Return the address of the current stream in the library's form; ``None`` for host memory."""
         handle = self._current_stream()
         return None if handle is None else ctypes.addressof(self._streams.setdefault(handle, _Stream(handle)))
 

@@ -1,12 +1,12 @@
-"""Small sums over two ranks of one machine in one kernel: each rank reads the other's part in shared memory.
+"""Small sums over two ranks of one machine in one kernel, in which each rank reads the other's part in shared memory.
 
-A decoding step adds up some hundred kilobytes twice in each layer. A library's all-reduce takes longer to begin than to
+A decoding step adds some hundred kilobytes twice in each layer. A library's all-reduce takes longer to start than to
 move so little. If the devices map each other's memory (PyTorch's symmetric memory, without multicast), the sum is one
-Triton kernel (:mod:`one_shot_kernel`). The ranks measure when they connect up to which size it is faster,
-in captured graphs, as it will run. The slowest rank's time counts, so all ranks choose alike.
+Triton kernel (:mod:`one_shot_kernel`). When they connect, the ranks measure up to which size it is faster, in captured
+graphs, as in serving. The slowest rank's time counts, so all ranks choose alike.
 
-As with a library, all ranks make the same sums in the same order and one at a time. A rank that ends leaves the other
-one waiting in the kernel, without a time limit; the host ends it.
+As with a library, all ranks must make the same sums in the same order, one at a time. A rank that ends leaves the other
+one waiting in the kernel, without a time limit, until the host ends it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ...settings import get_settings
 logger = get_logger(__name__)
 
 RANKS = 2
-"""More were never tried."""
+"""Number of ranks; more were never tried."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = tuple(1 << power for power in range(13, 24))
-"""Bytes that are timed: 8 KiB to 8 MiB. Smaller sums count as the first, larger ones are the library's."""
+"""Bytes that are timed: 8 KiB to 8 MiB. Smaller sums count as the first; the library makes larger ones."""
 VECTOR = 8
 """The number of elements of a sum must be a multiple of this."""
 CALLS = 20
@@ -56,27 +56,27 @@ class OneShotSums:
     most: int
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a contiguous tensor is summed here; every rank gets the same answer, or they would part."""
+        """Whether a contiguous tensor is summed here; every rank gets the same answer, or the ranks would diverge."""
         elements = tensor.numel()
         return 0 < tensor.nbytes <= self.most and elements % VECTOR == 0 and tensor.dtype in DTYPES
 
 
 class NotSharedError(Exception):
-    """Sums over a group are the library's, on every rank alike; the message says why."""
+    """The library makes the sums of a group, on every rank; the message says why."""
 
 
 def connect(
     group: ProcessGroup, cpu_group: ProcessGroup, device: torch.device, all_reduce: Callable[[Tensor], None]
 ) -> OneShotSums | None:
-    """One-shot sums for a group, up to the size from which ``all_reduce`` is faster; ``None`` if it always is.
+    """Return one-shot sums for a group, up to the size from which ``all_reduce`` is faster; ``None`` if it always is.
 
-    Every rank of the group must call it, and all of them get the same answer. A rank that fails informs the others
-    before they go on, and leaves the sums to the library.
+    Every rank of the group must call it, and all get the same answer. A rank that fails informs the others before they
+    go on, and all leave the sums to the library.
 
     Args:
         group: the ranks, with the library of ``all_reduce``.
-        cpu_group: the same ranks, to agree over.
-        device: this rank's.
+        cpu_group: the same ranks, for agreement.
+        device: this rank's device.
         all_reduce: overwrites a tensor with the sum over the ranks.
     """
     name = f"'{group.group_name}'"
@@ -95,7 +95,7 @@ def connect(
 def _try(
     group: ProcessGroup, cpu_group: ProcessGroup, device: torch.device, all_reduce: Callable[[Tensor], None]
 ) -> tuple[list[float], list[float], OneShotSums]:
-    """Both times of :data:`SIZES`, and the sums.
+    """Return both times of :data:`SIZES`, and the sums.
 
     Raises:
         NotSharedError: on every rank.
@@ -112,7 +112,7 @@ def _try(
 
 
 def _refusal(ranks: int) -> str:
-    """Why a group is not even tried, or an empty text."""
+    """Return why a group is not even tried; empty if it is."""
     if ranks != RANKS:
         return f"{ranks} ranks were never tried"
     if not get_settings().chip_features:
@@ -123,7 +123,7 @@ def _refusal(ranks: int) -> str:
 
 
 def largest_faster(ours: Sequence[float], library: Sequence[float]) -> int:
-    """The largest of :data:`SIZES` up to which our times are lower throughout; 0 if the first is not."""
+    """Return the largest of :data:`SIZES` up to which our times are always lower; 0 if the first is not."""
     most = 0
     for size, mine, other in zip(SIZES, ours, library, strict=True):
         if mine >= other:
@@ -136,7 +136,7 @@ def largest_faster(ours: Sequence[float], library: Sequence[float]) -> int:
 
 
 def _gathered(value: Any, cpu_group: ProcessGroup) -> list[Any]:
-    """Every rank's value, in the order of the ranks."""
+    """Return every rank's value, in the order of the ranks."""
     values: list[Any] = [None] * dist.get_world_size(cpu_group)
     dist.all_gather_object(values, value, group=cpu_group)
     return values
@@ -149,24 +149,24 @@ def _agree(reason: str, cpu_group: ProcessGroup) -> None:
 
 
 def _together(cpu_group: ProcessGroup, step: Callable[[], Any]) -> Any:
-    """A step that every rank takes; none goes on if it failed on one."""
+    """Run a step on every rank; raise on all if it failed on one."""
     result, reason = None, ""
     try:
         result = step()
-    except Exception as error:  # a compiler's or a driver's of any type; every rank gives it as its reason
+    except Exception as error:  # an error of any type from a compiler or driver; every rank gives it as its reason
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     _agree(reason, cpu_group)
     return result
 
 
 def _place(device: torch.device) -> tuple[str, str]:
-    """The machine and the device of this rank, by names that other processes know them by."""
+    """Return the machine and the device of this rank, by names that other processes know."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return socket.gethostname(), str(getattr(properties, "uuid", device))
 
 
 def _apart(device: torch.device, place: tuple[str, str]) -> str:
-    """Why this rank cannot map the memory of a rank at that place, or an empty text."""
+    """Return why this rank cannot map the memory of a rank at that place; empty if it can."""
     module, shares = torch.get_device_module(device), detect_device().shares_memory
     host, own = _place(device)
     if place[0] != host:
@@ -186,12 +186,12 @@ def _apart(device: torch.device, place: tuple[str, str]) -> str:
 
 
 class SharedMemory:
-    """A rank's memory for :mod:`one_shot_kernel`; the steps until it can be used are taken by all ranks together."""
+    """A rank's memory for :mod:`one_shot_kernel`; all ranks take the steps of its setup together."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        from torch.distributed import _symmetric_memory as symmetric  # late: it registers operators
+        from torch.distributed import _symmetric_memory as symmetric  # late import: it registers operators
 
-        from . import one_shot_kernel  # late: it imports Triton
+        from . import one_shot_kernel  # late import: it imports Triton
 
         self.kernel, self.symmetric, self.group = one_shot_kernel, symmetric, group
         self.place, ranks = SIZES[-1], dist.get_world_size(group)
@@ -214,7 +214,7 @@ class SharedMemory:
             torch.get_device_module(self.memory.device).synchronize(self.memory.device)
 
     def clear(self) -> None:
-        """Begin with the first call."""
+        """Reset the memory for the first call."""
         self.memory.zero_()
         self.calls.zero_()
         torch.get_device_module(self.memory.device).synchronize(self.memory.device)
@@ -227,7 +227,7 @@ class SharedMemory:
 def measure(
     calls: Sequence[Callable[[Tensor], None]], device: torch.device, cpu_group: ProcessGroup
 ) -> list[list[float]]:
-    """Microseconds of a call for each of :data:`SIZES`, on the slowest rank."""
+    """Return microseconds of a call for each of :data:`SIZES`, on the slowest rank."""
     tensors = [torch.zeros(size // 2, dtype=torch.bfloat16, device=device) for size in SIZES]
     times = torch.tensor([[_time(call, tensor) for tensor in tensors] for call in calls], dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=cpu_group)
@@ -236,9 +236,9 @@ def measure(
 
 
 def _time(call: Callable[[Tensor], None], tensor: Tensor) -> float:
-    """Microseconds of a call in a captured graph, the median of its replays."""
+    """Return microseconds of a call in a captured graph, the median of its replays."""
     module = torch.get_device_module(tensor.device)
-    call(tensor)  # what it sets up cannot be captured
+    call(tensor)  # its setup cannot be captured
     module.synchronize()
     graph = module.CUDAGraph()
     with module.graph(graph, capture_error_mode="thread_local"):
@@ -256,5 +256,5 @@ def _time(call: Callable[[Tensor], None], tensor: Tensor) -> float:
 
 
 def in_words(size: int) -> str:
-    """Bytes, for people."""
+    """Return bytes as text for people."""
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

@@ -1,11 +1,11 @@
 """The kernel of :mod:`one_shot`: blocks of two ranks meet once in a sum, and read each other's memory.
 
-A rank's memory has two places for data, which calls use in turn, and behind them a flag for each block and rank. A
+A rank's memory has two places for data, which calls use alternately, followed by a flag for each block and rank. A
 block writes its part of the tensor into its own rank's memory, and signals the other ranks' blocks of the same number.
 It waits for their signals, and adds their parts in the order of the ranks, so that all get the same bits.
 
-No block waits at the end. A rank that overwrites a place has met the others in the call in between, and they make
-that call only after they have read the place.
+No block waits at the end. A rank that overwrites a place has met the others in the call in between, and they make that
+call only after they have read the place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TILE = 4096
 """Elements that a program adds at a time."""
 WARPS = 8
 WAITS_FOR_NOBODY = -(1 << 40) - 1
-"""A count of calls below every flag, so the next call waits for no rank; the next count is even, as in the first place.
-"""
+"""A count of calls below every flag, so that the next call waits for no rank; the next count is even, for the first
+place."""
 VECTOR = tl.constexpr(8)
-"""Elements of a vector: a tensor is whole vectors, so that memory is read 16 bytes at a time."""
+"""Elements of a vector: a tensor must be whole vectors, so that memory is read 16 bytes at a time."""
 
 
 @triton.jit(do_not_specialize=["vectors"])
@@ -66,11 +66,11 @@ def add(x: Tensor, memories: Tensor, calls: Tensor, place: int, rank: int) -> No
 
     Args:
         x: contiguous, of a floating type, whole vectors of :data:`VECTOR` elements, at most ``place`` bytes.
-        memories: addresses of all ranks' memories ``[ranks]`` int64, each of ``2 * place`` bytes and
-            ``[BLOCKS, ranks]`` int64 flags that were zero at first.
-        calls: ``[BLOCKS]`` int64, zero at first.
+        memories: addresses of all ranks' memories ``[ranks]`` int64, each of ``2 * place`` bytes and ``[BLOCKS,
+            ranks]`` int64 flags, initially zero.
+        calls: ``[BLOCKS]`` int64, initially zero.
         place: bytes of a place, a multiple of 16.
-        rank: this one's number.
+        rank: this rank's number.
     """
     vectors = x.numel() // VECTOR.value
     sizes = {"PLACE": place, "RANK": rank, "RANKS": memories.numel(), "TILE": TILE}

@@ -1,8 +1,8 @@
 """Choices, bans and findings of an engine's workers, in the ``/metrics`` of the host's front end.
 
-Workers are processes of their own, so the front end reads their records
-(:mod:`~fl_dispatch.hosting.records.runs`) when it is asked. A record follows its worker within
-:data:`~fl_dispatch.hosting.records.runs.PAUSE` seconds. Nothing is counted per call.
+Workers are separate processes, so the front end reads their records (:mod:`~fl_dispatch.hosting.records.runs`) on
+request. A record follows its worker within :data:`~fl_dispatch.hosting.records.runs.PAUSE` seconds. Nothing is counted
+per call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _joined: weakref.WeakSet[CollectorRegistry] = weakref.WeakSet()
 
 
 def join(registry: CollectorRegistry) -> CollectorRegistry:
-    """Add our metrics to a registry, once; returns it."""
+    """Add our metrics to a registry, once; return the registry."""
     if registry not in _joined:
         _joined.add(registry)
         registry.register(RunCollector())
@@ -36,11 +36,11 @@ class RunCollector:
     """A Prometheus collector over the records of this front end's workers."""
 
     def describe(self) -> list[Metric]:
-        """The metrics without values, so that registering reads no record."""
+        """Return the metrics without values, so that registration reads no record."""
         return list(_metrics([]))
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics with their values."""
+        """Yield the metrics with their values."""
         return _metrics(runs.of_engine())
 
 

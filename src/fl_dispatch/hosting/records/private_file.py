@@ -1,4 +1,4 @@
-"""A file of the user's own: mode 0600, replaced atomically, never through a link that a stranger may have planted."""
+"""A private file of the user: mode 0600, replaced atomically, never through another user's link."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def write_private(path: Path, text: str, what: str) -> None:
     Args:
         path: the file.
         text: its new content.
-        what: the subject of an error, such as the variable that named the file.
+        what: the subject of an error, such as the variable that names the file.
 
     Raises:
-        DispatchError: the place is a link or no regular file, a stranger's link leads to it, or it cannot be written.
+        DispatchError: the path is a link or not a regular file, another user's link leads to it, or it cannot be
+            written.
     """
     try:
         if path.name in ("", ".."):
@@ -42,8 +43,9 @@ def write_private(path: Path, text: str, what: str) -> None:
 
 
 def _refuse_strangers_links(path: Path, what: str) -> None:
-    """Follow a folder's link only if we or root made it, or the owner of the folder that it is in, where only that
-    owner's word counts. Linux does the same in folders with a sticky bit.
+    """Follow a folder's link only if this user or root made it, or the owner of a folder that only its owner may write.
+
+    Linux applies the same rule to folders with a sticky bit.
 
     Raises:
         DispatchError: there is another link on the way.

@@ -1,4 +1,4 @@
-"""Facts about processes of this machine, from ``/proc``; elsewhere nothing is known of them."""
+"""Facts about processes of this machine from ``/proc``; unknown on systems without it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MOST_ANCESTORS = 32
 
 
 def began(pid: int) -> int | None:
-    """Start time of a process, in the kernel's ticks since boot; ``None`` if no process has that number."""
+    """Return the start time of a process, in the kernel's ticks since boot; ``None`` if no such process exists."""
     fields = _stat(pid)
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 
 
 def ancestors(pid: int) -> list[tuple[int, int]]:
-    """The processes that a process descends from, nearest first, each with when it began."""
+    """Return the ancestors of a process, nearest first, each with its start time."""
     found: list[tuple[int, int]] = []
     fields = _stat(pid)
     while fields is not None and len(found) < MOST_ANCESTORS:
@@ -31,16 +31,16 @@ def ancestors(pid: int) -> list[tuple[int, int]]:
 
 
 def device_name() -> str:
-    """The name of this process's device."""
+    """Return the name of this process's device."""
     device = detect_device()
     try:
         return device.device_name(0)
-    except Exception as error:  # a vendor's code; a record is no reason to stop
+    except Exception as error:  # a vendor's code; an error must not stop a record
         return f"{device.name} ({text_of(error)})"
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/PID/stat`` from the state on, which follow the command's name in parentheses."""
+    """Return the fields of ``/proc/PID/stat`` from the state on, which follow the command's name in parentheses."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

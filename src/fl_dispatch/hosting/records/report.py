@@ -14,16 +14,16 @@ from ..ranks import collectives
 from ..start import aten, handover
 
 Choices = dict[str, Any]
-"""The part of a process's record that may change, as plain data."""
+"""The changeable part of a process's record, as plain data."""
 
 
 def dispatch_report() -> dict[str, Any]:
-    """The dispatch core's part of a worker's report.
+    """Return the dispatch core's part of a worker's report.
 
-    ``settings`` is their JSON with the policy that holds, and the origin of each value. ``counts`` is ``"operator
+    ``settings`` is their JSON with the policy in force, and the origin of each value. ``counts`` is ``"operator
     implementation"`` → calls; ``decisions`` is operator → the output of ``fl explain --json``; ``failed`` is operator →
     ids. ``communication`` is group → collective → calls; ``manifest`` is the frozen choice, or ``None``; ``aten`` is
-    backend → the operators of PyTorch that it replaces, see :class:`~fl_dispatch.aten_replacement.ReplacementReport`.
+    backend → PyTorch's operators that it replaces, see :class:`~fl_dispatch.aten_replacement.ReplacementReport`.
     """
     manager = get_default_manager()
     manifest = manager.freezer.manifest
@@ -40,10 +40,10 @@ def dispatch_report() -> dict[str, Any]:
 
 
 class RunReport:
-    """The part of this process's record that may change. It is put together anew only after a change.
+    """The changeable part of this process's record, rebuilt only after a change.
 
-    The thread that asks for it shares Python's lock with the one that serves. A report of hundreds of layers takes tens
-    of milliseconds (``benchmarks/binding_cost.py``), and meanwhile each launch of a kernel may wait for the lock.
+    The thread that builds it shares Python's lock with the serving thread. A report of hundreds of layers takes tens of
+    milliseconds (``benchmarks/binding_cost.py``), and meanwhile each kernel launch may wait for the lock.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class RunReport:
         self._choices: Choices = {}
 
     def choices(self) -> Choices:
-        """The result of :func:`run_choices`, and the events that are counted.
+        """Return the result of :func:`run_choices`, and counted events.
 
         ``shadow`` has the work and findings of shadow mode, or is ``None``; ``damage`` lists operator, implementation
-        and layer of each origin of NaN or infinity, and how often it was one.
+        and layer of each origin of NaN or infinity, with its count.
         """
         manager = get_default_manager()
         state, root, shadow = manager.state, manager.table_keeper.root, manager.shadow
-        # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow.
+        # A change to a report replaces these objects, and does not modify them; a dictionary may grow.
         answers = state.availability.answers
         made_of: tuple[object, ...] = (manager, get_settings(), root.plans, root.stale, manager.freezer.manifest)
         made_of += (root.current, state.failures.failures(), answers, state.facts, shadow.findings.banned)
@@ -73,13 +73,12 @@ class RunReport:
 
 
 def run_choices(manager: OpManager) -> Choices:
-    """Choices of this process and events since its start.
+    """Return the choices of this process and the events since its start.
 
     ``settings`` is setting → value and origin; ``decisions`` is operator → the output of ``fl explain --json``.
-    ``used``
-    are the operators with a bound layer, or with an implementation that has run. ``layers`` is ``operator@layer`` → the
-    decision, for layers that run something else. ``failed`` are the bans, each with
-    ``fallbacks``, the number of failed calls that another implementation took over.
+    ``used`` are the operators with a bound layer, or with an implementation that has run. ``layers`` is
+    ``operator@layer`` → the decision, for layers with another choice. ``failed`` are the bans, each with ``fallbacks``,
+    the number of failed calls that another implementation took over.
     """
     settings, state, manifest = get_settings(), manager.state, manager.freezer.manifest
     return {

@@ -1,6 +1,6 @@
-"""Records of what this user's workers run, on disk, because commands and a host's front end are processes of their own.
+"""Records on disk of this user's workers, for commands and a host's front end, which are separate processes.
 
-A worker's record is written when its model is loaded, again when something in it changes, and when the process ends.
+A worker's record is written when its model is loaded, whenever it changes, and when the process ends.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .report import Choices, RunReport
 logger = get_logger(__name__)
 
 KEPT = 64
-"""Files; older ones are removed."""
+"""Files that are kept; older ones are removed."""
 
 PAUSE = 2.0
-"""Seconds between two looks at whether something has changed: a record is at most so much older than its worker."""
+"""Seconds between two checks for changes, so a record lags its worker by at most this time."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Sizes:
     Args:
         dtype: of activations, such as ``bfloat16``.
         tensor_parallel: ranks that share each layer.
-        requests: the most that a step decodes.
-        step_tokens: the most tokens of a step.
-        eager: nothing is captured.
-        compiled: the model is compiled; an older record does not say.
+        requests: the largest number of requests that a step decodes.
+        step_tokens: the largest number of tokens of a step.
+        eager: whether no graph is captured.
+        compiled: whether the model is compiled; unknown in older records.
     """
 
     dtype: str
@@ -70,18 +70,18 @@ class Run:
         layers: class name → (operator, number of layers) for layers that run through the core.
         native: class name → number of layers left to the host's own code.
         undispatched: operator → layers that claimed it and never dispatched it.
-        aten: PyTorch's own operators, in one line: the replaced ones, and those of them called until then.
+        aten: PyTorch's operators, in one line: the replaced ones, and those among them that were called.
         rank: the worker's number in its engine.
         device: its device's name.
-        began: when the process began; this distinguishes it from a later one of the same number.
-        ancestors: the processes that it descends from, nearest first, each with when it began.
-        updated: when the record was written, in seconds since the epoch.
-        runner: its model runner among the host's, and why; empty for a host with one.
+        began: the process's start time, which distinguishes it from a later one with the same number.
+        ancestors: its ancestor processes, nearest first, each with its start time.
+        updated: time of the last write, in seconds since the epoch.
+        runner: its model runner among the host's, and why; empty for a host with only one.
         choices: the choices in force, see :class:`~fl_dispatch.hosting.records.report.RunReport`.
-        layer_choices: the host's own choices beside ours, see :class:`~fl_dispatch.hosting.layers.survey.LayerChoice`.
-        sizes: the fields of :class:`Sizes`; empty in an older record.
-        says_end: a worker of this host records a normal end, because its host does not kill it.
-        ended: the error that the process ended with, empty for none; ``None`` while it has not said.
+        layer_choices: the host's own choices next to ours, see :class:`~fl_dispatch.hosting.layers.survey.LayerChoice`.
+        sizes: the fields of :class:`Sizes`; empty in older records.
+        says_end: whether a worker records a normal end, because its host does not kill it.
+        ended: the error that ended the process, empty for none; ``None`` if no end is recorded.
     """
 
     host: str
@@ -106,13 +106,13 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is still there."""
+        """Whether the process still exists."""
         began = processes.began(self.pid)
         return began is not None and self.began in (0, began)
 
     @property
     def crash(self) -> str:
-        """How the process ended early, as the end of a sentence; empty if it did not."""
+        """Return how the process ended early, as the end of a sentence; empty if it did not."""
         if self.alive or (self.ended is None and not self.says_end):
             return ""
         if self.ended is None:
@@ -120,22 +120,22 @@ class Run:
         return self.ended and f"ended with {self.ended}"
 
     def descends_from(self, pid: int) -> bool:
-        """Whether it is the worker of a process that runs now, or this process itself."""
+        """Whether it is a worker of a running process, or this process itself."""
         family = [(self.pid, self.began), *map(tuple, self.ancestors)]
         return (pid, processes.began(pid)) in family
 
     def names(self, pid: int) -> bool:
-        """Whether a number is the worker's own or an ancestor's, also after their end."""
+        """Whether a process number is the worker's own or an ancestor's, also after their end."""
         return pid == self.pid or any(pid == ancestor for ancestor, _ in self.ancestors)
 
 
 def folder() -> Path:
-    """The directory of the files, below the user's own state directory."""
+    """Return the directory of the records, below the user's own state directory."""
     return user_state_path("fl_dispatch") / "runs"
 
 
 class Recorder:
-    """Keeps this process's record up to date, in a thread that looks for changes."""
+    """Recorder that keeps this process's record up to date, in a thread that checks for changes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -146,7 +146,7 @@ class Recorder:
         self._refused = False
 
     def begin(self, run: Run) -> None:
-        """Write a record, in the place of an earlier one of this process, and look for changes from now on."""
+        """Write a record, replacing an earlier one of this process, and check for changes from now on."""
         forked = self._pid != os.getpid()
         if forked:  # another thread of the parent may have held it
             self._lock, self._pid = threading.Lock(), os.getpid()
@@ -159,7 +159,7 @@ class Recorder:
             threading.Thread(target=self._watch, args=(self._pid,), name="fl_dispatch run record", daemon=True).start()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write the record for the last time, with the error that ends the process: this one, or the one at work."""
+        """Write the final record, with the error that ends the process: the given one, or the current one."""
         if self._run is None or self._run.ended is not None:
             return
         error = error or sys.exception() or _last_error()
@@ -169,7 +169,7 @@ class Recorder:
         self.update()
 
     def update(self) -> None:
-        """Write the record if something in it has changed; log one WARNING if it cannot be written."""
+        """Write the record if it has changed; log one WARNING if it cannot be written."""
         if self._run is None or self._pid != os.getpid():  # a forked child leaves its parent's record alone
             return
         with self._lock:
@@ -206,7 +206,7 @@ def record(
     *,
     says_end: bool = False,
 ) -> None:
-    """Leave a file about this process and keep it up to date; only log a WARNING if it cannot be written."""
+    """Write a record of this process and keep it up to date; only log a WARNING if it cannot be written."""
     pid = os.getpid()
     run = Run(
         host, pid, model, time.time(), survey.ours, survey.native, undispatched,
@@ -220,14 +220,14 @@ def record(
         says_end=says_end,
     )  # fmt: skip
     _recorder.begin(run)
-    with suppress(OSError):  # another worker may be removing the same
+    with suppress(OSError):  # another worker may be removing the same file
         for old in sorted(folder().glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Say in this process's record which error ends it, because its host kills a process that raised one."""
+    """Record the error that ends this process, because its host kills a process that raised one."""
     try:
         yield
     except Exception as error:
@@ -236,7 +236,7 @@ def ending() -> Iterator[None]:
 
 
 def _last_error() -> BaseException | None:
-    """The error with which Python ended this program; an interactive one goes on after it, such as a notebook."""
+    """Return the error with which Python ended this program; an interactive one, such as a notebook, goes on."""
     return None if is_interactive() else getattr(sys, "last_value", None)
 
 
@@ -254,7 +254,7 @@ def _file(pid: int) -> Path:
 
 
 def recorded(place: Path | None = None) -> list[Run]:
-    """The records in a directory (this user's by default), newest first; files that are no records are passed over."""
+    """Return the records in a directory (this user's by default), newest first; skip files that are not records."""
     found = []
     for file in (folder() if place is None else place).glob("*.json"):
         with suppress(OSError, ValueError, TypeError):
@@ -263,13 +263,13 @@ def recorded(place: Path | None = None) -> list[Run]:
 
 
 def named(place: str) -> list[Run]:
-    """The workers of one engine, by rank.
+    """Return the workers of one engine, by rank.
 
     Args:
-        place: the process number of a worker or of the server that started it, or a directory of records.
+        place: the process number of a worker or of its server, or a directory of records.
 
     Raises:
-        DispatchError: there is no such run; the error lists the newest runs.
+        DispatchError: there is no such run; the message lists the newest runs.
     """
     if not place.isdigit():
         found = recorded(Path(place))
@@ -286,9 +286,9 @@ def named(place: str) -> list[Run]:
 
 
 def of_engine() -> list[Run]:
-    """The workers that run now and belong to the engine that this process is the front end of.
+    """Return the running workers of this front end's engine.
 
-    They descend from this process; or from its parent, where it is one of several front ends that the parent started.
+    They descend from this process, or from its parent if the parent started several front ends.
     """
     alive = [run for run in recorded() if run.alive]
     for root in (os.getpid(), os.getppid()):
@@ -298,12 +298,12 @@ def of_engine() -> list[Run]:
 
 
 def in_order(found: Iterable[Run]) -> list[Run]:
-    """By rank, then by process."""
+    """Return records by rank, then by process."""
     return sorted(found, key=lambda run: (run.rank, run.pid))
 
 
 def differences(found: list[Run]) -> dict[str, dict[str, list[int]]]:
-    """Operators that ranks chose differently for: operator → implementations → the ranks."""
+    """Return operators with different choices among ranks: operator → implementations → the ranks."""
     different = {}
     for op_name in sorted({op_name for run in found for op_name in run.choices.get("decisions", {})}):
         ranks: dict[str, list[int]] = {}
@@ -315,12 +315,12 @@ def differences(found: list[Run]) -> dict[str, dict[str, list[int]]]:
 
 
 def used(run: Run) -> list[str]:
-    """The operators that the model's layers are bound to or that ran; all of them in an older record."""
+    """Return the operators that the model's layers are bound to or that ran; all operators for an older record."""
     found = run.choices.get("used")
     return list(run.choices.get("decisions") or () if found is None else found)
 
 
 def chosen(run: Run, op_name: str) -> str:
-    """The implementation that a worker runs for an operator, or ``none``."""
+    """Return the implementation that a worker runs for an operator, or ``none``."""
     decision: dict[str, Any] = run.choices.get("decisions", {}).get(op_name, {})
     return next((each["impl_id"] for each in decision.get("considered", ()) if each["status"] == "chosen"), "none")

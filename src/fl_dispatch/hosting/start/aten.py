@@ -1,4 +1,4 @@
-"""PyTorch's own operators in a worker: replaced by the backends that registered a replacement, sealed, reported."""
+"""PyTorch's own operators in a worker: replaced by registered backends, sealed, reported."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ...settings import Settings
 
 
 def replace(settings: Settings, device: DeviceSpec) -> None:
-    """Let every backend replace the operators that the settings ask for, and begin to learn. Idempotent.
+    """Let every backend replace the operators that the settings name, and begin to learn. Idempotent.
 
-    It belongs after the weights, which are PyTorch's own work. Every rank must call it with the same settings.
+    Call it after the weights are loaded, which uses PyTorch's own kernels. Every rank must call it with the same
+    settings.
 
     Raises:
-        DispatchError: two backends replace one operator, or one that the user asked for does not load.
+        DispatchError: two backends replace one operator, or a backend that the user named does not load.
     """
-    get_default_manager().ensure_initialized()  # backends register their replacements
+    get_default_manager().ensure_initialized()  # loads the backends, which register their replacements
     owners: dict[str, str] = {}
     for found in replacements():
         found.replace(settings, device)
@@ -33,18 +34,18 @@ def replace(settings: Settings, device: DeviceSpec) -> None:
 
 
 def settle() -> dict[str, Mapping[str, str]]:
-    """End learning: backend → operator → why it was taken out."""
+    """End learning and return backend → operator → why it was removed."""
     return {found.NAME: found.settle() for found in replacements()}
 
 
 def leave(operators: Mapping[str, Mapping[str, str]]) -> None:
-    """Give operators back to PyTorch: backend → operator → why."""
+    """Return operators to PyTorch: backend → operator → why."""
     for found in replacements():
         found.leave(operators.get(found.NAME, {}))
 
 
 def seal() -> None:
-    """Compile and tune nothing from now on."""
+    """Stop compiling and tuning from now on."""
     for found in replacements():
         found.seal()
 
@@ -55,12 +56,12 @@ def is_active() -> bool:
 
 
 def report() -> dict[str, ReplacementReport]:
-    """Backend → its state as plain data."""
+    """Return backend → its state as plain data."""
     return {found.NAME: found.report() for found in replacements()}
 
 
 def describe() -> str:
-    """The report in one line."""
+    """Return the report in one line."""
     return "; ".join(_line(name, found) for name, found in report().items()) or "none: no backend replaces any"
 
 

@@ -1,4 +1,4 @@
-"""The implementations that come first in the policy's order, and a host's questions about them before it starts."""
+"""The first implementations in the policy's order, and a host's questions about them before it starts."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from ...compiled.manifest import Manifest
 from ...types import BackendImplKind, OpImpl
 
 STATES = 2
-"""The states that an implementation with a ``chunk`` keeps for each: one before it is added to them, one behind it."""
+"""States that an implementation with a ``chunk`` keeps for each chunk: one before it is added, and one after it."""
 
 
 def states_kept(op_name: str, tokens: int) -> int:
-    """The most states, besides requests' own, that first choices keep at once for a prompt of ``tokens`` tokens."""
+    """Return the most states, besides requests' own, that first choices keep for a prompt of ``tokens`` tokens."""
     chunks = (impl.traits.chunk for impl in get_default_manager().first_choices(op_name, in_layers=True))
     most: int = max((-(-tokens // chunk) * STATES for chunk in chunks if chunk), default=0)
     return most
 
 
 def without_graphs(operators: Iterable[str], given: Iterable[str] = ()) -> list[OpImpl]:
-    """The first choices for these operators, called with these optional parameters, that no graph can hold."""
+    """Return first choices for these operators, called with these optional parameters, that no graph can hold."""
     manager = get_default_manager()
     firsts = (impl for op in operators for impl in manager.first_choices(op, given=given))
     return [impl for impl in firsts if not impl.traits.graphs]
 
 
 def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
-    """Whether the policy puts something before PyTorch's own, for some layer, under some condition at least.
+    """Whether the policy prefers some implementation to PyTorch's, for some layer under some condition.
 
-    It is asked for calls with these optional parameters.
+    The answer is for calls with these optional parameters.
     """
     first = get_default_manager().first_choices(op_name, in_layers=True, given=given)
     return any(impl.kind is not BackendImplKind.REFERENCE or impl.traits.batch_invariant for impl in first)
 
 
 def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
-    """Whether calls of the parts may become calls of an operator that joins them, for ``tokens`` tokens or any number.
+    """Whether calls of the parts may become calls of an operator that fuses them, for ``tokens`` tokens or any number.
 
-    The joined operator must have first choices, none of them the reference, and the user must not choose an
+    The fused operator must have first choices, none of them the reference, and the user must not choose an
     implementation of a part.
     """
     first = get_default_manager().first_choices(joined, tokens=tokens)
@@ -47,7 +47,7 @@ def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
 
 
 def of_one_backend(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
-    """Whether one backend computes a joined operator and its parts, or the user chooses one for the joined operator.
+    """Whether one backend computes a fused operator and its parts, or the user chooses the fused one's.
 
     The answer holds for calls of ``tokens`` tokens, or of any number.
     """
@@ -59,12 +59,12 @@ def of_one_backend(joined: str, parts: Iterable[str], tokens: int | None = None)
 
 
 def boundary(op_name: str) -> int | None:
-    """The least number of tokens from which all first choices do what the operator's reference does, if they do."""
+    """Return the smallest number of tokens from which all first choices act like the reference, or ``None``."""
     return _last(map(_reference_from, get_default_manager().first_choices(op_name)))
 
 
 def reference_from(manifest: Manifest, op_name: str, scope: str | None = None) -> int | None:
-    """The least number of tokens from which frozen choices do what the reference does; ``None`` if there is none."""
+    """Return the smallest number of tokens from which frozen choices act like the reference, or ``None``."""
     registry = get_default_manager().registry
     begins = []
     for choice in manifest.choices.get(f"{op_name}@{scope}" if scope else op_name) or manifest.choices[op_name]:
@@ -72,7 +72,7 @@ def reference_from(manifest: Manifest, op_name: str, scope: str | None = None) -
         begin = None if len(found) != 1 or found[0] is None else _reference_from(found[0])
         last = (when.get("tokens") or (None, None))[1]
         if begin is None and last is not None:
-            begin = last + 1  # the rule admits none of more tokens
+            begin = last + 1  # the rule admits no call with more tokens
         begins.append(None if "not for" in choice else begin)
     return _last(begins)
 

@@ -1,8 +1,8 @@
-"""Settings and policy of a process, for child processes that a host starts without asking the plugin.
+"""Pass a process's settings and policy to child processes that a host starts without calling the plugin.
 
 They travel in one environment variable, with the number of the process that wrote it. A direct child takes them over if
 its variables equal that process's, and writes its own for its children. Any other process that inherits the variable
-ignores it: a program that was started with settings of its own, say.
+ignores it, for example a program that was started with other settings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLE = "FL_DISPATCH_HANDOVER"
 
 
 def pack() -> dict[str, str]:
-    """The settings of this process as text, with the global policy that holds now in place of theirs."""
+    """Return the settings of this process as text, with the current global policy in place of theirs."""
     if get_policy() != GLOBAL.get():
         logger.warning(
             "a policy context is open, but the engine may live in other processes: it runs the global policy"
@@ -36,7 +36,7 @@ def _held() -> Settings:
 
 
 def take_over(packed: dict[str, str]) -> None:
-    """Install the result of :func:`pack` of another process; equal settings and policies change nothing."""
+    """Install another process's :func:`pack`; equal settings and policies change nothing."""
     mine = _held()
     if "settings" not in packed or packed["settings"] == mine.to_json():
         return
@@ -46,18 +46,18 @@ def take_over(packed: dict[str, str]) -> None:
 
 
 def _variables() -> dict[str, str]:
-    """The variables of this process that settings are read from."""
+    """Return the variables of this process from which settings are read."""
     names = {name for name in os.environ if name.startswith(("VLLM_FL_", "SGLANG_FL_"))} | set(variable_names())
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def offer() -> None:
-    """Leave this process's settings and policy for its children. Called again, it replaces what was left before."""
+    """Leave this process's settings and policy for its children, replacing earlier ones."""
     os.environ[VARIABLE] = json.dumps({"pid": os.getpid(), "variables": _variables(), **pack()})
 
 
 def adopt() -> None:
-    """Take over what the parent process left, if it left anything, and leave the same for this process's children.
+    """Take over the parent process's settings, if it left some, and leave the same for this process's children.
 
     Raises:
         ConfigError: the variable was not written by :func:`offer`.

@@ -1,7 +1,7 @@
 """The list of operators that FlagGems runs, written to ``FLAGGEMS_ENABLE_OPLIST_PATH`` by every worker.
 
-One name a line: ours, for which FlagGems is the first choice, and ``aten::mm.out`` for each of PyTorch's that it
-replaces.
+One name per line: our operators with FlagGems as first choice, and names like ``aten::mm.out`` for PyTorch's operators
+that it replaces.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..records.private_file import write_private
 
 
 def flaggems_operators(manager: OpManager) -> list[str]:
-    """The operators for which FlagGems is the first choice, sorted."""
+    """Return the operators with FlagGems as first choice, sorted."""
     manager.ensure_initialized()
     chosen = {op: manager.explain(op).chosen for op in manager.registry.list_operators()}
     return sorted(op for op, impl in chosen.items() if impl is not None and impl.impl_id == FLAGGEMS_ID)
 
 
 def record(manager: OpManager, settings: Settings, rank: int | None = None) -> Path | None:
-    """Write the list where the settings say; with the default place only if FlagGems runs anything.
+    """Write the list to the path of the settings; to the default path only if FlagGems runs an operator.
 
     Raises:
         DispatchError: see :func:`write_oplist`.
@@ -35,12 +35,12 @@ def record(manager: OpManager, settings: Settings, rank: int | None = None) -> P
 
 
 def write_oplist(path: Path, operators: list[str], rank: int | None = None) -> Path:
-    """Write the list; with a rank, to a file of that rank's own (``name.rank1.txt``).
+    """Write the list; with a rank, to a separate file (``name.rank1.txt``).
 
     Raises:
         DispatchError: see :func:`~fl_dispatch.hosting.records.private_file.write_private`.
     """
-    if rank is not None and path.name not in ("", ".."):  # those name no file
+    if rank is not None and path.name not in ("", ".."):  # these name no file
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
     write_private(path, "".join(f"{name}\n" for name in operators), "FLAGGEMS_ENABLE_OPLIST_PATH")
     return path

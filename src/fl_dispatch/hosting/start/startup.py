@@ -1,6 +1,6 @@
-"""The start of a host's plugin in one process: whether it runs and why, and an error that is kept for later.
+"""The start of a host's plugin in one process: whether it runs and why, and an error kept for later.
 
-Hosts call a plugin's entry points in every process and swallow what they raise. So the plugin keeps an error, and
+Hosts call a plugin's entry points in every process and swallow their exceptions. So the plugin keeps an error, and
 raises it from the next place that its host does not wrap. A host's own command ends with the error as one line.
 """
 
@@ -24,7 +24,7 @@ from ...settings import __name__ as settings_package
 from ..facts.host import Host
 
 WARNED = "FL_DISPATCH_WARNED"
-"""The variable that a host's first process sets for its children when it has warned of settings."""
+"""The variable that a host's first process sets for its children after it has warned of settings."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Startup:
         plugin: the plugin's package.
         host: its host.
         group: the entry point group of the host's platforms.
-        alone: the setting that has the host ask this plugin alone.
+        alone: the setting that makes the host ask only this plugin.
         commands: modules of the host's commands that start an engine.
         error: the first error that was kept.
-        warned: sentences that the log has, each once.
+        warned: warnings that were logged, each once.
     """
 
     plugin: str
@@ -51,11 +51,11 @@ class Startup:
 
     @property
     def logger(self) -> logging.Logger:
-        """The plugin's logger."""
+        """Return the plugin's logger."""
         return get_logger(f"{self.plugin}.startup")
 
     def decide(self, judge: Callable[[Settings], tuple[bool, str]]) -> bool:
-        """Whether the plugin runs, which the log says with the reason.
+        """Return whether the plugin runs, and log it with the reason.
 
         Args:
             judge: the plugin's own answer and reason, for a device that is not left to the host.
@@ -69,9 +69,9 @@ class Startup:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read the settings inside; users may name the host's layer classes in them.
+        """Read the settings in this block; users may name the host's layer classes in them.
 
-        A child process of a host repeats no warning that its first process gave.
+        A host's child process does not repeat warnings of the first process.
         """
         register_layers(self.host.name, self.host.layers.names)
         begin_logging()
@@ -86,9 +86,9 @@ class Startup:
             settings.setLevel(level)
 
     def reason(self, state: str = "") -> str:
-        """Why this plugin runs: this machine's device, and other installed platforms.
+        """Return why this plugin runs: this machine's device, and other installed platforms.
 
-        A host ends if two plugins say that they run, and does not name the setting that decides.
+        A host ends if two plugins want to run, without naming the setting that decides.
         """
         device, own = detect_device(), f"{self.plugin}:"
         variable, _, value = self.alone.partition("=")
@@ -103,7 +103,7 @@ class Startup:
             self.warn(f"{reason}: compare tokens before you rely on it (docs/guide/chips.md)")
 
     def warn(self, sentence: str) -> None:
-        """A WARNING, unless this process has given it."""
+        """Log a WARNING, unless this process has logged it before."""
         if sentence not in self.warned:
             self.warned.add(sentence)
             self.logger.warning("%s", sentence)
@@ -122,7 +122,7 @@ class Startup:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Let what cannot be served (``ConfigError``, ``ValueError``) end the host's own command in one line.
+        """End the host's own command with one line if something cannot be served (``ConfigError``, ``ValueError``).
 
         Any other program gets the exception, as the host passes it on.
         """
@@ -140,21 +140,22 @@ class Startup:
 
 
 def is_child() -> bool:
-    """Whether another process started this one by ``multiprocessing``, as hosts start theirs.
+    """Whether another process started this one by ``multiprocessing``, as hosts start workers.
 
-    A spawned process knows no parent while it unpickles its target, which imports the host and asks the plugin.
+    A spawned process does not know its parent while it unpickles its target, which imports the host and calls the
+    plugin.
     """
     return multiprocessing.parent_process() is not None or "--multiprocessing-fork" in sys.orig_argv
 
 
 def runs_command(modules: tuple[str, ...]) -> bool:
-    """Whether this process is a command from one of these modules: not a program of the user's, nor a child process."""
+    """Whether this process is a command from one of these modules, not a user's program or a child process."""
     main = sys.modules["__main__"]
     if is_child():
         return False
     if (spec := getattr(main, "__spec__", None)) is not None:  # python -m MODULE
         return spec.name in modules
     script = Path(getattr(main, "__file__", None) or "").name
-    if not script and "-m" in sys.orig_argv:  # the package that holds the module is imported before it is the main one
+    if not script and "-m" in sys.orig_argv:  # the module's package is imported before it becomes main
         return sys.orig_argv[sys.orig_argv.index("-m") + 1] in modules
     return any(point.module in modules for point in entry_points(group="console_scripts", name=script))

@@ -1,9 +1,9 @@
 """Tactics: the configurations that Triton's autotuner found fastest, each for one kernel at one key.
 
-A key is made of sizes and dtypes of a call, as the kernel's author lists them. Another configuration may add in another
-order, and two processes that time the same configurations need not find the same one fastest. So a start reads what was
-chosen here, the ranks take one choice for each key (:mod:`fl_dispatch.hosting.ranks.agreement`), a file keeps it for
-later starts, and nothing is timed from then on.
+A key consists of sizes and dtypes of a call, as the kernel's author lists them. Another configuration may add in
+another order, and two processes that time the same configurations may choose differently. So a start reads earlier
+choices on this machine, the ranks agree on one choice for each key (:mod:`fl_dispatch.hosting.ranks.agreement`), a file
+keeps it for later starts, and timing ends.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Tactics = dict[str, dict[Key, str]]
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
 """Types of a key's parts that mean the same in another process."""
 AT_ONCE = [0.0] * 3
-"""Times of the configuration that is taken where nothing is timed, as the autotuner compares them."""
+"""Times of the configuration that is taken without timing, in the autotuner's form."""
 NEVER = [float("inf")] * 3
-"""Times of the others."""
+"""Times of the other configurations."""
 INDUCTORS = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
-"""Settings with which Inductor times kernels for which it has one configuration otherwise."""
+"""Settings with which Inductor times kernels that otherwise have one configuration."""
 
 
 def chosen() -> Tactics:
-    """The tactics of this process."""
+    """Return the tactics of this process."""
     found: Tactics = {}
     for name, tuners in _tuners().items():
         for tuner in tuners:
@@ -57,7 +57,7 @@ def chosen() -> Tactics:
 
 
 def united(tactics: Iterable[Tactics]) -> Tactics:
-    """Unite those of several processes; where they differ, the first one's count."""
+    """Merge the tactics of several processes; if they differ, the first one's count."""
     found: Tactics = {}
     for one in tactics:
         for name, choices in one.items():
@@ -66,13 +66,13 @@ def united(tactics: Iterable[Tactics]) -> Tactics:
 
 
 def differing(tactics: Iterable[Tactics], agreed: Tactics) -> int:
-    """How many kernels ran something else in one of several processes."""
+    """Return the number of kernels with another configuration in one of several processes."""
     pairs = [(name, key, words) for one in tactics for name, choices in one.items() for key, words in choices.items()]
     return len({name for name, key, words in pairs if agreed[name][key] != words})
 
 
 def install(tactics: Tactics) -> None:
-    """Run these from now on, in every kernel that can; other keys keep what was chosen."""
+    """Install tactics in every kernel that can use them; other keys keep their choices."""
     changed = []
     for name, tuners in _tuners().items():
         for tuner in tuners:
@@ -83,12 +83,12 @@ def install(tactics: Tactics) -> None:
                     changed.append(tuner)
     for launcher in _interfaces() if changed else ():
         if any(inner is tuner for inner in _inside(launcher) for tuner in changed):
-            for kept in vars(launcher).get("kernel_cache", ()):  # FlagGems keeps what it has launched
+            for kept in vars(launcher).get("kernel_cache", ()):  # FlagGems keeps its launched kernels
                 kept.clear()
 
 
 def begin() -> None:
-    """Begin a start: kernels are timed, but for what earlier starts chose in those that are there."""
+    """Begin a start: kernels are timed, except where earlier starts chose."""
     if (autotuner := _autotuner()) is None:
         return
     if is_sealed():  # for another engine in this process
@@ -101,14 +101,14 @@ def begin() -> None:
 
 
 def is_sealed() -> bool:
-    """Whether nothing is timed."""
+    """Whether timing has ended."""
     return hasattr(getattr(_autotuner(), "_bench", None), "timed")
 
 
 def seal() -> None:
-    """Time nothing from now on: at a key without a tactic a kernel runs the first configuration that the device takes.
+    """End timing: at a key without a tactic a kernel runs the first configuration that the device takes.
 
-    It is compiled and loaded to find that out, and not launched, because kernels may write what they read.
+    To find it, configurations are compiled and loaded but not launched, because kernels may overwrite their inputs.
     """
     if (autotuner := _autotuner()) is None or is_sealed():
         return
@@ -120,7 +120,7 @@ def seal() -> None:
             return NEVER
         try:
             kernel = self.fn.run(*args, **{**meta, **config.all_kwargs(), "warmup": True})
-            getattr(kernel, "_init_handles", bool)()  # the interpreter has no kernel
+            getattr(kernel, "_init_handles", bool)()  # the interpreter has no compiled kernel
         except (CompileTimeAssertionFailure, OutOfResources, PTXASError):
             return NEVER
         self.nargs = _Served(self.nargs)
@@ -138,9 +138,10 @@ class _Served(dict[str, Any]):
 
 
 def remembered(tactics: Tactics) -> tuple[Tactics, int]:
-    """Tactics of earlier starts on such a chip, with these where there were none; and the number of earlier ones.
+    """Return the tactics of earlier starts on such a chip, completed by these; and the number of earlier ones.
 
-    They are kept for later starts. Processes that start at the same time wait for each other, so replicas agree too.
+    The result is kept for later starts. Processes that start at the same time wait for each other, so replicas agree,
+    too.
     """
     path, place = _file(), _place()
     try:
@@ -158,12 +159,12 @@ def remembered(tactics: Tactics) -> tuple[Tactics, int]:
 
 
 def stored(tactics: Tactics) -> dict[str, dict[str, str]]:
-    """Tactics as plain data."""
+    """Return tactics as plain data."""
     return {name: {repr(key): words for key, words in choices.items()} for name, choices in sorted(tactics.items())}
 
 
 def _loaded(plain: Any) -> Tactics:
-    """Read what :func:`stored` gave, without the keys that Python does not write as it reads them, and other data."""
+    """Read the data of :func:`stored`, without keys that Python does not write as it reads them, and other data."""
     found: Tactics = {}
     for name, choices in plain.items() if isinstance(plain, dict) else ():
         for text, words in choices.items() if isinstance(choices, dict) else ():
@@ -179,7 +180,7 @@ def _file() -> Path:
 
 
 def _place() -> str:
-    """Where tactics hold: the chip, and the compiler."""
+    """Return where tactics are valid: the chip, and the compiler."""
     import triton
 
     return f"{detect_device().device_name(0)}, Triton {triton.__version__}, PyTorch {torch.__version__}"
@@ -198,7 +199,7 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, str]]]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """No other process is inside."""
+    """Exclude other processes from the block."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
@@ -212,7 +213,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def timed_elsewhere() -> list[str]:
-    """What chooses by timing in this process and is in no ranks' agreement, in words with the setting that ends it."""
+    """Return in words what else chooses by timing in this process, with the setting that ends it."""
     found = []
     if _autotuner() is not None and not get_settings().seal_tactics:
         found.append("Triton, at new sizes (VLLM_FL_SEAL_TACTICS=1)")
@@ -233,25 +234,25 @@ def timed_elsewhere() -> list[str]:
 
 
 def _autotuner() -> Any:
-    """Triton's class, or ``None`` where it runs nothing, or nothing has imported it."""
+    """Return Triton's autotuner class; ``None`` if it is unused or not imported."""
     return None if why_unavailable() else getattr(sys.modules.get("triton.runtime.autotuner"), "Autotuner", None)
 
 
 def _interfaces() -> list[Any]:
-    """What launches a kernel in this process: autotuners, and what is around them."""
+    """Return the kernel launchers of this process: autotuners, and wrappers around them."""
     kind: Any = None if _autotuner() is None else sys.modules["triton.runtime.jit"].KernelInterface
     return [] if kind is None else [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _inside(launcher: Any) -> Iterator[Any]:
-    """A launcher, and those that it calls."""
+    """Yield a launcher and the launchers that it calls."""
     while launcher is not None:
         yield launcher
         launcher = vars(launcher).get("fn") if hasattr(launcher, "__dict__") else None
 
 
 def _tuners() -> dict[str, list[Any]]:
-    """Kernel → its autotuners, which have the same configurations."""
+    """Return kernel → its autotuners, which have the same configurations."""
     found: dict[str, list[Any]] = {}
     if (kind := _autotuner()) is None:
         return found

@@ -1,7 +1,7 @@
-"""Batches of every kind: with them a start meets each kernel that a request may need.
+"""Batches of every kind, so that a start compiles each kernel that a request may need.
 
 Kernels are compiled for kinds of batches: decode or prefill, short or long, one request or many. A host's start calls
-its operators on these; ``fl tune`` does the same before it looks whether an implementation compiles later.
+its operators on these; ``fl tune`` does the same before it checks whether an implementation compiles later.
 """
 
 from __future__ import annotations
@@ -12,40 +12,39 @@ from itertools import product
 from ... import get_policy
 
 QUERIES = (1, 2, 3, 5, 9, 17, 33, 65, 200)
-"""New tokens of a request: each is in another power of two, at which kernels change."""
+"""New tokens of a request: each in another power of two, at which kernels change."""
 REQUESTS = (1, 2, 5, 40)
 
 MIXED = ((1,), (1, 1, 1, 1))
-"""New tokens of requests beside a long one."""
+"""New tokens of requests in a batch with a long one."""
 LONG = (70, 300)
 
 KEYS = (1024, 4096)
 """Longest sequences of batches that read prompts."""
 DECODE_KEYS = (256, 512, 1024, 2048, 4096, 8192)
-"""Longest sequences of decode batches: a request's keys are divided among programs, twice as many from each of these.
-"""
+"""Longest sequences of decode batches, at which kernels divide a request's keys among twice as many programs."""
 
 
 def rules(operators: Iterable[str], scope: str | None) -> list[str]:
-    """The policy's statement about a layer's operators; layers that differ in it are of different kinds."""
+    """Return the policy's rules for a layer's operators; layers with different rules are of different kinds."""
     policy = get_policy()
     return [str(rule(op, scope)) for op in operators for rule in (policy.get_per_op_order, policy.get_tuned_rules)]
 
 
 def token_counts(most: int) -> list[int]:
-    """Tokens of the batches to run without a KV cache: powers of two, at which kernels change, up to the largest."""
+    """Return tokens of batches to run without a KV cache: powers of two, at which kernels change, and the largest."""
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
 def beginnings(operators: Iterable[str], scope: str | None) -> set[int]:
-    """Numbers of tokens at which the policy's rules begin to choose differently for a layer's operators."""
+    """Return numbers of tokens at which the policy's rules begin to choose differently for a layer's operators."""
     policy = get_policy()
     found = (rule.tokens for op in operators for rule in policy.get_tuned_rules(op, scope) if rule.tokens is not None)
     return {start for low, high in found for start in (low, 0 if high is None else high + 1) if start > 0}
 
 
 def request_counts(most: int) -> list[int]:
-    """Numbers of requests with one token each: four in each power of two, because vLLM tunes kernels for each."""
+    """Return numbers of requests with one token each: four per power of two, because vLLM tunes kernels for each."""
     steps = (quarter << power >> 2 for power in range(most.bit_length()) for quarter in (4, 5, 6, 7))
     return sorted({most, *(step for step in steps if step <= most)})
 
@@ -53,10 +52,10 @@ def request_counts(most: int) -> list[int]:
 def state_batches(
     most_tokens: int, most_requests: int, among: Iterable[int] = ()
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Batches of layers with a state: requests with one new token and a state, and prompt lengths beside them.
+    """Yield batches of layers with a state: requests with one new token and a state, and prompt lengths.
 
     Args:
-        most_tokens, most_requests: of a batch.
+        most_tokens, most_requests: limits of a batch.
         among: further numbers of tokens, alone and as a prompt.
     """
     most = min(most_tokens, most_requests)
@@ -68,10 +67,10 @@ def state_batches(
 
 
 def attention_batches(most_tokens: int, most_requests: int, length: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """New tokens of each request of a batch, and the number of keys that it announces.
+    """Yield the new tokens of each request of a batch, and the number of keys that the batch announces.
 
     Args:
-        most_tokens, most_requests: of a batch.
+        most_tokens, most_requests: limits of a batch.
         length: the longest sequence.
     """
     alike = ((queries,) * requests for queries, requests in product(QUERIES, REQUESTS))
