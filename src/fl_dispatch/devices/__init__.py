@@ -1,8 +1,8 @@
-"""A chip besides its kernels. Both hosts' plugins derive their platform from it.
+"""A chip besides its kernels, from which both hosts' plugins derive their platform.
 
 ``spec`` describes the differences between chips; ``cpu``, ``cuda``, ``ascend`` and ``others`` are the chips of this
-package; ``detect`` finds the chip of a machine, among them and those of installed packages. No device context is
-created at import or in detection, because hosts fork after they have detected.
+package; ``detect`` finds a machine's chip among them and those of installed packages. Import and detection create no
+device context, because hosts fork after detection.
 """
 
 from __future__ import annotations

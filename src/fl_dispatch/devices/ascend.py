@@ -1,6 +1,7 @@
-"""Huawei's Ascend NPUs, which ``torch_npu`` gives PyTorch under the type ``npu``.
+"""Huawei's Ascend NPUs, which ``torch_npu`` adds to PyTorch as the type ``npu``.
 
-Run with the real package over an emulated runtime; numerics, speed and graphs (aclgraph) were never seen on a chip.
+Tested with the real package over an emulated runtime; numerics, speed and graphs (aclgraph) were never tested on a
+chip.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from .torch_module import counter, functions, hook, stream_handle
 
 
 def _unowned_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A view by ``torch_npu``, because its storages also describe the format of their memory."""
+    """Return a view made by ``torch_npu``, because its storages also describe the format of their memory."""
     import torch_npu
 
     view: torch.Tensor = torch_npu._C._weak_ref_tensor(tensor)

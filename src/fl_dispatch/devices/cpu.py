@@ -1,4 +1,4 @@
-"""The host itself: main memory, and the processor's cores."""
+"""The CPU: main memory, and the processor's cores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .spec import CPP, DeviceSpec
 
 _CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = 228 << 10
-"""A program's shared memory in Triton's interpreter: that of the largest GPU that the kernels are written for."""
+"""A program's shared memory in Triton's interpreter: that of the largest GPU for which the kernels are written."""
 
 
 def _read_bytes(path: Path) -> int | None:
-    """The number in a one-number file, or ``None`` where it is missing or says ``max``."""
+    """Return the number in a one-number file; ``None`` if the file is missing or says ``max``."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -35,7 +35,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def cpu_memory(index: int = 0) -> tuple[int, int]:
-    """Bytes of main memory available to this process now, and in total; the container's limit counts."""
+    """Return the bytes of main memory available to this process now, and in total, within the container's limit."""
     info = _meminfo()
     total = info.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = info.get("MemAvailable", total)
@@ -46,7 +46,7 @@ def cpu_memory(index: int = 0) -> tuple[int, int]:
 
 
 def cpu_name(index: int = 0) -> str:
-    """The processor's model name."""
+    """Return the processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -56,7 +56,7 @@ def cpu_name(index: int = 0) -> str:
 
 
 def sglang_attention(machine: str) -> str:
-    """The attention that SGLang sets by itself on a processor of this architecture."""
+    """Return the attention backend that SGLang chooses by default on a processor of this architecture."""
     return "torch_native" if machine.lower() in ("aarch64", "arm64") else "intel_amx"
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, and no chip of another vendor that PyTorch also calls ``cuda``."""
+"""NVIDIA's GPUs, excluding other vendors' chips that PyTorch also calls ``cuda``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .unowned import over_its_storage
 logger = get_logger(__name__)
 
 DRIVER_FILES = ("dev/nvidiactl", "dev/nvidia[0-9]*", "dev/dxg", "dev/nvmap", "proc/driver/nvidia")
-"""Files that NVIDIA's drivers make: on servers, under Windows' Linux, on Jetson boards."""
+"""Files that NVIDIA's drivers create on servers, under Windows' Linux, and on Jetson boards."""
 
 
 ROOT = Path("/")
-"""The root below which signs of the driver are looked for."""
+"""The root below which signs of the driver are searched."""
 
 
 def has_file(*patterns: str, root: Path) -> bool:
-    """Whether a file of this name exists; patterns are relative to the root."""
+    """Whether a file with one of these names exists; patterns are relative to the root."""
     return any(next(root.glob(pattern), None) is not None for pattern in patterns)
 
 
 def _gpu(index: int) -> nvml.Gpu:
-    """An NVIDIA GPU; through a CUDA context where its management library is missing, as in some containers."""
+    """Return an NVIDIA GPU; through a CUDA context if its management library is missing, as in some containers."""
     try:
         return nvml.query(index)
     except nvml.NvmlError as error:
@@ -41,7 +41,7 @@ def _gpu(index: int) -> nvml.Gpu:
 
 
 def _is_nvidia() -> bool:
-    """A ROCm build has ``torch.cuda``, too; other vendors' builds even say a version of CUDA."""
+    """Whether the GPU is NVIDIA's: ROCm builds have ``torch.cuda``, too, and other vendors' builds a CUDA version."""
     return torch.version.cuda is not None and count() > 0 and (has_file(*DRIVER_FILES, root=ROOT) or nvml.sees_nvidia())
 
 
@@ -60,7 +60,7 @@ NATIVE_ATOMICS = 3
 
 
 def _shares_memory(device: int, other: int) -> bool:
-    """Over NVLink, usually: PCI Express has no atomic operations on another device's memory."""
+    """Whether devices share memory with atomics, usually over NVLink: PCI Express has no such atomic operations."""
     if not torch.cuda.can_device_access_peer(device, other):
         return False
     atomics = ctypes.c_int()

@@ -1,6 +1,6 @@
 """Known devices, the device of this machine, and the device of a tensor.
 
-A package adds its own device through the entry point group ``vllm_fl.device``; the target is a ``DeviceSpec``, or a
+A package adds its device through the entry point group ``vllm_fl.device``; the target is a ``DeviceSpec``, or a
 function without parameters that returns one.
 """
 
@@ -28,10 +28,10 @@ BUILTIN_DEVICES = (*OTHERS, ASCEND, CUDA, CPU)
 
 
 def _load(entry: EntryPoint) -> DeviceSpec | str:
-    """The spec that a package's entry point names, or why there is none.
+    """Return the spec that a package's entry point names, or why there is none.
 
     Raises:
-        DeviceError: the package has a spec, and a field of it is wrong.
+        DeviceError: the package has a spec with a wrong field.
     """
     if why := why_refused(entry):
         return f"device entry point '{entry.name}' ({entry.value}) is not used: {why}"
@@ -49,7 +49,7 @@ def _load(entry: EntryPoint) -> DeviceSpec | str:
 
 @cache
 def _packages() -> tuple[tuple[DeviceSpec, ...], tuple[str, ...]]:
-    """The packages' devices, and what did not load: one package's fault must not stop the others, so a WARNING."""
+    """Return the packages' devices, and what did not load; a WARNING, so that one package does not stop the others."""
     loaded = [_load(entry) for entry in entry_points(group=DEVICE_GROUP)]
     failures = tuple(found for found in loaded if isinstance(found, str))
     for failure in failures:
@@ -58,13 +58,13 @@ def _packages() -> tuple[tuple[DeviceSpec, ...], tuple[str, ...]]:
 
 
 def load_failures() -> tuple[str, ...]:
-    """Why devices of installed packages are missing, one sentence each."""
+    """Return why devices of installed packages are missing, one sentence each."""
     return _packages()[1]
 
 
 @cache
 def device_specs() -> tuple[DeviceSpec, ...]:
-    """Every known device, in the order in which they are asked: packages' own, then CUDA's likes, …, CUDA, CPU.
+    """Return every known device in the order of detection: packages' devices, then CUDA-like chips, …, CUDA, CPU.
 
     Raises:
         DeviceError: a package's spec is wrong.
@@ -74,9 +74,9 @@ def device_specs() -> tuple[DeviceSpec, ...]:
 
 @cache
 def detect_device() -> DeviceSpec:
-    """The device of this machine: the first in :func:`device_specs` that is there. The CPU always is.
+    """Return the device of this machine: the first of :func:`device_specs` that is present. The CPU always is.
 
-    ``VLLM_FL_PLATFORM`` does not enter: it says which YAML file holds the defaults, not which device runs.
+    ``VLLM_FL_PLATFORM`` has no effect here: it selects the YAML file of defaults, not the device.
 
     Raises:
         DeviceError: a package's spec is wrong, or the spec of this machine's device is.
@@ -96,12 +96,12 @@ def detect_device() -> DeviceSpec:
 
 
 def _warn_of_unknown() -> None:
-    """One WARNING where PyTorch sees an accelerator and no spec is its: then the CPU would serve in silence."""
+    """Log one WARNING if PyTorch sees an accelerator without a spec, because otherwise the CPU would serve silently."""
     own = torch._C._get_privateuse1_backend_name()
     for torch_type in ("cuda", own):
         try:
             there = count(torch_type)
-        except (RuntimeError, AttributeError, TypeError):  # a module that is no device's
+        except (RuntimeError, AttributeError, TypeError):  # a module that is not a device's
             continue
         if there:
             logger.warning(
@@ -114,9 +114,9 @@ def _warn_of_unknown() -> None:
 
 @cache
 def device_of(torch_type: str) -> DeviceSpec:
-    """The device that tensors of a PyTorch device type belong to: this machine's, or another one of that type.
+    """Return the device of tensors with a PyTorch device type: this machine's, or another one of that type.
 
-    Tensors without data (``meta``) stand for those of this machine's device.
+    Tensors without data (``meta``) count as tensors of this machine's device.
 
     Raises:
         DeviceError: no device has this type.

@@ -1,10 +1,9 @@
 """Launching a Triton kernel with little host work.
 
-``JITFunction[grid](...)`` works out a kernel's specialization anew at every launch: 7 to 15 µs in Python. A
-:class:`Launcher` keeps the compiled kernel under a key that determines the specialization, and launches it with
-``CompiledKernel.run``, the entry that ``JITFunction.run`` itself ends in. If that is not known to hold (another
-compiler, an untested version of Triton, a profiler's hook, tracing by Dynamo, the interpreter), it launches in the
-public way.
+``JITFunction[grid](...)`` computes a kernel's specialization at every launch: 7 to 15 µs in Python. A :class:`Launcher`
+keeps the compiled kernel under a key that determines the specialization, and launches it with ``CompiledKernel.run``,
+which ``JITFunction.run`` also calls. If that shortcut is untested (another compiler, an untested version of Triton, a
+profiler's hook, tracing by Dynamo, the interpreter), it uses the public launch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .detect import detect_device
 from .triton import interpreted
 
 TESTED = ((3, 6), (3, 7), (3, 8))
-"""Versions of Triton in which the short way is tested; with 3.7 not for attention but in engines."""
+"""Versions of Triton in which the shortcut is tested; with 3.7 attention only in engines."""
 MISALIGNED = 15  # Triton specializes a pointer on divisibility by 16
 INTERPRETED = interpreted()
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -38,13 +37,13 @@ def _short_way() -> bool:
 
 
 def _hooked() -> bool:
-    """Return whether a profiler wants to see launches."""
+    """Return whether a profiler hooks launches."""
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
 class Launcher:
-    """A kernel; its parameters are tensors, then numbers that its code does not depend on, then all others.
+    """A kernel with parameters in this order: tensors, numbers without effect on its code, all others.
 
     Args:
         kernel: decorated with ``triton.jit``; the numbers of ``sizes`` are in its ``do_not_specialize``.
@@ -68,14 +67,14 @@ class Launcher:
         """Launch.
 
         Args:
-            grid: programs along three axes, none of them empty.
+            grid: programs along three axes, none of them zero.
             tensors: the leading arguments.
             numbers: strides, sizes of weights, constants; each combination of their values is kept, so few may exist.
-            sizes: numbers below 2**31 that vary from call to call, and descriptors of tensors, all of one kind.
-            warps, stages: of the compiled kernel.
+            sizes: numbers below 2**31 that vary from call to call, and tensor descriptors, all of one kind.
+            warps, stages: options of the compiled kernel.
 
         Raises:
-            NotSupported: the tensors are in host memory, and kernels are not interpreted; or one has no data.
+            NotSupported: the tensors are in host memory and kernels are not interpreted, or a tensor has no data.
         """
         device = tensors[0].get_device()
         if device < 0 and not INTERPRETED:
@@ -89,7 +88,7 @@ class Launcher:
             native.require_data(tensors)
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
-        if not PLAIN.issuperset(map(type, tensors)):  # one may be fake: its address, or that of a view, means nothing
+        if not PLAIN.issuperset(map(type, tensors)):  # one may be fake: its address, or a view's, means nothing
             native.require_data(tensors)
         pointers = [tensor.data_ptr() for tensor in tensors]
         aligned = 0

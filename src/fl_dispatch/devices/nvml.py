@@ -1,7 +1,7 @@
 """Facts about a GPU from NVIDIA's management library, without a CUDA context.
 
-Hosts ask for a GPU's name, memory and capability in the parent process and fork afterwards, which no CUDA context
-survives. PyTorch's own functions create one.
+Hosts ask for a GPU's name, memory and capability in the parent process and fork afterwards, which a CUDA context does
+not survive. PyTorch's own functions create one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 NAME_LENGTH = 96
 NVIDIA = 0x10DE
-"""Its number as a vendor of PCI devices; other vendors ship a library of NVML's name, and their chips have theirs."""
+"""NVIDIA's PCI vendor id; other vendors ship a library of the same name, but their chips have other ids."""
 
 
 class NvmlError(RuntimeError):
@@ -65,13 +65,13 @@ def _library() -> Any:
 
 
 def sees_nvidia() -> bool:
-    """Whether the library is on this machine, and its first device is NVIDIA's by the number on the PCI bus."""
+    """Whether the library is on this machine, and its first device is NVIDIA's by its PCI vendor id."""
     handle, pci = ctypes.c_void_p(), _Pci()
     try:
         library = _library()
         _check(library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)), "nvmlDeviceGetHandleByIndex")
         _check(library.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci)), "nvmlDeviceGetPciInfo")
-    except (NvmlError, AttributeError):  # a library of that name may lack a function
+    except (NvmlError, AttributeError):  # another vendor's library of that name may lack a function
         return False
     return bool(pci.device_and_vendor & 0xFFFF == NVIDIA)
 
@@ -82,7 +82,7 @@ def _check(code: int, call: str) -> None:
 
 
 def _handle(index: int) -> ctypes.c_void_p:
-    """The GPU that PyTorch would call ``cuda:<index>``; ``CUDA_VISIBLE_DEVICES`` has numbers or UUIDs."""
+    """Return the GPU that PyTorch calls ``cuda:<index>``; ``CUDA_VISIBLE_DEVICES`` has numbers or UUIDs."""
     library, handle = _library(), ctypes.c_void_p()
     visible = torch.cuda._parse_visible_devices()
     if index >= len(visible):
@@ -96,10 +96,10 @@ def _handle(index: int) -> ctypes.c_void_p:
 
 
 def query(index: int = 0) -> Gpu:
-    """The GPU that PyTorch would call ``cuda:<index>``.
+    """Return the GPU that PyTorch calls ``cuda:<index>``.
 
     Raises:
-        NvmlError: the library does not say.
+        NvmlError: the library has no answer.
     """
     library, handle = _library(), _handle(index)
     name, memory = ctypes.create_string_buffer(NAME_LENGTH), _Memory()
@@ -114,7 +114,7 @@ def query(index: int = 0) -> Gpu:
 
 
 def driver() -> str:
-    """The version of the driver, or an empty text if the library does not say."""
+    """Return the version of the driver; empty if the library has no answer."""
     version = ctypes.create_string_buffer(NAME_LENGTH)
     try:
         _check(_library().nvmlSystemGetDriverVersion(version, NAME_LENGTH), "nvmlSystemGetDriverVersion")

@@ -1,8 +1,8 @@
-"""Chips of other vendors: one row each. None of them was seen; the detection and the names are read, not run.
+"""Chips of other vendors, one row each. All are untested: detection and names come from documentation and source.
 
-Some are a device of their own for PyTorch, some are called ``cuda`` because the vendor's PyTorch is made to look like
-NVIDIA's. Files of their drivers and management programs distinguish the latter; every row names these files.
-``torch.version.cuda`` says nothing: most of these builds have one.
+Some have their own device type in PyTorch; others are called ``cuda`` because the vendor's PyTorch imitates NVIDIA's.
+Files of their drivers and management programs distinguish the latter; every row names these files.
+``torch.version.cuda`` does not help, because most of these builds have one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .torch_module import counter, functions, hook
 from .unowned import over_its_storage
 
 ROOT = Path("/")
-"""The root below which signs of drivers are looked for."""
+"""The root below which signs of drivers are searched."""
 
 
 def _signed(*files: str, toolkit: str | None = None, tool: str | None = None) -> Callable[[], bool]:
-    """Whether PyTorch sees devices that it calls ``cuda``, and the machine has a sign of the chip.
+    """Return whether PyTorch sees ``cuda`` devices and the machine has a sign of the chip.
 
-    A driver's file is one. A toolkit's folder and a program are signs too, but not beside the files of NVIDIA's driver,
-    because they stay on a machine from which the chip is gone.
+    A driver's file is a sign. A toolkit's folder and a program are signs too, unless NVIDIA's driver has files there,
+    because they may outlast the chip.
     """
 
     def detect() -> bool:
@@ -45,7 +45,7 @@ def _signed(*files: str, toolkit: str | None = None, tool: str | None = None) ->
 
 
 def _like_cuda(name: str, detect: Callable[[], bool], **changes: Any) -> DeviceSpec:
-    """A chip with a PyTorch that calls it ``cuda``, and has CUDA's names for everything else."""
+    """Return a chip that the vendor's PyTorch calls ``cuda``, with CUDA's names for everything else."""
     told: dict[str, Any] = {
         "vendor": name,
         "torch_type": "cuda",
@@ -67,7 +67,7 @@ def _like_cuda(name: str, detect: Callable[[], bool], **changes: Any) -> DeviceS
 
 
 def _of_its_own(name: str, torch_type: str, extension: str | None, dist_backend: str, **changes: Any) -> DeviceSpec:
-    """A chip that PyTorch knows under a type of its own: it is there if PyTorch counts one."""
+    """Return a chip with its own type in PyTorch: it is present if PyTorch counts one."""
     count = counter(torch_type, extension)
     told: dict[str, Any] = {
         "vendor": name,
@@ -86,12 +86,12 @@ def _of_its_own(name: str, torch_type: str, extension: str | None, dist_backend:
 
 
 def _is_hygon() -> bool:
-    """A build for HIP on a machine with the DCU's driver; AMD's own driver is older and named alike."""
+    """Whether it is a HIP build on a machine with the DCU's driver; AMD's driver is older and has a similar name."""
     return torch.version.hip is not None and _signed("sys/module/hydcu", toolkit="opt/dtk*", tool="hy-smi")()
 
 
 def _is_amd() -> bool:
-    """A build for HIP that is not the DCU's."""
+    """Whether it is a HIP build on a machine without the DCU's driver."""
     return torch.version.hip is not None and cuda_count() > 0 and not _is_hygon()
 
 

@@ -1,7 +1,7 @@
-"""A chip besides its kernels: :class:`DeviceSpec`, one for each kind of device.
+"""The description of a chip besides its kernels: :class:`DeviceSpec`, one for each kind of device.
 
-Whatever differs from chip to chip is a field or a function here, so that neither the core nor a host's plugin compares
-the type of a device with a name.
+Every difference between chips is a field or a function here, so that neither the core nor a host's plugin compares a
+device's type with a name.
 """
 
 from __future__ import annotations
@@ -51,64 +51,64 @@ class DeviceSpec:
         name: its name, such as ``ascend``.
         vendor: the vendor of the implementations for this device, or ``None`` for a device without a vendor.
         torch_type: its PyTorch device type, such as ``npu``.
-        extension: the package that gives PyTorch this type; imported before the device is asked for, if it is there.
+        extension: the package that adds this type to PyTorch; imported before detection, if it is installed.
         dispatch_key: PyTorch's dispatch key of its tensors.
-        platform_config: the YAML file with its defaults: a path for one that is shipped with the spec, or the name of
-            one of this package without the suffix, or ``None``.
+        platform_config: the YAML file with its defaults: a path if it is shipped with the spec, or the name of one in
+            this package without the suffix, or ``None``.
         visible_devices: the environment variable that says which devices a process may use, or ``None``.
-        ray_resource: what Ray calls the device when it places workers.
-        priority: among several that are detected the highest wins; packages should stay above 100.
-        verified: host → what was run on such a chip. A host that is missing starts with a WARNING.
-        left_to_host: host → why its plugin steps aside, and what runs in its place.
-        accelerator: whether it is a device beside the host: with an index, memory, streams and events of its own.
-        dtypes: of the models that it runs.
+        ray_resource: Ray's name of the device for placing workers.
+        priority: among several detected devices the highest wins; packages should stay above 100.
+        verified: host → what was run on such a chip. A missing host starts with a WARNING.
+        left_to_host: host → why its plugin does not run, and what runs instead.
+        accelerator: whether it is a device with its own index, memory, streams and events, unlike the CPU.
+        dtypes: dtypes of the models that it runs.
         float64: whether it computes in float64.
-        float8: whether PyTorch has float8_e4m3fn on it; such weights and caches are refused elsewhere.
+        float8: whether PyTorch supports float8_e4m3fn on it; such weights and caches are refused otherwise.
         quantized: hosts with a plugin that serves quantized checkpoints on it.
-        quantized_latent: those of them that serve models with latent attention from such checkpoints, too.
+        quantized_latent: those among them that also serve models with latent attention from such checkpoints.
         pin_memory: whether pinned host memory helps.
         dist_backend: the ``torch.distributed`` backend of its collectives.
         flagcx_stream: the handle of the current stream in the device's own runtime, such as an ``aclrtStream``, which
-            FlagCX takes; ``None`` for host memory. A field that is ``None`` means that FlagCX cannot run here.
-        triton: whether Triton may serve it, where a driver of Triton's does.
-        inductor: the language in which Inductor writes code for it (``cpp``, ``triton``), or ``None``: it writes none.
+            FlagCX takes; it returns ``None`` for host memory. If the field is ``None``, FlagCX cannot run here.
+        triton: whether Triton may serve it, if a Triton driver supports it.
+        inductor: the language in which Inductor writes code for it (``cpp``, ``triton``), or ``None`` for no code.
         graphs: whether it can capture and replay graphs.
         graph_class: the graph's class in the device's PyTorch module.
-        graph_wrapper: host → path of the class with which it captures; its own class where it is missing.
-        unowned_view: a tensor over a tensor's memory that does not keep it alive, because the memory pool of captured
-            graphs does; by default the tensor itself, so that graphs share less memory.
-        forks: whether a process may fork after it asked ``device_name`` and ``memory``, because they create no context;
-            hosts start their processes anew elsewhere.
+        graph_wrapper: host → path of the class with which it captures; by default the host's own class.
+        unowned_view: returns a tensor over a tensor's memory that does not keep it alive, because the memory pool of
+            captured graphs does; by default the tensor itself, so that graphs share less memory.
+        forks: whether a process may fork after calling ``device_name`` and ``memory``, because they create no context;
+            otherwise hosts spawn their processes.
         model_runners: which of vLLM's model runners (``v1``, ``v2``) run on it.
-        workers: host → path of the worker's class; the plugin's for an accelerator, or for a CPU, where it is missing.
-        host_attention: host → the attention backend that the host sets by itself for this device, with code of its
-            own; the plugin puts its own there.
-        host_questions: host → its function, ``module:name``, that says whether this device is there. Its yes would lead
-            to code that needs kernels of the host's own, so under the plugin it says no.
+        workers: host → path of the worker's class; by default the plugin's class for an accelerator or a CPU.
+        host_attention: host → the attention backend that the host chooses for this device, with its own code; the
+            plugin replaces it.
+        host_questions: host → its function, ``module:name``, that says whether this device is present. A yes would lead
+            to code that needs the host's own kernels, so under the plugin it says no.
         host_kernels: host → its own name of this device, as in ``forward_cuda`` of its layers. Its kernels for other
-            layers, its Triton kernels and its runner of graphs then run beside our operators.
-        native_platforms: host → path of a platform's class that is the host's own for this device, with our operators.
-        replaces_aten: whether FlagGems replaces PyTorch's own operators where the user said nothing.
-        detect: whether this machine has one.
-        device_count: how many there are.
-        device_name: the name a person knows it by, such as ``NVIDIA H200``.
+            layers, its Triton kernels and its graph runner then run together with our operators.
+        native_platforms: host → path of the host's own platform class for this device, extended with our operators.
+        replaces_aten: whether FlagGems replaces PyTorch's own operators by default.
+        detect: whether this machine has such a device.
+        device_count: the number of devices.
+        device_name: the product name, such as ``NVIDIA H200``.
         memory: bytes available now, and bytes in total.
-        driver: the version of its driver, or an empty text where there is none.
-        capability: compute capability as (major, minor), or ``None`` where there is no such thing.
-        compute_units: how many processors it has, each of which runs programs of its own. May create a context.
+        driver: the version of its driver; empty if there is none.
+        capability: compute capability as (major, minor), or ``None`` if the device has none.
+        compute_units: the number of processors that run programs independently. May create a context.
         warp_size: threads that run in step. May create a context.
         shared_memory: bytes of fast memory that one program may have, 0 if unknown. May create a context.
         cache_bytes: bytes of the last cache before memory, 0 if unknown. May create a context.
         manual_seed: seeds the random generators of all devices.
-        synchronize: waits for everything that was launched.
-        empty_cache: gives cached memory back.
-        refuse_waits: a context in which a call that waits for the device raises ``RuntimeError``; ``None`` where
-            PyTorch cannot tell.
+        synchronize: waits for all launched work.
+        empty_cache: returns cached memory.
+        refuse_waits: a context in which a call that waits for the device raises ``RuntimeError``; ``None`` if PyTorch
+            cannot tell.
         shares_memory: whether one device maps the memory of another one of this machine, through PyTorch's symmetric
-            memory, with atomic operations there; ``None`` where there is no such thing. May create a context.
-        is_capturing: whether a graph is being captured in this thread's current stream. By default
-            ``torch.<torch_type>.is_current_stream_capturing`` is asked; a device without that function in its
-            PyTorch module never captures.
+            memory and with atomic operations; ``None`` if that does not exist. May create a context.
+        is_capturing: whether a graph is being captured in this thread's current stream. By default it calls
+            ``torch.<torch_type>.is_current_stream_capturing``; a device without that function in its PyTorch module
+            never captures.
 
     Raises:
         DeviceError: a field has a wrong type; the message names the spec, the field and what is needed.
@@ -178,7 +178,8 @@ class DeviceSpec:
     def check(self) -> None:
         """Raise ``DeviceError`` if PyTorch does not know the device's type, or its YAML file does not exist.
 
-        Asked of the detected device alone: the type of another one may belong to a package that is not installed.
+        Only the detected device is checked, because the type of another one may belong to a package that is not
+        installed.
         """
         try:
             torch.device(self.torch_type)
@@ -191,16 +192,16 @@ class DeviceSpec:
             raise DeviceError(self.name, f"platform_config names {self.platform_config}, which does not exist")
 
     def module(self) -> Any:
-        """PyTorch's module of the device, such as ``torch.npu``; ``None`` where there is none."""
+        """Return PyTorch's module of the device, such as ``torch.npu``; ``None`` if there is none."""
         return getattr(torch, self.torch_type, None)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether hosts do not know its streams and events: they say ``torch.cuda``, and its module is another one."""
+        """Whether hosts do not know its streams and events, because it has a module other than ``torch.cuda``."""
         return self.accelerator and self.module() is not torch.cuda
 
     def stream_names(self) -> dict[str, Any]:
-        """``torch.cuda``'s names of streams, events and graphs → the device's own."""
+        """Return ``torch.cuda``'s names of streams, events and graphs → the device's own."""
         module = self.module()
         names = {name: name for name in STREAM_NAMES}
         if self.graphs:
@@ -208,11 +209,11 @@ class DeviceSpec:
         return {name: getattr(module, own) for name, own in names.items() if hasattr(module, own)}
 
     def place(self, index: int = 0) -> str:
-        """The PyTorch device with this index, in words: ``npu:0``; the host has no index."""
+        """Return the PyTorch device with this index as text: ``npu:0``; the CPU has no index."""
         return f"{self.torch_type}:{index}" if self.accelerator else self.torch_type
 
     def captures(self) -> bool:
-        """Whether a graph is being captured in this thread's current stream: what :attr:`is_capturing` says."""
+        """Whether a graph is being captured in this thread's current stream, see :attr:`is_capturing`."""
         if self.is_capturing is not None:
             return self.is_capturing()
         module = self.module()
@@ -222,7 +223,7 @@ class DeviceSpec:
         return bool(ask())
 
     def unverified(self, host: str) -> str:
-        """Why a user should not rely on this device under a host yet, or an empty string."""
+        """Return why users should not rely on this device under a host yet; empty if they may."""
         if host in self.verified:
             return ""
         elsewhere = "; ".join(f"under {other} {what}" for other, what in self.verified.items())
@@ -238,7 +239,7 @@ def _tuple_of(kind: type) -> Callable[[Any], bool]:
 
 
 def _rule(annotation: str) -> tuple[str, Callable[[Any], bool]]:
-    """In words what a field of this annotation needs, and the check."""
+    """Return the check of a field with this annotation, and its requirement in words."""
     optional = annotation.endswith(" | None") and not annotation.startswith("Callable[[int], tuple")
     kind = annotation.removesuffix(" | None") if optional else annotation
     needed, fits = next(rule for start, rule in _KINDS.items() if kind.startswith(start))

@@ -1,4 +1,4 @@
-"""Questions to PyTorch's module of a device, looked up at the call: ``torch.npu`` exists once its package is there."""
+"""Calls of PyTorch's module of a device, looked up at call time, because ``torch.npu`` exists only with its package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def hook(torch_type: str, name: str) -> Callable[..., Any]:
-    """The function ``torch.<torch_type>.<name>``, looked up when it is called."""
+    """Return the function ``torch.<torch_type>.<name>``, looked up at call time."""
 
     def call(*args: Any) -> Any:
         return getattr(getattr(torch, torch_type), name)(*args)
@@ -20,7 +20,7 @@ def hook(torch_type: str, name: str) -> Callable[..., Any]:
 
 
 def count(torch_type: str, extension: str | None = None) -> int:
-    """The number of devices of a type that PyTorch sees; its package is imported first, if it is there."""
+    """Return the number of devices of a type that PyTorch sees; its package is imported first, if installed."""
     if extension is not None and not hasattr(torch, torch_type) and importlib.util.find_spec(extension) is not None:
         importlib.import_module(extension)
     module = getattr(torch, torch_type, None)
@@ -28,14 +28,14 @@ def count(torch_type: str, extension: str | None = None) -> int:
 
 
 def counter(torch_type: str, extension: str | None = None) -> Callable[[], int]:
-    """:func:`count` for a spec."""
+    """Return :func:`count` as a function for a spec."""
     return lambda: count(torch_type, extension)
 
 
 def attribute(torch_type: str, *names: str) -> Callable[[int], int]:
-    """The first of these properties that PyTorch knows of the device with an index; 0 where it knows none.
+    """Return a function that reads the first known of these properties of a device by index; 0 if none is known.
 
-    Asking for properties may create a context.
+    Reading properties may create a context.
     """
 
     def ask(index: int) -> int:
@@ -46,12 +46,12 @@ def attribute(torch_type: str, *names: str) -> Callable[[int], int]:
 
 
 def stream_handle(torch_type: str, attribute: str) -> Callable[[], int]:
-    """The handle of the current stream, which PyTorch's stream has in this attribute."""
+    """Return a function that returns the current stream's handle, from this attribute of PyTorch's stream."""
     return lambda: int(getattr(getattr(torch, torch_type).current_stream(), attribute))
 
 
 def functions(torch_type: str) -> dict[str, Any]:
-    """The fields that nearly every module answers under the same names."""
+    """Return the fields that nearly every device module answers under the same names."""
     return {
         "manual_seed": hook(torch_type, "manual_seed_all"),
         "synchronize": hook(torch_type, "synchronize"),

@@ -24,7 +24,7 @@ def interpreted() -> bool:
 
 @functools.cache
 def why_unavailable() -> str:
-    """In words why the kernels cannot run here, or an empty string."""
+    """Return in words why the kernels cannot run here; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return NOT_INSTALLED
     if interpreted() or not (reason := why_unserved()):
@@ -34,10 +34,10 @@ def why_unavailable() -> str:
 
 @functools.cache
 def why_unserved() -> str:
-    """In words why no driver of Triton's serves this machine's device, or an empty string.
+    """Return in words why no Triton driver serves this machine's device; empty if one does.
 
-    A driver says whether it is active, and of which PyTorch device its tensors are. Its class is asked, because an
-    instance compiles code and looks at the current device, for which a context is needed.
+    A driver says whether it is active, and which PyTorch device its tensors have. Its class is asked, because an
+    instance compiles code and reads the current device, which needs a context.
     """
     if importlib.util.find_spec("triton") is None:
         return NOT_INSTALLED
@@ -55,7 +55,7 @@ def why_unserved() -> str:
 
 
 def _torch_type(driver: Any) -> str:
-    """The PyTorch device type of tensors that a driver's kernels take; empty for a driver without an answer."""
+    """Return the PyTorch device type of tensors that a driver's kernels take; empty for a driver without an answer."""
     first = SimpleNamespace(get_current_device=lambda: 0)  # instead of an instance
     try:
         return str(driver.get_active_torch_device(first).type)
@@ -64,7 +64,7 @@ def _torch_type(driver: Any) -> str:
 
 
 def why_no_float8(capability: tuple[int, int] | None) -> str:
-    """In words why Triton compiles no float8_e4m3fn for a compute capability, or an empty string."""
+    """Return in words why Triton cannot compile float8_e4m3fn for a compute capability; empty if it can."""
     if capability is None or capability >= FLOAT8_CAPABILITY:
         return ""
     first, found = (f"{major}.{minor}" for major, minor in (FLOAT8_CAPABILITY, capability))
@@ -73,7 +73,7 @@ def why_no_float8(capability: tuple[int, int] | None) -> str:
 
 @contextmanager
 def _without_context() -> Iterator[None]:
-    """Inside, PyTorch asks NVIDIA's management library whether there are GPUs: CUDA itself does not survive a fork."""
+    """In this block PyTorch uses NVIDIA's management library to look for GPUs, because CUDA does not survive a fork."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"
