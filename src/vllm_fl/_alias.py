@@ -1,8 +1,8 @@
 """``vllm_fl.dispatch`` is ``fl_dispatch`` under a second name: the same module objects, however they are imported.
 
-An entry in ``sys.modules`` is not enough, because a submodule would then be loaded again under the other name, with
-classes of its own. So a finder that comes before Python's own maps every name, and its loader returns the real module.
-The files in ``vllm_fl/dispatch/`` are never executed: they are there for type checkers and editors.
+An entry in ``sys.modules`` is not enough, because a submodule would be loaded again under the other name, with separate
+classes. So a finder before Python's own maps every name, and its loader returns the real module. The files in
+``vllm_fl/dispatch/`` are never executed: they exist for type checkers and editors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AliasFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of an alias; ``None`` for any other name, and where there is no real module."""
+        """Return the spec of an alias; ``None`` for any other name, or if there is no real module."""
         if fullname != self.alias and not fullname.startswith(f"{self.alias}."):
             return None
         real = importlib.util.find_spec(self.real + fullname.removeprefix(self.alias))
@@ -37,7 +37,7 @@ class AliasFinder(MetaPathFinder):
 
 
 class _Loader(InspectLoader):
-    """Loads an alias by importing the real module."""
+    """Loader of an alias that imports the real module."""
 
     def __init__(self, real: ModuleSpec) -> None:
         self._real = real
@@ -46,7 +46,7 @@ class _Loader(InspectLoader):
         return importlib.import_module(self._real.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._real  # the import system has put the alias's spec there
+        module.__spec__ = self._real  # the import system has set the alias's spec there
 
     def get_code(self, fullname: str) -> CodeType | None:
         """For ``python -m``."""

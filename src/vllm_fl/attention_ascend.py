@@ -1,4 +1,4 @@
-"""Attention for vLLM on Ascend NPUs, under the name that the specification gives it."""
+"""Attention for vLLM on Ascend NPUs, under the name in the specification."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from .attention.dense import AttentionFLBackend
 
 
 class AscendAttentionBackend(AttentionFLBackend):
-    """The class that ``attention_backend`` selects where ``vendor.ascend`` is preferred.
+    """The class that ``attention_backend`` selects if ``vendor.ascend`` is preferred.
 
     Its operators are dispatched, so another implementation serves what the chip's kernels decline, over the same cache.
-    Layout and block size are those that the chosen kernels require.
+    The chosen kernels determine layout and block size.
     """

@@ -1,7 +1,8 @@
-"""Whether a checkpoint's tensors and the model's parameters fit, and which of either vLLM may leave over.
+"""Check that a checkpoint's tensors and the model's parameters match, except for leftovers that vLLM allows.
 
-:mod:`vllm_fl.compat.loaders` counts while weights load. Parameters that no tensor fills are refused at once. Tensors
-that no parameter takes are refused when all ranks have loaded, because each takes those of its stage and its experts.
+:mod:`vllm_fl.compat.loaders` keeps account while weights load. Parameters that no tensor fills are refused at once.
+Tensors that no parameter takes are refused when all ranks have loaded, because each rank takes those of its stage and
+its experts.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ UNFILLED = (
     Allowed(r".*\.(q|k|v)_zero_point", "vLLM's attention makes them, and none is served"),
     Allowed(r".*\.w(13|2)_bias", "vLLM drops the biases of quantized experts where no expert has one"),
 )
-"""Parameters and buffers of vLLM's models that a checkpoint need not have."""
+"""Parameters and buffers of vLLM's models that a checkpoint may lack."""
 UNTAKEN = (
     *rules.UNTAKEN,
     Allowed(r".*\.(q|prob)_scale", "queries are quantized where a kernel asks for it, which ours do not"),
 )
-"""Tensors of a checkpoint that vLLM's models need not take."""
+"""Tensors of a checkpoint that vLLM's models may ignore."""
 
 _loaded: list[Account] = []
-"""The accounts of this process's models that serve, until all ranks have loaded."""
+"""The accounts of this process's served models, until all ranks have loaded."""
 
 
 def open_account(model: nn.Module, model_config: Any) -> Account | None:
-    """An account of a load that begins; ``None`` where vLLM quantizes weights while it loads them."""
+    """Open the account of a load; return ``None`` if vLLM quantizes weights while it loads them."""
     from vllm.model_executor.model_loader.base_loader import _has_online_quant
 
     if _has_online_quant(model):
@@ -56,13 +57,12 @@ def close_account(account: Account, model: nn.Module, model_config: Any) -> None
 
 
 def refuse_left(model_config: Any, everybody: ProcessGroup) -> None:
-    """Refuse tensors of the checkpoint that no rank took. Every rank must call it, once its models are loaded.
+    """Refuse tensors of the checkpoint that no rank took. Every rank must call it after its models are loaded.
 
-    Pooling models take the layers that their task asks for, and drafting ones take those of the target's checkpoint
-    that are theirs.
+    Pooling models take the layers of their task, and draft models take their layers from the target's checkpoint.
 
     Raises:
-        CheckpointError: there are some.
+        CheckpointError: there are such tensors.
     """
     allowed = (*UNTAKEN, *rules.predictors(model_config.hf_text_config))
     accounts, _loaded[:] = list(_loaded), []

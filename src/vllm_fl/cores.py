@@ -1,10 +1,10 @@
-"""The cores of a CPU worker: ``VLLM_CPU_OMP_THREADS_BIND``, which vLLM's own CPU platform reads, means the same here.
+"""The cores of a CPU worker: ``VLLM_CPU_OMP_THREADS_BIND`` means the same as on vLLM's own CPU platform.
 
 - ``auto``, the default: each worker keeps to one NUMA node, and has one thread for each of its physical cores.
 - ``nobind``: the operating system decides.
 - ``0-7|8-15``: a list of cores for each worker on this machine, separated by ``|``.
 
-A number of threads that ``OMP_NUM_THREADS`` sets holds, and then only a list binds.
+``OMP_NUM_THREADS`` sets the number of threads; cores are then bound only by a list.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SYSTEM = Path("/sys/devices/system")
 def cores_for(
     worker: int, workers: int, allowed: frozenset[int], environment: Mapping[str, str], system: Path = SYSTEM
 ) -> list[int] | None:
-    """The cores of one worker, or ``None`` where nothing is bound.
+    """Return the cores of one worker; ``None`` if none are bound.
 
     Args:
-        worker, workers: its number among those on this machine.
+        worker, workers: its number, and the number of workers on this machine.
         allowed: the logical CPUs that this process may use.
-        environment: the variables.
-        system: where the operating system describes the machine.
+        environment: the environment variables.
+        system: the folder in which the operating system describes the machine.
 
     Raises:
-        ConfigError: the variable is no list for each worker, or names a core that this process may not use.
+        ConfigError: the variable does not have a list for each worker, or names a core that this process may not use.
     """
     wish = environment.get(VARIABLE, "") or "auto"
     if wish == "nobind" or (wish == "auto" and environment.get("OMP_NUM_THREADS")):
@@ -45,7 +45,7 @@ def cores_for(
     if wish == "auto":
         nodes = _nodes(allowed, system)
         if not nodes or (len(nodes) == 1 and workers > 1):
-            return None  # several workers on one node share its cores as the number of their threads says
+            return None  # several workers on one node share its cores by their numbers of threads
         cores = nodes[worker % len(nodes)]
         return None if len(cores) == len(allowed) else cores
     lists = [_parsed(part, wish) for part in wish.split("|")]
@@ -81,18 +81,18 @@ def share_out(workers: int, environment: MutableMapping[str, str], system: Path 
 
 
 def bind(cores: list[int] | None) -> None:
-    """Keep this process, with every thread that it has, to these cores, and use one thread for each."""
+    """Bind this process, with all its threads, to these cores, and use one thread for each."""
     if cores is None:
         return
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended since
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended since
             os.sched_setaffinity(int(thread), cores)
     torch.set_num_threads(len(cores))
     logger.info("cores %s, one thread each (%s)", ",".join(map(str, cores)), VARIABLE)
 
 
 def _nodes(allowed: frozenset[int], system: Path) -> list[list[int]]:
-    """One logical CPU of each allowed physical core, by NUMA node."""
+    """Return one logical CPU of each allowed physical core, by NUMA node."""
     nodes = []
     for node in sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:])):
         cores: dict[str, int] = {}
@@ -105,7 +105,7 @@ def _nodes(allowed: frozenset[int], system: Path) -> list[list[int]]:
 
 
 def _parsed(text: str, whole: str) -> list[int]:
-    """The numbers in ``0-3,8``."""
+    """Parse numbers such as ``0-3,8``."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")

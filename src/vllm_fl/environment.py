@@ -1,6 +1,6 @@
-"""Variables of the environment that are refused whatever the model. Importing it imports nothing of vLLM.
+"""Environment variables that are refused for every model. Importing this module imports nothing of vLLM.
 
-``fl doctor`` asks :func:`check`, too.
+``fl doctor`` calls :func:`check`, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFIXES = ("VLLM_FL_",)
 
 
 def check(device: DeviceSpec) -> None:
-    """Refuse variables that would end every engine's start.
+    """Refuse variables with which no engine can start.
 
     Raises:
         ConfigError: the first variable that is wrong.
@@ -33,7 +33,7 @@ def check(device: DeviceSpec) -> None:
 
 
 def without_effect(device: DeviceSpec) -> list[str]:
-    """Settings that change nothing on this device, each in a sentence."""
+    """Return settings without effect on this device, each as a sentence."""
     if get_settings().native_platform and HOST.name not in device.native_platforms:
         origin = get_settings().origin("native_platform")
         return [f"{origin}: has no effect, because vLLM has no platform of its own for {device.name} that we extend"]
@@ -41,10 +41,10 @@ def without_effect(device: DeviceSpec) -> list[str]:
 
 
 def cache_space() -> int | None:
-    """Bytes that ``VLLM_CPU_KVCACHE_SPACE`` asks for, or ``None``.
+    """Return the bytes that ``VLLM_CPU_KVCACHE_SPACE`` asks for, or ``None``.
 
     Raises:
-        ConfigError: it is no positive number of GiB.
+        ConfigError: it is not a positive number of GiB.
     """
     text = os.environ.get(CACHE, "")
     try:

@@ -1,6 +1,7 @@
 """Packages that add features of vLLM which dispatch no operator: entry points of the group ``vllm_fl.extension``.
 
-An entry point names a module, :class:`Extension`. ``fl_transfer`` is one; without any, the plugin serves all the rest.
+An entry point names a module with the names of :class:`Extension`, such as ``fl_transfer``. The plugin serves
+everything else without extensions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Extension(Protocol):
     __name__: str
 
     def facts(self) -> tuple[HostFact, ...]:
-        """Return names of vLLM's that it relies on; ``used_by`` has modules below the extension's own package."""
+        """Return vLLM's names that it relies on; ``used_by`` has modules below the extension's own package."""
 
     def offer(self) -> None:
         """Register its names with vLLM's factories. Idempotent."""
@@ -42,7 +43,7 @@ def extensions() -> tuple[Extension, ...]:
 
 
 def facts() -> Iterator[HostFact]:
-    """All extensions' facts, with the full names of their modules."""
+    """Yield all extensions' facts, with the full names of their modules."""
     for extension in extensions():
         package = extension.__name__.partition(".")[0]
         for fact in extension.facts():

@@ -1,6 +1,6 @@
-"""The package's knowledge of vLLM, for ``tools/host_check.py`` and for the names in a user's lists.
+"""The plugin's knowledge of vLLM, for ``tools/host_check.py`` and for the names in a user's lists.
 
-Importing it imports nothing of vLLM.
+Importing this module imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _LEFT = {
     "compiled kernels of one model": ("HpcRopeNorm", "FusedMMInputNorm", "MiniMaxText01RMSNormTP", "GateLinear"),
     "the weight plus one; there is no operator for it": ("NemotronLayerNorm1P",),
 }
-"""Why → the classes that stay vLLM's: a class, or all of a module."""
+"""Why → the classes that stay vLLM's: a class, or all classes of a module."""
 
 _PENDING = {
     "its product could run linear; rows go by exact name, and it has none": (
@@ -117,11 +117,11 @@ _PENDING = {
     ),
     "its norm of each group could run rms_norm; now it calls vLLM's compiled operator": ("K2HorizonRMSNorm",),
 }
-"""The missing part → the classes that could run our operators and do not yet."""
+"""The missing part → classes that could run our operators but do not yet."""
 
 
 def _implied() -> Iterator[HostFact]:
-    """The facts that follow from our tables: streams, kernels with forms, layer classes."""
+    """Yield the facts that follow from our tables: streams, kernels with forms, layer classes."""
     why = "vLLM's model runners take streams, events and graphs from there, whatever the device's module is."
     yield HostFact("torch.cuda", (*STREAM_NAMES, *GRAPH_NAMES), "replaces", "compat.streams", why)
     why = "A Triton kernel of the V2 model runner; devices without a Triton driver run its PyTorch form."

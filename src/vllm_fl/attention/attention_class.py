@@ -1,4 +1,4 @@
-"""Questions that vLLM asks an attention class: how the KV cache lies in memory, and why it cannot serve a layer."""
+"""Answers to vLLM's questions about an attention class: the layout of the KV cache, and why it cannot serve a layer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class CacheQuestions:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """The physical layouts that it can read."""
+        """Return the physical layouts that the class can read."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout[kv_layout.host_order()],)
 
 
 class LatentQuestions:
-    """vLLM's questions to the class of a cache of latents or of index keys: one row a token, of any size."""
+    """vLLM's questions to the class of a cache of latents or index keys, with one row per token of any size."""
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks the name up among its own; this is the free one
+        return "CUSTOM"  # vLLM looks the name up in its own enum; this one is free
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -51,7 +51,7 @@ class LatentQuestions:
 
 
 def attention_refusals(backend: Any, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:
-    """Why an attention class cannot serve a layer, in its own words; the fields to be judged differ by version."""
+    """Return in the attention class's words why it cannot serve a layer; the fields to check differ by version."""
     known = inspect.signature(backend.validate_configuration).parameters
     fields = {name: value for name, value in config._asdict().items() if name in known}
     reasons: list[str] = backend.validate_configuration(**fields, device_capability=capability)

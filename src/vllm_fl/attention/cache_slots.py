@@ -1,7 +1,7 @@
-"""The number of a batch's real cache slots; it is known while a worker runs a step of the scheduler's.
+"""The number of a batch's real cache slots, known while a worker runs a step of the scheduler.
 
-vLLM marks slots to skip with -1: the padding behind a step's tokens, and every slot of a batch that it makes up to warm
-up, to capture or to keep data-parallel ranks in step. Made-up batches do not come from the scheduler.
+vLLM marks slots to skip with -1: the padding after a step's tokens, and every slot of a dummy batch for warm-up,
+capture or keeping data-parallel ranks in step. Dummy batches do not come from the scheduler.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _tokens: ContextVar[int] = ContextVar("vllm_fl_step_tokens", default=0)
 
 @contextmanager
 def step(tokens: int) -> Iterator[None]:
-    """Inside, the scheduler's step with ``tokens`` tokens runs in this thread."""
+    """Run a scheduler's step with ``tokens`` tokens in this thread in the block."""
     before = _tokens.set(tokens)
     try:
         yield
@@ -26,7 +26,7 @@ def step(tokens: int) -> Iterator[None]:
 
 
 def real(slot_mapping: Tensor) -> tuple[Tensor, bool | None]:
-    """The slots that may be written, and the hint ``may_skip`` for them: ``False``, or ``None`` if it is unknown."""
+    """Return the slots that may be written, and the hint ``may_skip`` for them: ``False``, or ``None`` if unknown."""
     tokens = _tokens.get()
     if not tokens:
         return slot_mapping, None

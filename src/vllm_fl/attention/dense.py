@@ -1,8 +1,8 @@
 """Attention for vLLM over the operators ``kv_cache_write`` and ``paged_attention``.
 
-vLLM hands over the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]``; keys and values are
-strided views of it, by the layout that ``kv_layout`` decides. Encoder-only layers have no cache: there each new token
-is a block of its own, in place, so the same operator attends over the batch's own keys and values.
+vLLM passes the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]``; keys and values are
+strided views of it, in the layout that ``kv_layout`` decides. Encoder-only layers have no cache: each new token is
+treated as a block of one slot, in place, so that the same operator attends over the batch's own keys and values.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 OPERATORS = ("kv_cache_write", "paged_attention")
 ROTATION, ROTATE_AND_WRITE = "rotary_embedding", "rotary_embedding_kv_cache_write"
 Scales = tuple[float | None, float | None, Tensor | None, Tensor | None]
-"""The scales of a layer's keys and values: one number each, or a tensor each with one for each token and head."""
+"""The scales of a layer's keys and values: one number each, or one tensor each with a scale for each token and head."""
 NO_SCALES: Scales = (None, None, None, None)
 ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
 
 def _flash_attention(use_mla: bool = False) -> str:
-    """Implementation ``vendor.cuda.flash_attn``: vLLM's own class over its FlashAttention."""
+    """Implement ``vendor.cuda.flash_attn``: vLLM's own class over its FlashAttention."""
     if use_mla:
         raise NotImplementedError("vLLM's FlashAttention class has no latent attention")
     return "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 
 
 def _triton_attention(use_mla: bool = False) -> str:
-    """Implementation ``vendor.cuda.triton_attn``: vLLM's own class over its Triton kernels."""
+    """Implement ``vendor.cuda.triton_attn``: vLLM's own class over its Triton kernels."""
     if use_mla:
         raise NotImplementedError("vLLM's Triton class has no latent attention")
     return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
@@ -68,7 +68,7 @@ def register_backend(registry: OpRegistry) -> None:
 
 
 class Rotation(NamedTuple):
-    """The form of a rotation: the number of pairs, how tables lie, and dtypes."""
+    """The form of a rotation: the number of pairs, the tables' layout, and dtypes."""
 
     half: int
     row_stride: int
@@ -77,7 +77,7 @@ class Rotation(NamedTuple):
     interleaved: bool
 
     def of_nothing(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Cosines and sines of one position, all zeros, and that position for each token."""
+        """Return cosines and sines of one position, all zeros, and that position for each token."""
         table = torch.zeros(1, self.row_stride, dtype=self.table, device=device)
         begin = self.half if self.row_stride >= 2 * self.half else 0
         cos, sin = table[:, : self.half], table[:, begin : begin + self.half]
@@ -88,7 +88,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     """One layer's attention: write the new keys and values, then attend over the cache."""
 
     supports_dcp: bool = True
-    can_return_lse_for_decode: bool = True  # of the part of a cache that ranks divide
+    can_return_lse_for_decode: bool = True  # the part of a cache that ranks divide
     _split: tuple[Tensor | None, Tensor, Tensor, Scales] = (None, torch.empty(0), torch.empty(0), NO_SCALES)
 
     def __init__(
@@ -119,7 +119,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.fl_fp8 = kv_cache_dtype in kv_layout.FP8_DTYPES
         self.fl_int8 = kv_cache_dtype == kv_layout.INT8_DTYPE
-        self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's
+        self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's dtype
         self.kv_layout = kv_layout.in_force()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         bounded = bool(alibi_slopes or sliding_window or logits_soft_cap or sinks is not None)
@@ -148,7 +148,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         return True
 
     def fl_kind(self) -> tuple[Any, ...]:
-        """Layers of one kind call the operators with arguments of the same kind."""
+        """Return the layer's kind: layers of one kind call the operators with arguments of the same kind."""
         given = (self.alibi_slopes is not None, self.sinks is not None, self.sliding_window, self.softcap, self.scale)
         rules = warm_batches.rules(OPERATORS, self.fl_scope)
         return (self.num_heads, self.num_kv_heads, self.head_size, *rules, *given)
@@ -157,9 +157,9 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         """Call the operators on a batch of requests with ``queries`` new tokens; the cache keeps its contents.
 
         Args:
-            kv_cache: of a layer.
-            queries: new tokens of each request; it has no others.
-            longest: the number of keys that is announced.
+            kv_cache: a layer's cache.
+            queries: new tokens of each request; requests have no earlier tokens.
+            longest: the announced number of keys.
         """
         device, tokens = kv_cache.device, sum(queries)
         options = {"dtype": torch.int32, "device": device}
@@ -192,21 +192,21 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
                 (keys, key_scales), (values, value_scales) = map(kv_layout.split_scales, rows)
                 self._split = (kv_cache, keys, values, (None, None, key_scales, value_scales))
             else:
-                stored = kv_cache.view(torch.float8_e4m3fn) if self.fl_fp8 else kv_cache  # vLLM has bytes
+                stored = kv_cache.view(torch.float8_e4m3fn) if self.fl_fp8 else kv_cache  # vLLM passes bytes
                 self._split = (kv_cache, *kv_layout.split(self.kv_layout, stored, self.head_size), NO_SCALES)
         return self._split[1:]
 
     def _of(self, layer: AttentionLayer, kv_cache: Tensor) -> tuple[Tensor, Tensor, Scales]:
-        """The keys and values of a layer's cache, with vLLM's scales (loaded, or 1) for a cache in fp8."""
+        """Return the keys and values of a layer's cache, with vLLM's scales (loaded, or 1) for an fp8 cache."""
         keys, values, scales = self._caches(kv_cache)
         return keys, values, (layer._k_scale_float, layer._v_scale_float, None, None) if self.fl_fp8 else scales
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write this step's keys and values; a layer that shares another layer's cache, or has none, writes nothing.
+        """Write this step's keys and values; a layer without its own cache writes nothing.
 
-        A decoder's layer takes as many keys and values from an encoder as that has tokens, not as many as the step.
+        A decoder layer takes one key and value per token of the encoder, not of the step.
         """
         if self.kv_sharing_target_layer_name is None and not self.encoder_only:
             slots, may_skip = (slot_mapping, False) if self.crosses else real(slot_mapping)
@@ -229,7 +229,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         kv_cache: Tensor,
         slot_mapping: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys, and write this step's keys and values, in one."""
+        """Rotate queries and keys, and write this step's keys and values, in one call."""
         rotated: tuple[Tensor, Tensor]
         if slot_mapping is None:  # vLLM measures memory before there is a cache
             self.fl_rotation = Rotation(cos.shape[1], cos.stride(0), cos.dtype, positions.dtype, interleaved)
@@ -253,7 +253,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend; fills ``output`` ``[tokens, heads, head_size_v]``."""
+        """Attend, and write the result to ``output`` ``[tokens, heads, head_size_v]``."""
         if attn_metadata is None:  # vLLM measures memory before there is a cache
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
@@ -303,7 +303,7 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks the name up among its own; this is the free one
+        return "CUSTOM"  # vLLM looks the name up in its own enum; this one is free
 
     @staticmethod
     def get_impl_cls() -> type[AttentionFLImpl]:
@@ -323,7 +323,7 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """A cache in int8 has room for a scale behind each head's key and behind its value."""
+        """Add room for a scale after each head's key and value in an int8 cache."""
         if spec.dtype is not torch.int8:
             return spec
         return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * kv_layout.SCALE_BYTES)

@@ -1,8 +1,8 @@
 """Attention over a cache that ranks divide by tokens (vLLM's decode context parallelism), by ``mla_prefill``.
 
-The ranks of such a group have the same keys and values of a step, because there are more of them than heads of keys. So
-a rank keeps its part of the tokens alone. It attends with the queries of all ranks over its part, and the ranks merge
-what they found by the log-sum-exp of the scores. The step's own tokens follow from its own keys and values.
+The ranks of such a group have the same keys and values of a step, because there are more ranks than key-value heads. So
+a rank keeps only its part of the tokens. It attends with the queries of all ranks over its part, and the ranks merge
+the results by the log-sum-exp of the scores. Then it attends over the step's own keys and values.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a step's cached context that lies on this rank.
+    """The part of a step's cached context on this rank.
 
     Args:
         starts, key_starts: ``[requests + 1]`` int32; the first new token of each request, and its first row here.
         starts_host, key_starts_host: the same numbers.
-        blocks, offsets: ``[rows]`` int64; where each row lies, request after request.
-        longest: most rows of a request here.
+        blocks, offsets: ``[rows]`` int64; block and offset of each row, request after request.
+        longest: largest number of rows of a request on this rank.
         somewhere: whether any rank has a row.
     """
 
@@ -49,7 +49,7 @@ class Part:
 
 
 def part_of(common: CommonAttentionMetadata, parallel: ParallelConfig, block_size: int) -> Part:
-    """The part of a batch's context that lies on this rank; ``block_size`` counts tokens of this rank."""
+    """Return the part of a batch's context on this rank; ``block_size`` counts tokens of this rank."""
     group, new = get_dcp_group(), common.query_start_loc_cpu.diff()
     starts: list[int] = common.query_start_loc_cpu.tolist()
     context = common.seq_lens[: len(new)].cpu() - new
@@ -74,13 +74,13 @@ class DividedAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, part: Part, out: Tensor
     ) -> None:
-        """Attend causally over the context on all ranks and the step's own tokens; fills ``out``.
+        """Attend causally over the context on all ranks and the step's own tokens; write ``out``.
 
         Args:
             query: ``[tokens, heads, head_size]``.
-            key, value: ``[tokens, 1, ...]``, the step's own.
-            key_cache, value_cache: ``[blocks, block_size, 1, ...]``, this rank's.
-            part: of the context.
+            key, value: ``[tokens, 1, ...]``, of the step's tokens.
+            key_cache, value_cache: ``[blocks, block_size, 1, ...]``, of this rank.
+            part: this rank's part of the context.
             out: ``[tokens, heads, head_size_v]``.
         """
         longest = max((end - begin for begin, end in pairwise(part.starts_host)), default=0)
@@ -112,7 +112,7 @@ class DividedAttention:
 
 
 def _merged(found: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What all ranks found for all heads, merged, of this rank's heads.
+    """Merge the results of all ranks for all heads, and return those of this rank's heads.
 
     Args:
         found: ``[tokens, heads of all ranks, head_size_v]``.

@@ -1,8 +1,8 @@
 """The layout of vLLM's KV cache in memory: the policy decides it once, when a worker starts.
 
-vLLM hands a layer its cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]`` and does not look
-inside a block. So a block may be laid out as the chosen kernels want it. All other implementations share it, because
-they take views in any strides. :mod:`fl_dispatch.hosting.memory.kv_layout` has the layouts and the rules of the choice.
+vLLM passes a layer its cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]`` and does not
+read blocks. So a block may have the layout of the chosen kernels. All other implementations can use it, because they
+take views in any strides. :mod:`fl_dispatch.hosting.memory.kv_layout` has the layouts and the rules of the choice.
 """
 
 from __future__ import annotations
@@ -28,52 +28,52 @@ logger = get_logger(__name__)
 
 PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_DTYPES = ("fp8", "fp8_e4m3")
-"""vLLM's two names of float8_e4m3fn. It hands such a cache over as bytes."""
+"""vLLM's two names of float8_e4m3fn. It passes such a cache as bytes."""
 INT8_DTYPE = "int8_per_token_head"
 """vLLM's name of int8 with a scale for each token and head."""
 QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {**dict.fromkeys(FP8_DTYPES, (*SCALES, *LATENT_SCALES)), INT8_DTYPE: TOKEN_SCALES}
 )
-"""Names of quantized caches, each with the parameters of the operators that have its scales."""
+"""Names of quantized caches, each with the operators' parameters for its scales."""
 SCALE_BYTES = torch.float32.itemsize
-"""Bytes of a scale, which vLLM has behind each head's key and behind its value in int8."""
+"""Bytes of a scale, which vLLM stores after each head's key and value in int8."""
 DEFAULT = KVLayout.parse("NHD")
 HOST_ORDERS = {"N": "LBNHC", "H": "LBHNC"}
-"""First axis of the keys → vLLM's name of the order of its tensor in memory.
+"""First axis of the keys → vLLM's name of its tensor's order in memory.
 
-A block is one piece in both; vLLM only has to name one.
+A block is one piece in both; vLLM only needs one name.
 """
 
 _in_force, _multiple, _block = DEFAULT, 1, 1
 
 
 def in_force() -> KVLayout:
-    """The layout of this process's cache."""
+    """Return the layout of this process's cache."""
     return _in_force
 
 
 def block_multiple() -> int:
-    """The number that the slots of a block have to be a multiple of."""
+    """Return the number that must divide a block's slots."""
     return _multiple
 
 
 def usual_block(default: int) -> int:
-    """The default slots of a block: vLLM's default, or a multiple of it that makes kernels faster."""
+    """Return the default slots of a block: vLLM's default, or a multiple of it that makes kernels faster."""
     return -(-_block // default) * default if _block > default else default
 
 
 def host_order() -> str:
-    """vLLM's name of the order that its tensor has in memory."""
+    """Return vLLM's name of its tensor's order in memory."""
     return HOST_ORDERS.get(_in_force.keys[0], HOST_ORDERS["N"])
 
 
 def choose(vllm_config: VllmConfig) -> KVLayout:
     """Decide layout and block size, and state them to the dispatch core.
 
-    The default layout stays if no first choice needs another, and if blocks go elsewhere (to other instances, to other
-    memory), because their readers know vLLM's own order. It also stays for a cache in int8, because its scales lie
-    beside each head's numbers; and for a model with states, which vLLM keeps in whole blocks, if the layout has none. A
-    block size that the user chose stays, too.
+    The default layout stays if no first choice needs another, and if blocks leave the cache (to other instances or
+    other memory), because their readers expect vLLM's order. It also stays for an int8 cache, because its scales are
+    next to each head's numbers; and for a model with states, which vLLM keeps in whole blocks, if the other layout has
+    no whole blocks. A block size that the user chose stays, too.
     """
     global _in_force, _multiple, _block
     cache = vllm_config.cache_config
@@ -98,13 +98,13 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
 def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
     """Refuse groups of layers that vLLM lets share memory if their blocks would overlap.
 
-    A block's number belongs to one group at a time; that is enough for blocks of one piece. Under a layout that keeps
-    all keys before all values, the groups' keys also have to be of equal size.
+    A block's number belongs to one group at a time, which suffices for blocks of one piece. In a layout with all keys
+    before all values, the groups' keys must also have equal sizes.
 
     Raises:
         ValueError: their sizes differ.
     """
-    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec  # 0.33 asks for its platform while it is imported
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec  # 0.33 reads its platform while it is imported
 
     if _in_force.whole_blocks:
         return
@@ -132,11 +132,11 @@ def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def split(layout: KVLayout, kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer as views ``[blocks, block_size, kv_heads, size]`` of vLLM's tensor."""
+    """Return a layer's keys and values as views ``[blocks, block_size, kv_heads, size]`` of vLLM's tensor."""
     _, heads, block_size, size = kv_cache.shape
     return layout.split(kv_cache, block_size, heads, head_size, size - head_size)
 
 
 def split_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys or values in int8 of such a view, and the scales behind them, ``[blocks, block_size, kv_heads]``."""
+    """Split such a view in int8 into keys or values, and the scales after them, ``[blocks, block_size, kv_heads]``."""
     return rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1)

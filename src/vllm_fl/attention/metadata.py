@@ -1,4 +1,4 @@
-"""A step's batch as attention sees it: what the operators need of vLLM's description, on the device and on the host."""
+"""A step's batch for attention: the operators' part of vLLM's description, on the device and on the host."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class AttentionFLMetadata:
-    """A step's batch as all layers of one KV-cache group see it.
+    """A step's batch for all layers of one KV-cache group.
 
     Args:
         num_actual_tokens: tokens without padding.
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
-        seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
+        seq_lens: ``[requests]`` int32; tokens of each request in the cache, including the new ones.
         block_table: ``[requests, blocks]`` int32.
-        query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where vLLM's copies on the host
-            are not exact.
-        part: of the context, where ranks divide the cache by tokens.
+        query_start_loc_host, seq_lens_host: the numbers in these tensors; ``None`` if vLLM's host copies are not exact.
+        part: this rank's part of the context, if ranks divide the cache by tokens.
     """
 
     num_actual_tokens: int
@@ -49,9 +48,8 @@ class AttentionFLMetadata:
 class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
     """Builder of the operators' metadata from vLLM's description of a batch.
 
-    A captured graph holds the choices that were made from ``max_query_len`` and ``max_seq_len`` when it was captured.
-    All batches with one number of new tokens for every request share a graph, so a choice by phase holds for all its
-    replays.
+    A captured graph keeps the choices made from ``max_query_len`` and ``max_seq_len`` at capture. All batches with the
+    same number of new tokens for every request share a graph, so a choice by phase is right for all replays.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -91,8 +89,8 @@ def has_exact_host_lengths(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's copies of a batch's lengths on the host are exact.
 
     With speculation they are bounds, because the device decides how many drafts count. With fast prefill of layers that
-    share a cache they are not there yet, because vLLM copies them from the device and does not wait. Several steps for
-    one scheduling may end early, when vLLM has already scheduled the next ones.
+    share a cache they may be missing, because vLLM copies them from the device without waiting. Several steps for one
+    scheduling may end early, after vLLM has scheduled the next ones.
     """
     if get_settings().steps > 1 and vllm_config.scheduler_config.async_scheduling:
         return False
@@ -100,7 +98,7 @@ def has_exact_host_lengths(vllm_config: VllmConfig) -> bool:
 
 
 def host_lengths(common: CommonAttentionMetadata) -> tuple[list[int] | None, list[int] | None]:
-    """Read the starts and lengths of a batch's requests from vLLM's copies on the host, if it has both."""
+    """Return the starts and lengths of a batch's requests from vLLM's host copies, if it has both."""
     lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
     return (None, None) if lengths is None else (common.query_start_loc_cpu.tolist(), lengths.tolist())
 

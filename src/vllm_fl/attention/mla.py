@@ -3,10 +3,10 @@
 vLLM's ``MLAAttention`` layer splits a batch: requests with one new token take the absorbed form (``forward_mqa``),
 longer ones the multi-head form (``forward_mha``), which attends over the new tokens, then over the cached context in
 chunks of a bounded size, and merges the parts by their log-sum-exp. vLLM's own classes supply the layer, the split and
-the plan of the chunks; what they do with compiled or Triton kernels (reading the cache, merging) is plain PyTorch here.
+the plan of the chunks; plain PyTorch replaces their compiled and Triton kernels (reading the cache, merging).
 
-A cache in fp8 has one scale in a layer, for latents and rotary parts, as vLLM writes it. The queries stay as they are,
-as in vLLM's Triton class, and so do the new tokens' own latents in the multi-head form, as in all of vLLM's.
+An fp8 cache has one scale per layer for latents and rotary parts, as in vLLM. Queries are not quantized, as in vLLM's
+Triton class; nor are the new tokens' own latents in the multi-head form, as in all of vLLM's classes.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         super().__init__(*args, **kwargs)
         self.supports_quant_query_input = False
         self.fl_fp8 = given["kv_cache_dtype"] in kv_layout.FP8_DTYPES
-        self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's
+        self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's dtype
         self._use_flashinfer_concat_mla_k = False
         speculation = get_current_vllm_config().speculative_config
         self.fl_longest_decode = 1 + (speculation.num_speculative_tokens if speculation else 0)
         self.fl_bind(None)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
-        """Never: vLLM's common code quantizes with compiled operators."""
+        """Return ``False``, because vLLM's common code quantizes with compiled operators."""
         return False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM multiplies ones by a quantized ``kv_b_proj`` for its weight, which a scale for inputs would round."""
+        """Dequantize ``kv_b_proj``: vLLM multiplies ones by it to get the weight, which an input scale would round."""
         if any(getattr(self.kv_b_proj, name, None) is not None for name in ("input_scale", "input_global_scale")):
             raise ValueError("vllm_fl does not support latent attention with scales for inputs in the checkpoint yet")
         super().process_weights_after_loading(act_dtype)
@@ -82,7 +82,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         self.fl_in_parts = get_default_manager().all_take("mla_decode", ("query_rope",))
 
     def fl_kind(self) -> tuple[Any, ...]:
-        """Layers of one kind call the operators with arguments of the same kind."""
+        """Return the layer's kind: layers of one kind call the operators with arguments of the same kind."""
         dims = (self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
         return (self.num_heads, *dims, self.scale, *warm_batches.rules(OPERATORS, self.fl_scope))
 
@@ -90,9 +90,9 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         """Call the operators on a batch of requests with ``queries`` new tokens; the cache keeps its contents.
 
         Args:
-            kv_cache: of a layer.
-            queries: new tokens of each request; it has no others.
-            longest: the number of keys that is announced.
+            kv_cache: a layer's cache.
+            queries: new tokens of each request; requests have no earlier tokens.
+            longest: the announced number of keys.
         """
         device, tokens, most = kv_cache.device, sum(queries), max(queries)
         starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
@@ -139,11 +139,11 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         self.fl_write(*new, *self._split[1:], slots, scale, scale, may_skip=may_skip)
 
     def _stored(self, kv_cache: Tensor) -> Tensor:
-        """The cache in the type of its numbers; vLLM has bytes of one in fp8."""
+        """Return the cache in the dtype of its numbers; vLLM passes an fp8 cache as bytes."""
         return kv_cache.view(torch.float8_e4m3fn) if self.fl_fp8 else kv_cache
 
     def _scale(self) -> float | None:
-        """The scale of a cache in fp8, as a number of the host: vLLM hands over a tensor, and asking would wait."""
+        """Return the scale of an fp8 cache as a host number; reading vLLM's tensor would wait for the device."""
         if not self.fl_fp8:
             return None
         scale: float = get_forward_context().no_compile_layers[self.fl_scope]._k_scale_float
@@ -156,7 +156,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         attn_metadata: MLAFLMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor | None]:
-        """The absorbed form; ``q`` is ``[tokens, heads, rank + rope]``, whole or in its two parts."""
+        """Attend in the absorbed form; ``q`` is ``[tokens, heads, rank + rope]``, whole or in its two parts."""
         decode = attn_metadata.decode
         assert decode is not None
         query, rope = self._taken(q)
@@ -180,7 +180,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         return out, None
 
     def _taken(self, query: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """A query as the implementations take it: its parts, or a whole one and nothing."""
+        """Return a query in the form that implementations take: its two parts, or the whole query and ``None``."""
         if not isinstance(query, tuple):
             return query, None
         return query if self.fl_in_parts else (torch.cat(query, dim=-1), None)
@@ -196,7 +196,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         output: Tensor,
         output_scale: Tensor | None = None,
     ) -> None:
-        """The multi-head form; fills ``output`` ``[tokens, heads * v_head_dim]``."""
+        """Attend in the multi-head form, and write ``output`` ``[tokens, heads * v_head_dim]``."""
         prefill, on_host = attn_metadata.prefill, attn_metadata.prefill_starts
         assert prefill is not None
         assert on_host is not None
@@ -231,7 +231,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             merge(filled[chunk.token_slice], lse[:, chunk.token_slice], part, part_lse)
 
     def _project(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[tokens, heads, qk_head_dim]`` and values of latents ``[tokens, rank]`` and their rotary part."""
+        """Return keys ``[tokens, heads, qk_head_dim]`` and values of latents ``[tokens, rank]`` and rotary parts."""
         projected = self.kv_b_proj(latents)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         key, value = projected.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         return self._concat_k_nope_k_pe(key, rotary), value

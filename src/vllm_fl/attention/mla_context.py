@@ -1,4 +1,4 @@
-"""Cached context in chunks: the rows of a chunk."""
+"""The rows of a chunk of the cached context."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def context_rows(
     dtype: torch.dtype,
     scale: float | None = None,
 ) -> Tensor:
-    """The cached rows of a context chunk, ``[rows, rank + rope]``, request after request.
+    """Return the cached rows of a context chunk, ``[rows, rank + rope]``, request after request.
 
     Args:
         kv_cache: ``[blocks, block_size, rank + rope]``.
         block_table: ``[requests, blocks]``, of the whole prefill part.
-        dtype: of the rows, if the cache has a scale.
-        scale: of a cache in fp8; ``None`` for others.
+        dtype: dtype of the rows, if the cache has a scale.
+        scale: scale of an fp8 cache; ``None`` for other dtypes.
     """
     request = chunk.token_to_seq.long()
     rows = torch.arange(request.shape[0], device=request.device)

@@ -1,4 +1,4 @@
-"""A step's batch as latent attention sees it: vLLM's description, and where each request starts."""
+"""A step's batch for latent attention: vLLM's description, and the first token of each request."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
 
     Args:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
-        query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where vLLM's copies on the host
-            are not exact.
+        query_start_loc_host, seq_lens_host: the numbers in these tensors; ``None`` if vLLM's host copies are not exact.
     """
 
     query_start_loc: Tensor
@@ -44,10 +43,10 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
 
 @dataclass(frozen=True)
 class PrefillStarts:
-    """First tokens of the requests in a batch's prefill part, as integers of the host: no layer has to ask the device.
+    """First tokens of the requests in a batch's prefill part, as host integers, so that no layer waits for the device.
 
     Args:
-        new: first new token of each request, and the end of the last one; its queries and its keys.
+        new: first new token of each request, and the end of the last one; valid for queries and keys.
         chunks: for each chunk of the cached context, the same of its queries and of its keys.
     """
 
@@ -56,14 +55,14 @@ class PrefillStarts:
 
 
 def prefill_starts(prefill: MLACommonPrefillMetadata, query_start_loc: Sequence[int]) -> PrefillStarts:
-    """The starts in a prefill part's tensors.
+    """Return the starts in a prefill part's tensors as integers.
 
-    vLLM plans the part from its copies on the host, and its tensors from the plan, so these numbers are exact whenever
+    vLLM plans the part from its host copies, and makes its tensors from the plan, so these numbers are exact whenever
     the tensors are.
 
     Args:
         prefill: vLLM's description of the part.
-        query_start_loc: of the part's requests, as the host has it; it need not begin at zero.
+        query_start_loc: host numbers of the part's requests; they need not begin at zero.
     """
     new = [start - query_start_loc[0] for start in query_start_loc]
     chunks = []
@@ -76,18 +75,18 @@ def prefill_starts(prefill: MLACommonPrefillMetadata, query_start_loc: Sequence[
 
 @dataclass
 class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
-    """A step's batch as all layers of one KV-cache group see it, and where each request of its prefill part starts."""
+    """A step's batch for all layers of one KV-cache group, with the first tokens of its prefill part."""
 
     prefill_starts: PrefillStarts | None = None
 
     def __post_init__(self) -> None:
-        """Check nothing: vLLM checks here that its own kernel was compiled for this head size."""
+        """Skip vLLM's check that its own kernel was compiled for this head size."""
 
 
 class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
-    """vLLM's builder; the decode part also says where each request starts.
+    """vLLM's builder, with the first token of each request in the decode part.
 
-    As for other attention, batches with one number of new tokens for every request share a captured graph.
+    As in other attention, batches with the same number of new tokens for every request share a captured graph.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -121,7 +120,7 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None = None,
     ) -> MLAFLDecodeMetadata:
-        lengths = self.seq_lens_host and self.seq_lens_host[: seq_lens_device.shape[0]]  # decoding requests are first
+        lengths = self.seq_lens_host and self.seq_lens_host[: seq_lens_device.shape[0]]  # decoding requests come first
         return MLAFLDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,

@@ -1,4 +1,4 @@
-"""The prefill of multi-head latent attention in parts: their merging, and vLLM's prefill backend."""
+"""Prefill of multi-head latent attention in parts: the merge of parts, and vLLM's prefill backend."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
     Args:
         out: ``[tokens, heads, dim]``; overwritten.
-        lse: its log-sum-exp, ``[heads, tokens]``, minus infinity where no key was seen; overwritten.
+        lse: its log-sum-exp, ``[heads, tokens]``, minus infinity if no key was seen; overwritten.
         other: like ``out``, of the other keys.
         other_lse: like ``lse``, of the other keys.
     """
     total = torch.logaddexp(lse, other_lse)
-    # The total is -inf too where neither saw a key, and both weights are zero.
+    # If neither part saw a key, the total is -inf, too, and both weights are zero.
     shift = total.clamp_min(torch.finfo(total.dtype).min)
     first, second = (torch.exp(part - shift).transpose(0, 1).unsqueeze(-1) for part in (lse, other_lse))
     out.copy_(out * first + other * second)
@@ -32,10 +32,10 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
 
 class MLAFLPrefillBackend(MLAPrefillBackend):
-    """The prefill backend that vLLM wants beside an attention class.
+    """The prefill backend that vLLM requires in addition to an attention class.
 
-    ``MLAFLImpl`` calls the operator itself, bound for its layer; this serves a vendor's class that leaves the prefill
-    to vLLM's common code.
+    ``MLAFLImpl`` calls the operator itself, bound for its layer; this backend serves vendors' classes that leave
+    prefill to vLLM's common code.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
@@ -53,7 +53,7 @@ class MLAFLPrefillBackend(MLAPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Causal attention over the new tokens."""
+        """Attend causally over the new tokens."""
         metadata = self._prefill_metadata
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         result = call_op("mla_prefill", q, k, v, starts, starts, longest, longest, self.scale, out, True)
@@ -67,7 +67,7 @@ class MLAFLPrefillBackend(MLAPrefillBackend):
         v: Tensor,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of a chunk's new tokens over its context."""
+        """Attend with a chunk's new tokens over its context."""
         starts, key_starts = chunk.query_start_loc, chunk.cu_seq_lens
         longest = (chunk.max_query_len, chunk.max_seq_len)
         result: tuple[Tensor, Tensor] = call_op(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SparseMLAFLImpl(MLAFLImpl):
-    """One layer's sparse latent attention. The lists are in the model's buffer, which the last indexer has filled."""
+    """One layer's sparse latent attention. The lists are in the model's buffer, filled by the last indexer."""
 
     is_sparse = True
     masked_mha_available = False
@@ -28,13 +28,13 @@ class SparseMLAFLImpl(MLAFLImpl):
     def __init__(
         self, *args: Any, indexer: object | None = None, topk_indices_buffer: Tensor | None = None, **kwargs: Any
     ) -> None:
-        kwargs.pop("index_group_builder", None)  # of vLLM's own kernels, which read slots in place of positions
+        kwargs.pop("index_group_builder", None)  # for vLLM's own kernels, which read slots instead of positions
         super().__init__(*args, **kwargs)
         self.fl_indexer: Any = indexer
         self.fl_lists: Tensor | None = topk_indices_buffer
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing waits for the lists on another stream."""
+        """Skip vLLM's event, because no other stream waits for the lists."""
 
     def fl_bind(self, scope: str | None) -> None:
         """Bind the operators for the layer with this prefix."""
@@ -42,7 +42,7 @@ class SparseMLAFLImpl(MLAFLImpl):
         self.fl_listed = bind_op("mla_sparse", scope)
 
     def fl_kind(self) -> tuple[Any, ...]:
-        """Layers of one kind call the operators with arguments of the same kind."""
+        """Return the layer's kind: layers of one kind call the operators with arguments of the same kind."""
         rules = warm_batches.rules((*INDEX_OPERATORS, "mla_sparse"), self.fl_scope)
         return (*super().fl_kind(), self.fl_indexer is None, *rules)
 
@@ -70,7 +70,7 @@ class SparseMLAFLImpl(MLAFLImpl):
         attn_metadata: SparseMLAFLMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor | None]:
-        """The absorbed form; ``q`` is ``[tokens, heads, rank + rope]``, whole or in its two parts."""
+        """Attend in the absorbed form; ``q`` is ``[tokens, heads, rank + rope]``, whole or in its two parts."""
         if not attn_metadata.lists:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         assert attn_metadata.block_table is not None
@@ -104,7 +104,7 @@ class SparseMLAFLImpl(MLAFLImpl):
 
 
 class SparseMLAFLBackend(MLAFLBackend):
-    """The attention class of sparse layers wherever :class:`~vllm_fl.attention.mla.MLAFLBackend` is chosen."""
+    """The attention class of sparse layers if :class:`~vllm_fl.attention.mla.MLAFLBackend` is chosen."""
 
     @staticmethod
     def get_impl_cls() -> type[SparseMLAFLImpl]:

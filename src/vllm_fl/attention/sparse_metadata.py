@@ -1,7 +1,7 @@
-"""A step's batch as sparse latent attention and its indexer see it.
+"""A step's batch for sparse latent attention and its indexer.
 
-A batch in which every request has at most ``topk`` tokens takes dense latent attention, as vLLM's own classes have it:
-its indexer writes keys, and lists nothing. A captured graph always lists, and so does every batch with
+A batch in which every request has at most ``topk`` tokens takes dense latent attention, as in vLLM's own classes: its
+indexer writes keys, and lists nothing. A captured graph always lists, and so does every batch with
 ``sparse_mla_force_mqa``.
 """
 
@@ -30,14 +30,14 @@ INDEX_OPERATORS = ("index_key_write", "index_topk")
 
 
 def longest_dense(vllm_config: VllmConfig) -> int:
-    """The most tokens of a request that takes dense attention: as many as a query attends to, or none on demand."""
+    """Return the largest number of tokens of a request with dense attention: ``topk``, or 0 if lists are forced."""
     topk: int = vllm_config.model_config.hf_text_config.index_topk
     return 0 if vllm_config.attention_config.sparse_mla_force_mqa else topk
 
 
 @dataclass
 class SparseMLAFLMetadata(MLAFLMetadata):
-    """A step's batch for sparse latent attention; with ``lists`` its whole batch is in the absorbed form.
+    """A step's batch for sparse latent attention; with ``lists`` the whole batch takes the absorbed form.
 
     Args:
         block_table: ``[requests, blocks]`` int32, of all requests.
@@ -90,14 +90,14 @@ class SparseMLAFLMetadataBuilder(MLAFLMetadataBuilder):
 
 @dataclass
 class IndexFLMetadata:
-    """A step's batch as all indexers see it.
+    """A step's batch for all indexers.
 
     Args:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
-        seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
+        seq_lens: ``[requests]`` int32; tokens of each request in the cache, including the new ones.
         block_table: ``[requests, blocks]`` int32.
         slot_mapping: ``[tokens]`` int64.
-        lists: whether attention wants lists.
+        lists: whether attention needs lists.
     """
 
     num_actual_tokens: int
@@ -143,7 +143,7 @@ class IndexFLMetadataBuilder(AttentionMetadataBuilder[IndexFLMetadata]):
 
 
 class IndexFLBackend(LatentQuestions, AttentionBackend):
-    """vLLM's question to an indexer's cache: who builds its metadata."""
+    """The backend class of an indexer's cache, which names the builder of its metadata."""
 
     @staticmethod
     def get_impl_cls() -> type:

@@ -1,7 +1,7 @@
 """Requests that arrive while an engine's thread makes steps.
 
-vLLM takes a request in a thread of its own, and its engine sees it at the next scheduling. A worker in the same process
-asks here, so that it ends before.
+vLLM receives a request in a separate thread, and its engine sees it at the next scheduling. A worker in the same
+process asks here whether to end its steps earlier.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _come = False
 
 
 def listen() -> None:
-    """Have the engine of this process note each request that it takes. Idempotent."""
+    """Make the engine of this process record each request that it receives. Idempotent."""
     engine: Any = importlib.import_module(ENGINE).EngineCore
     take = engine.preprocess_add_request
     if hasattr(take, "__wrapped__"):
@@ -32,13 +32,13 @@ def listen() -> None:
 
 
 def note() -> None:
-    """Note that a request has arrived."""
+    """Record that a request has arrived."""
     global _come
     _come = True
 
 
 def forget() -> None:
-    """Forget who has arrived: the scheduler sees them now."""
+    """Forget arrivals, because the scheduler sees them now."""
     global _come
     _come = False
 

@@ -1,4 +1,4 @@
-"""Before vLLM has a platform: the names of our environment variables, and the platform it would take by itself."""
+"""Set-up before vLLM has a platform: the names of our variables, and the platform that vLLM would choose alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fl_dispatch.settings import variable_names
 
 
 def declare_variables() -> None:
-    """Tell vLLM the names of our environment variables. Idempotent; also right when the platform stays off."""
+    """Declare our environment variables to vLLM. Idempotent, and harmless if the platform stays off."""
     from vllm import envs
 
     for name in variable_names():
@@ -22,7 +22,7 @@ def _reader(name: str) -> Callable[[], str | None]:
 
 
 def in_tree_platform() -> str | None:
-    """The name of the vLLM platform that would run without ours, or ``None``."""
+    """Return the name of the vLLM platform that would run without ours, or ``None``."""
     from vllm import platforms
 
     return next((name for name, found in platforms.builtin_platform_plugins.items() if found() is not None), None)

@@ -1,4 +1,4 @@
-"""vLLM's own ways to batch invariance, where this platform is not one that vLLM thinks of."""
+"""vLLM's own measures for batch invariance, on platforms that vLLM does not consider."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from fl_dispatch import ConfigError, get_policy
 
 PLACES = ("vllm.model_executor.determinism", "vllm.model_executor.layers")
-"""Packages that hold the module, newest first."""
+"""Packages that contain the module, newest first."""
 
 
 def choose_blas() -> None:
-    """Have products by cuBLASLt on NVIDIA GPUs, as vLLM does for its own platform.
+    """Use cuBLASLt for products on NVIDIA GPUs, as vLLM does for its own platform.
 
-    It asks for sums that are not divided, which no other library of PyTorch's has: the first product would be an error.
+    vLLM disables split sums, which PyTorch's other libraries do not support: the first product would raise an error.
     """
     if get_policy().batch_invariant and torch.version.cuda is not None:
         torch.backends.cuda.preferred_blas_library(backend="cublaslt")
@@ -26,7 +26,7 @@ def choose_blas() -> None:
 
 @contextmanager
 def without_triton() -> Iterator[None]:
-    """Leave PyTorch's own operators in place inside, where a worker starts; each row of theirs is summed alone."""
+    """Keep PyTorch's own operators in this block, where a worker starts, because they sum each row separately."""
     if not get_policy().batch_invariant:
         yield
         return

@@ -1,6 +1,6 @@
 """vLLM's allocator for sleep mode, on a GPU that is not vLLM's own platform.
 
-vLLM asks for the platform's name before it uses the allocator, which needs nothing of the platform: it maps and unmaps
+vLLM checks the platform's name before it uses the allocator, which does not depend on the platform: it maps and unmaps
 memory through CUDA's driver, so tensors and captured graphs keep their addresses.
 """
 
@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 ALLOCATOR = "vllm.device_allocator.cumem"
 DOOR = "get_mem_allocator_instance"
 USERS = ("vllm.device_allocator", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.lora_model_runner_mixin")
-"""The modules that have the function by which vLLM gets its allocator."""
+"""The modules with the function that returns vLLM's allocator."""
 ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin"
 KEPT = "runtime"
 """The tag of memory that every level of sleep backs up."""
@@ -28,7 +28,7 @@ def loads() -> bool:
     """Whether vLLM's allocator loads here: its compiled library, and CUDA's. Creates no context."""
     try:
         found: Any = importlib.import_module(ALLOCATOR)
-    except (ImportError, AssertionError) as error:  # an assertion of vLLM's: CUDA's library is not in this process
+    except (ImportError, AssertionError) as error:  # an assertion in vLLM: CUDA's library is not in this process
         logger.info("no sleep mode: vLLM's allocator does not load: %s", error)
         return False
     if not found.cumem_available:
@@ -37,29 +37,29 @@ def loads() -> bool:
 
 
 def allocator() -> Any:
-    """The process's allocator."""
+    """Return the process's allocator."""
     found: Any = importlib.import_module(ALLOCATOR)
     return found.CuMemAllocator.get_instance()
 
 
 def release() -> None:
-    """Give the pools up, as vLLM does on its own platforms where a worker ends."""
+    """Release the pools, as vLLM does on its own platforms when a worker ends."""
     allocator().release_pools()
 
 
 def lend_allocator() -> None:
-    """Have vLLM take its allocator whatever the platform is called. Idempotent."""
+    """Make vLLM use its allocator whatever the platform's name. Idempotent."""
     for name in USERS:
         module = importlib.import_module(name)
-        if hasattr(module, DOOR):  # the mixin's since vLLM 0.33
+        if hasattr(module, DOOR):  # the mixin's, since vLLM 0.33
             setattr(module, DOOR, allocator)
 
 
 def keep_adapters() -> None:
     """Keep vLLM's memory for adapters in the part that every level of sleep backs up. Idempotent.
 
-    It would lie among the weights. Level 2 discards these, and the mapping of a batch would not be loaded anew. vLLM
-    0.33 does this on its own platforms.
+    By default that memory is among the weights, which level 2 discards without reloading a batch's mapping. vLLM 0.33
+    does this on its own platforms.
     """
     mixin: Any = importlib.import_module(ADAPTERS).LoRAModelRunnerMixin
     made = mixin.load_lora_model

@@ -1,4 +1,4 @@
-"""The end of vLLM's engine client, which may leave a request that runs without an answer."""
+"""End the streams of vLLM's engine client, which may leave a running request without an answer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from functools import wraps
 from typing import Any
 
 SERVERS = "uvicorn"
-"""A package that every process has imported that serves requests; others would import vLLM's client for nothing."""
+"""A package that every serving process has imported; other processes would import vLLM's client in vain."""
 
 
 def end_requests() -> None:
-    """Have a server's streams end when its engine's client does. Idempotent.
+    """End a server's streams when its engine's client ends. Idempotent.
 
-    vLLM puts an error on the queue of the task that hands outputs to streams, and cancels that task at once. Either may
-    come first. If the task ends before it reads the error, a stream waits until its client goes, and the server waits
-    too.
+    vLLM puts an error on the queue of the task that passes outputs to streams, and cancels that task at once. Either
+    may come first. If the task ends before it reads the error, a stream waits until its client disconnects, and the
+    server waits, too.
     """
     if SERVERS not in sys.modules:
         return

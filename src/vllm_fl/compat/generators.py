@@ -1,9 +1,8 @@
-"""The V1 runner's random numbers for prompts in chunks, on devices with generators that have no position.
+"""The V1 runner's random numbers for chunked prompts, on devices with generators without a position.
 
-The runner draws a token after every chunk, and drops every one but the last. To take a draw back it moves the request's
-generator by four numbers, as NVIDIA's GPUs count them. PyTorch's generator of a CPU has no such position and
-raises an error, and that would end the engine. Here the generator's whole state is kept before such a draw, and set
-again after it.
+The runner draws a token after every chunk, and drops all but the last. To undo a draw it moves the request's generator
+back by four numbers, as counted on NVIDIA GPUs. PyTorch's CPU generator has no such position and raises an error that
+would end the engine. Here the generator's whole state is saved before such a draw, and restored after it.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from fl_dispatch.devices import DeviceSpec
 
 
 def rewind(runner: Any, device: DeviceSpec) -> None:
-    """Take draws of chunks back by the generator's state, in a V1 runner. Idempotent.
+    """Undo draws of chunks through the generator's state, in a V1 runner. Idempotent.
 
     Args:
         runner: vLLM's ``GPUModelRunner``, or a subclass.
-        device: ``runner``'s.
+        device: the runner's device.
     """
     if "_sample" in vars(runner) or _has_positions(device.torch_type):
         return
@@ -39,7 +38,7 @@ def rewind(runner: Any, device: DeviceSpec) -> None:
     def booked(*args: Any, **kwargs: Any) -> Any:
         generators, rewound = runner.input_batch.generators, _dropped(runner)
         for row in rewound:
-            del generators[row]  # else the runner would move them
+            del generators[row]  # otherwise the runner would move them
         try:
             return book(*args, **kwargs)
         finally:
@@ -58,6 +57,6 @@ def _has_positions(torch_type: str) -> bool:
 
 
 def _dropped(runner: Any) -> dict[int, Any]:
-    """Row → generator of each request with a dropped token in this step."""
+    """Return row → generator of each request with a dropped token in this step."""
     generators, mask = runner.input_batch.generators, runner.discard_request_mask.np
     return {row: generator for row, generator in generators.items() if mask[row]} if generators else {}

@@ -1,6 +1,6 @@
 """The Triton kernels that vLLM's V1 model runner launches, as functions of PyTorch.
 
-vLLM takes them by name, through its ``register_kernels``.
+vLLM accepts them by name, through its ``register_kernels``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..runner_kernels.states import batch_memcpy
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 COMPILED = "compute_slot_mapping_kernel_impl"
-"""The kernel of vLLM's CPU build for it; its library is loaded where ``vendor.cpu`` runs."""
+"""vLLM's CPU build of the kernel; its library is loaded if ``vendor.cpu`` runs."""
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 STATE_COPY_KERNEL = "vllm.v1.worker.mamba_utils.batch_memcpy_kernel"
 REJECTION_KERNELS = (
@@ -42,9 +42,9 @@ def slot_mapping(
     pad_id: int,
     *_: Any,
 ) -> None:
-    """The cache slot of every token: ``block_table[request, position // block] * block + position % block``.
+    """Write the cache slot of every token: ``block_table[request, position // block] * block + position % block``.
 
-    The host does not wait for the device. Tokens that no request covers keep their slots.
+    The host does not wait for the device. Slots of tokens that no request covers stay unchanged.
 
     Args:
         num_tokens, max_num_tokens: slots between these two are padding and get ``pad_id``.

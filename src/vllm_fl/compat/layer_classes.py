@@ -1,4 +1,4 @@
-"""Layers of vLLM: whether a linear one multiplies plainly, and how a class that is no ``CustomOp`` is replaced."""
+"""Layers of vLLM: whether a linear layer uses a plain product, and replacements of classes not ``CustomOp``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def multiplies_plainly(method: Any) -> bool:
-    """Whether a layer's method is a product with weights as they are, by PyTorch's own ``linear``.
+    """Whether a layer's method is a product with unquantized weights, by PyTorch's own ``linear``.
 
-    If the names are gone, the answer is no, and the layers stay vLLM's.
+    If vLLM lacks the names, the answer is no, and the layers stay vLLM's.
     """
     from vllm.model_executor.layers import linear, utils
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
@@ -18,7 +18,7 @@ def multiplies_plainly(method: Any) -> bool:
     from vllm import envs
 
     if envs.VLLM_BATCH_INVARIANT and (current_platform.is_cuda_alike() or current_platform.is_xpu()):
-        return False  # vLLM's own product has precedence there
+        return False  # vLLM's own product takes precedence there
     if type(method) is linear.UnquantizedLinearMethod:
         chosen = getattr(method, "_gemm_impl", None)
     elif type(method) is embedding.UnquantizedEmbeddingMethod:  # it chooses in every call
@@ -29,6 +29,6 @@ def multiplies_plainly(method: Any) -> bool:
 
 
 def replace_class(base: type, replacement: type) -> None:
-    """Put a class in the place of ``base`` in the package that holds its module; ``base`` itself undoes it."""
+    """Replace ``base`` by another class in the package above its module; ``base`` itself undoes that."""
     package = importlib.import_module(base.__module__.rpartition(".")[0])
     setattr(package, base.__name__, replacement)

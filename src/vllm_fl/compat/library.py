@@ -1,7 +1,7 @@
-"""Replacements of vLLM's compiled library on a GPU, in vLLM's GPU worker and its V2 model runner.
+"""Replace vLLM's compiled library on a GPU, in vLLM's GPU worker and its V2 model runner.
 
-They are: host memory that a GPU reads, references that do not keep memory alive, the warm-up of kernels, and the work
-of a group of ranks before a capture.
+The replaced functions are: host memory that a GPU reads, references that do not keep memory alive, the warm-up of
+kernels, and a rank group's work before a capture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORIGINAL = Attached[Capture]("fl_original")
 
 
 class _HostMemory:
-    """Pinned memory as CUDA's array interface describes it; a tensor made from it keeps it alive."""
+    """Pinned memory in CUDA's array interface; a tensor made from it keeps it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -38,7 +38,7 @@ class _HostMemory:
 
 
 def gpu_view(cpu_tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the current GPU over the memory of a pinned one, which has one address on both sides.
+    """Return a tensor on the current GPU over the memory of a pinned tensor, which has the same address on both sides.
 
     Raises:
         ValueError: the tensor is not pinned.
@@ -50,7 +50,7 @@ def gpu_view(cpu_tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unowned_views(device: DeviceSpec) -> Callable[[Any], Any]:
-    """A function that gives the memory of a device's tensor without keeping it alive, and returns all else."""
+    """Return a function that views a device tensor's memory without keeping it alive, and returns all else."""
 
     def unowned_view(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or tensor.get_device() < 0 or not tensor.numel():

@@ -1,7 +1,7 @@
-"""vLLM's loaders of weights, each with an account of a checkpoint's tensors.
+"""Let vLLM's loaders of weights keep an account of a checkpoint's tensors.
 
-vLLM compares names itself, only in models that are not quantized, and not the parts of joined layers. Its table of
-loaders is the one place that every load passes, of a model and of one that drafts for it.
+vLLM compares names only in models that are not quantized, and not the parts of joined layers. Its table of loaders is
+the one place that every load passes, for a model and for its draft model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .. import checkpoint
 
 
 class CountedLoader:
-    """The part before vLLM's loader of a format. Weights that come later, into a running engine, are not counted."""
+    """The part before vLLM's loader of a format. Weights loaded later into a running engine are not counted."""
 
     fl_account: Account | None = None
 
@@ -43,7 +43,7 @@ class CountedLoader:
         checkpoint.close_account(account, model, model_config)
 
     def track_weights_loading(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's comparison of names, without the layers that it excuses: ours follows, and names the files too."""
+        """Run vLLM's comparison of names without the layers that it excuses; ours follows, and also names the files."""
 
     def get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         weights: Iterator[tuple[str, Tensor]] = super().get_all_weights(*args, **kwargs)  # type: ignore[misc]
@@ -58,7 +58,7 @@ class CountedLoader:
 
 @contextmanager
 def _noting(dropped: set[str]) -> Iterator[None]:
-    """Collect the names that a model's mapper drops: its class says that it has no use for these tensors."""
+    """Collect the names that a model's mapper drops, because its class declares these tensors unused."""
     map_name = WeightsMapper._map_name_with_shard
 
     def noted(mapper: WeightsMapper, key: str) -> Any:
@@ -80,7 +80,7 @@ def _counted(loader: type) -> type:
 
 
 def count() -> None:
-    """Put our part before each of vLLM's loaders that hands a checkpoint's tensors to the model. Idempotent."""
+    """Put our part before each of vLLM's loaders that passes a checkpoint's tensors to the model. Idempotent."""
     from vllm.model_executor import model_loader
 
     table = model_loader._LOAD_FORMAT_TO_MODEL_LOADER

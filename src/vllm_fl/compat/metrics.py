@@ -9,13 +9,13 @@ from typing import Any
 from fl_dispatch.hosting.records import metrics
 
 ROUTER = "vllm.entrypoints.serve.instrumentator.metrics"
-"""The module takes the function by name when a server's routes are made; that may have happened already."""
+"""The module that takes the function by name when a server's routes are made; it may already be imported."""
 
 
 def join_metrics() -> None:
-    """Add our metrics to the registry that vLLM takes for ``/metrics``, the one for several servers too. Idempotent.
+    """Add our metrics to vLLM's registry for ``/metrics``, also the one for several servers. Idempotent.
 
-    vLLM makes that registry in each server process, and has no place where a plugin could name a collector.
+    vLLM makes that registry in each server process, and plugins cannot register a collector.
     """
     from vllm.v1.metrics import prometheus
 

@@ -1,9 +1,9 @@
-"""The choice of a model runner if Triton has no driver for the device: V2 with our forms of its kernels, else V1.
+"""Choose a model runner if Triton has no driver for the device: V2 with our forms of its kernels, else V1.
 
-vLLM asks whether Triton is installed and finds a driver; on a machine with a GPU it does, whatever device we serve.
-Every process that holds a configuration asks, so every one is set up. A variable in the environment would reach them as
-well. But vLLM takes ``VLLM_USE_V2_MODEL_RUNNER`` as the user's choice, in later configurations too, so only the user
-sets it. vLLM's own rule says which features V2 lacks, and V1 then runs.
+vLLM checks whether Triton is installed and finds a driver, which is true on a machine with a GPU whatever device is
+served. Every process with a configuration makes this check, so each is set up. An environment variable would reach them
+as well, but vLLM treats ``VLLM_USE_V2_MODEL_RUNNER`` as the user's choice, in later configurations too, so only the
+user sets it. vLLM's own rule lists the features that V2 lacks; V1 then runs.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ WORKER = "vllm.v1.worker.gpu_worker"
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 UTILS = "vllm.v1.worker.utils"
 VERIFICATIONS = ("", "standard", "synthetic")
-"""How drafts are verified by forms; empty without speculation."""
+"""Methods of verifying drafts with forms; empty without speculation."""
 DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
 """Speculation by a model with kernels that have forms."""
 HOST_AS_DEVICE = "vllm.v1.worker.cpu.shm"
 
 
 def do_without_triton(v2: bool) -> None:
-    """Have vLLM's configuration choose a runner for a device that no Triton driver serves. Idempotent.
+    """Make vLLM's configuration choose a runner for a device without a Triton driver. Idempotent.
 
     Args:
-        v2: whether the V2 runner's kernels have forms for the device; it then serves what they are enough for.
+        v2: whether the V2 runner's kernels have forms for the device; it then serves the configurations that they
+            cover.
     """
     module: Any = importlib.import_module(CONFIG)
     module.HAS_TRITON = v2
@@ -53,10 +54,9 @@ def _with_ours(vllms: Any) -> Any:
 
 
 def prepare(device: DeviceSpec) -> None:
-    """Prepare vLLM's modules for a worker's V2 runner, before the worker is made; its kernels get forms if Triton has
-    no driver.
+    """Prepare vLLM's modules for a worker's V2 runner, before the worker is made. Idempotent.
 
-    Idempotent.
+    The runner's kernels get forms if Triton has no driver.
     """
     if not device.accelerator:
         importlib.import_module(HOST_AS_DEVICE)  # vLLM's streams, events and pinned memory for main memory as device
@@ -67,14 +67,14 @@ def prepare(device: DeviceSpec) -> None:
         from ..runner_kernels import states, table
 
         worker: Any = importlib.import_module(WORKER)
-        worker.HAS_TRITON = True  # else vLLM 0.33's refuses to be made
+        worker.HAS_TRITON = True  # otherwise vLLM 0.33's class refuses to be made
         table.register(main_memory=not device.accelerator)
         if device.accelerator:
             states.clear_as_tensors(importlib.import_module(UTILS).KVBlockZeroer)
 
 
 def kernels(device: DeviceSpec) -> str:
-    """The languages of the kernels that the V2 runner of this process launches on the device."""
+    """Return the languages of the kernels that this process's V2 runner launches on the device."""
     if not why_unserved():
         return "Triton"
     from ..runner_kernels import native
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
 
 
 def choice(config: VllmConfig) -> Choice:
-    """The runner that vLLM's own rule gives a configuration, and why."""
+    """Return the runner that vLLM's own rule gives a configuration, and why."""
     v2 = config.use_v2_model_runner
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return Choice("V2" if v2 else "V1", "VLLM_USE_V2_MODEL_RUNNER asks for it")
@@ -107,7 +107,7 @@ def choice(config: VllmConfig) -> Choice:
 
 
 def without_forms(config: VllmConfig) -> list[str]:
-    """The parts of a configuration that have no PyTorch form, or that V2 has no door for."""
+    """Return the parts of a configuration without a PyTorch form, or without a hook in V2."""
     parallel, speculation = config.parallel_config, config.speculative_config
     method = getattr(speculation, "method", None)
     asked = {
@@ -124,12 +124,12 @@ def without_forms(config: VllmConfig) -> list[str]:
 
 
 def has_several_predictors(speculation: SpeculativeConfig | None) -> bool:
-    """Whether several predictors of one model draft, each a token of its own."""
+    """Whether several predictors of one model draft, each one token."""
     return speculation is not None and speculation.use_multi_module_mtp()
 
 
 def _is_for_v1(given: str | type) -> bool:
-    """Whether a processor of logits, a class or ``module:class``, is for the V1 runner alone, so that V2 refuses it."""
+    """Whether a logits processor, a class or ``module:class``, is for the V1 runner only, so that V2 refuses it."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ForV2
 

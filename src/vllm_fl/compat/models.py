@@ -1,4 +1,4 @@
-"""Models that vLLM itself gets wrong, those with layers that keep a state, and those with sparse latent attention."""
+"""Models that vLLM serves wrongly, models with a state per request, and models with sparse latent attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 UNBALANCED_IN_FLOAT16 = ("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "LagunaForCausalLM")
-"""For float16 vLLM's runner of experts divides the shared ones by the scale of the routed ones, so that sums stay
-small, and a decoder layer has to divide the rest as well. DeepSeek's do; these do not, so our runner multiplies."""
+"""For float16 vLLM's runner of experts divides the shared experts by the scale of the routed ones, so that sums stay
+small, and a decoder layer must divide the rest as well. DeepSeek's layers do; these do not, so our runner
+multiplies."""
 
 
 def is_unbalanced(model: ModelConfig) -> bool:
@@ -21,7 +22,7 @@ def is_unbalanced(model: ModelConfig) -> bool:
 
 
 def has_states(model: ModelConfig | None) -> bool:
-    """Whether some layers keep a state for each request in place of its keys and values."""
+    """Whether some layers keep a state for each request instead of keys and values."""
     return model is not None and bool(model.is_hybrid or model.is_attention_free)
 
 

@@ -1,10 +1,10 @@
-"""The V2 runner's batches with drafts, for models with layers that keep a state.
+"""The V2 runner's batches with drafts, for models with a state per request.
 
-vLLM tells requests that decode from prompts by their places in a batch, for all layers with a state but delta nets.
-Two kinds of requests stand at wrong places, and their states would take tokens that were not accepted:
+Except for delta nets, vLLM distinguishes decoding requests from prompts by their places in a batch. Two kinds of
+requests are at wrong places, so that their states would include rejected tokens:
 
-- requests that decode without drafts stand among short prompts;
-- a prompt of one token, which the scheduler fills up with placeholders beside requests with drafts, counts as a prompt.
+- requests that decode without drafts are among short prompts;
+- a prompt of one token, which the scheduler pads with placeholders next to requests with drafts, counts as a prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATES = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
 
 
 def put_in_order(runner: Any) -> None:
-    """Have a runner's batches say which requests decode. Idempotent; one runner a process.
+    """Mark the decoding requests in a runner's batches. Idempotent; one runner per process.
 
     Args:
         runner: vLLM's V2 runner with its model.
@@ -84,7 +84,7 @@ def _filled_up_decode(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(rows: Tensor, layers: Mapping[str, Any], block_tables: tuple[Tensor, ...], groups: Sequence[Any]) -> None:
-    """Set the states before requests' first tokens to zeros: vLLM leaves in a block what its last request had there."""
+    """Set the initial states of requests to zeros, because vLLM leaves the last request's state in a block."""
     for table, group in zip(block_tables, groups, strict=True):
         slots = table[rows.to(table.device), 0].long()
         for name in group.layer_names:

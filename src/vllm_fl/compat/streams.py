@@ -1,7 +1,7 @@
-"""``torch.cuda``'s streams, events and graphs, by which vLLM's model runners call those of any device.
+"""``torch.cuda``'s streams, events and graphs, which vLLM's model runners use for any device.
 
-The names are ``Stream``, ``Event``, ``default_stream``, ``current_stream``, ``stream`` and ``set_stream``; those of a
-device with graphs are also ``CUDAGraph``, ``graph`` and ``graph_pool_handle``.
+The names are ``Stream``, ``Event``, ``default_stream``, ``current_stream``, ``stream`` and ``set_stream``; for a device
+with graphs also ``CUDAGraph``, ``graph`` and ``graph_pool_handle``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fl_dispatch.devices import DeviceSpec
 
 
 def lend_names(device: DeviceSpec) -> None:
-    """Give ``torch.cuda`` the streams, events and graphs of a device with a PyTorch module of its own. Idempotent.
+    """Give ``torch.cuda`` the streams, events and graphs of a device with its own PyTorch module. Idempotent.
 
-    A class stays itself, because vLLM's annotations name it. A function gets a shell of its own, because Dynamo refuses
-    to know one function under two names.
+    A class is used unchanged, because vLLM's annotations name it. A function gets a wrapper, because Dynamo rejects one
+    function under two names.
     """
     if device.is_foreign:
         for name, found in device.stream_names().items():
@@ -31,18 +31,19 @@ def _shell(found: Any) -> Any:
 
 
 def _event(event: Any) -> Any:
-    """The device's class of events, called without ``blocking``, a wish only, unless its signature has it."""
+    """Return the device's event class, called without the optional ``blocking`` unless its signature has it."""
     try:
         if "blocking" in inspect.signature(event).parameters:
             return event
-    except ValueError:  # a class in C may not say
+    except ValueError:  # a class in C may have no signature
         pass
     return _WithoutBlocking("Event", (), {"events": event})
 
 
 class _WithoutBlocking(type):
-    """A class in place of a class of events: annotations and ``isinstance`` take no function. Calls ignore
-    ``blocking``.
+    """A class in place of an event class, because annotations and ``isinstance`` need a class.
+
+    Calls ignore ``blocking``.
     """
 
     events: Any

@@ -1,7 +1,7 @@
-"""PyTorch's threads while vLLM serves: on a CPU the model computes on them, so vLLM leaves their number alone.
+"""PyTorch's threads while vLLM serves: a CPU's model computes on them, so vLLM must not change their number.
 
-vLLM sets one thread where ``OMP_NUM_THREADS`` is missing, and warns of more where it is set: rules for a process that
-launches kernels of a device. Its own CPU platform has a worker without them.
+vLLM sets one thread if ``OMP_NUM_THREADS`` is missing, and warns if it is set to more: rules for a process that
+launches a device's kernels. vLLM's own CPU platform has a worker without these rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NAME = "set_torch_threads_for_runtime"
 
 
 def leave(module: ModuleType) -> None:
-    """Have a module of vLLM leave the number of PyTorch's threads as it is. Idempotent."""
+    """Stop a module of vLLM from changing the number of PyTorch's threads. Idempotent."""
     setattr(module, NAME, _leave)
 
 

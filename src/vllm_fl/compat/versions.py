@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 def host_version() -> str:
-    """vLLM's version as major.minor."""
+    """Return vLLM's version as major.minor."""
     from vllm.version import __version__
 
     return ".".join(__version__.split(".")[:2])
 
 
 TESTED_HOSTS = ("0.32", "0.33")
-"""All engine tests run on these, each on the PyTorch that it asks for. Some features are served on these alone."""
+"""Versions that all engine tests run on, each with the PyTorch that it requires. Some features need one of these."""
 
 
 def is_tested() -> bool:

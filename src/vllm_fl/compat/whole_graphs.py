@@ -1,7 +1,7 @@
-"""Models that were compiled as one graph, from vLLM's cache.
+"""Load models that were compiled as one graph from vLLM's cache.
 
-vLLM saves them as it saves models that were cut into pieces, but finishes the loading of each by a method that only
-pieces have. On its own CPU platform, where one graph is the default, every start therefore compiles again.
+vLLM saves them like models split into pieces, but finishes the loading of each by a method that only pieces have. So on
+its own CPU platform, where one graph is the default, every start compiles again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "_try_load_aot_compiled_fn"
 
 
 def load() -> None:
-    """Have vLLM load such models. Idempotent."""
+    """Make vLLM load such models. Idempotent."""
     from vllm.compilation import decorators
 
     hosts = getattr(decorators, NAME)

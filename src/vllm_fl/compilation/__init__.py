@@ -1,1 +1,1 @@
-"""Compiled models and graphs: the passes that join operators, and graphs of one token and of prompts."""
+"""Compiled models and graphs: the passes that fuse operators, and graphs of one token and of prompts."""

@@ -1,8 +1,7 @@
 """Compiled models: changes to vLLM's configuration, and the order of events at the worker's start.
 
-Implementations prove themselves in an eager pass. Only then every choice is fixed and becomes part of vLLM's
-compile-cache key, and only then something is compiled: vLLM drops the guards of its graphs, so a later choice would
-never reach them.
+Implementations prove themselves in an eager pass. Then every choice is fixed and becomes part of vLLM's compile-cache
+key, and only then compilation starts: vLLM drops the guards of its graphs, so a later choice would never reach them.
 """
 
 from __future__ import annotations
@@ -43,31 +42,30 @@ CPP_OPTIONS = {
     "epilogue_fusion": True,
     "cpp.dynamic_threads": True,
 }
-"""Inductor's options for C++, those of vLLM's own CPU platform: the number of threads is the process's, at run time."""
+"""Inductor's options for C++, as on vLLM's own CPU platform: the process's number of threads applies at run time."""
 JOINED_BY_US: Mapping[str, str] = {
     "rms_norm": "fuse_norm_quant",
     "silu_and_mul": "fuse_act_quant",
     "rotary_embedding": "fuse_rope_kvcache",
 }
-"""Operator that our pass joins with the user of its result (:mod:`.quantized_results`, :mod:`.rotary_cache`) → vLLM's
-switch for that.
-"""
+"""Operator that our pass fuses with the user of its result (:mod:`.quantized_results`, :mod:`.rotary_cache`) → vLLM's
+switch for that."""
 ROTATIONS = JOINED_BY_US["rotary_embedding"]
 ROTATE_AND_WRITE = "rotary_embedding_kv_cache_write"
-"""The operator that joins a rotation with the write of keys and values into the cache."""
+"""The operator that fuses a rotation with the write of keys and values into the cache."""
 ROTATION_PARTS = ("rotary_embedding", "kv_cache_write")
 ASKED_TO_JOIN = "VLLM_FL_FUSE_ROPE_KVCACHE"
 FUSED = "fused_linear"
-"""The operator that joins a product with the norm before it and the gate behind it (:mod:`.one_token`)."""
+"""The operator that fuses a product with the norm before it and the gate after it (:mod:`.one_token`)."""
 ASKED_TO_FUSE = "VLLM_FL_FUSE_ONE_TOKEN"
 WRITE = "vllm::unified_kv_cache_update"
-"""vLLM's operator that writes the cache; vLLM cuts its graphs at it by default."""
+"""vLLM's operator that writes the cache; vLLM splits its graphs at it by default."""
 LATENT_WRITE = "vllm::unified_mla_kv_cache_update"
-"""vLLM's operator that writes a latent cache; vLLM cuts its graphs at it by default."""
+"""vLLM's operator that writes a latent cache; vLLM splits its graphs at it by default."""
 joined_calls: Counter[str] = Counter()
-"""Operator → number of its calls that the passes of this process joined with the user of their result."""
+"""Operator → number of its calls that this process's passes fused with the user of their result."""
 MANIFEST_KEY = "fl_dispatch_manifest"
-"""The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the frozen choices' hash."""
+"""The key of the frozen choices' hash in vLLM's ``additional_config``, which is part of its compile-cache key."""
 
 
 def is_compiled(vllm_config: VllmConfig) -> bool:
@@ -85,20 +83,20 @@ def is_captured(vllm_config: VllmConfig) -> bool:
 
 
 def model_backend(device: DeviceSpec) -> str:
-    """The compilation backend for models on a device."""
+    """Return the compilation backend for models on a device."""
     return WITHOUT_INDUCTOR if device.inductor is None else DEFAULT_BACKEND
 
 
 def helper_backend(device: DeviceSpec) -> str:
-    """The backend for vLLM's small helper functions, which then need no C++ compiler at run time."""
+    """Return the backend for vLLM's small helper functions, which then need no C++ compiler at run time."""
     return DEFAULT_BACKEND if device.inductor == TRITON else WITHOUT_INDUCTOR
 
 
 def default_mode(vllm_config: VllmConfig, device: DeviceSpec) -> CompilationMode:
-    """The mode where the user chose none, on a device for which Inductor writes no kernels of Triton's.
+    """Return the default mode on a device for which Inductor writes no Triton kernels.
 
-    It is that of vLLM's own CPU platform, one graph for the whole model, where Inductor can build C++ and nothing is
-    asked for that compiled models lack; else none.
+    The mode is that of vLLM's own CPU platform, one graph for the whole model, if Inductor can build C++ and no
+    requested feature is missing in compiled models; otherwise no compilation.
     """
     from vllm.config import CompilationMode
 
@@ -112,7 +110,7 @@ def default_mode(vllm_config: VllmConfig, device: DeviceSpec) -> CompilationMode
 
 
 def lacked_by_compiled_models(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    """Features that models have only where they run eagerly, and whether each is asked for."""
+    """Return features that need eager models, each with whether it is requested."""
     model = vllm_config.model_config
     return [
         (model is not None and model.is_encoder_decoder, "compiled encoder-decoder models"),
@@ -123,7 +121,7 @@ def lacked_by_compiled_models(vllm_config: VllmConfig) -> list[tuple[bool, str]]
 
 
 def refuse_missing_compiler(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Raise ``ValueError`` if Inductor is asked for and cannot build code for this device."""
+    """Raise ``ValueError`` if Inductor is requested and cannot build code for this device."""
     asked = is_compiled(vllm_config) and vllm_config.compilation_config.backend == DEFAULT_BACKEND
     if asked and device.inductor is None:
         raise ValueError(
@@ -155,10 +153,10 @@ def _is_our_pass_manager() -> bool:
 
 
 def join_rotations(vllm_config: VllmConfig, own_attention: bool) -> None:
-    """Join rotations with the write of keys and values, as the user asks for, if possible.
+    """Fuse rotations with the write of keys and values if the user asks for it and it is possible.
 
-    vLLM then does not cut its graphs between the two. Outside of ROCm a user cannot set vLLM's own switch, so the
-    setting is ours, and the switch shows the result.
+    vLLM then does not split its graphs between the two. Outside ROCm users cannot set vLLM's own switch, so the setting
+    is ours, and the switch shows the result.
 
     Args:
         own_attention: whether the layers' attention is :class:`.attention.AttentionFLImpl`.
@@ -171,16 +169,16 @@ def join_rotations(vllm_config: VllmConfig, own_attention: bool) -> None:
         compilation.splitting_ops = [*compilation._attention_ops, LATENT_WRITE]
         logger.info("CompilationConfig.splitting_ops: without '%s', which may be joined with rotations", WRITE)
     setattr(compilation.pass_config, ROTATIONS, True)
-    # In batches of any size, so that nothing is compiled once more for those of more than 256 tokens.
+    # For batches of any size, to avoid another compilation for those of more than 256 tokens.
     compilation.pass_config.rope_kvcache_fusion_max_token_num = vllm_config.scheduler_config.max_num_batched_tokens
 
 
 def _why_apart(vllm_config: VllmConfig, own_attention: bool) -> list[str]:
-    """List every reason against joining rotations with the write.
+    """List every reason against fusing rotations with the write.
 
-    Captured pieces then hold the write, so graphs must be able to hold it. The name of a layer has to be an input of a
-    piece, or no two layers would be alike; and the slots of a draft's batches are not those of the model's. The joined
-    operator does not take the scales of a cache in int8.
+    Captured pieces then contain the write, so graphs must be able to hold it. A layer's name must be an input of a
+    piece, otherwise no two layers would be equal; and a draft model's batches have other slots than the model's. The
+    fused operator does not take the scales of an int8 cache.
     """
     from vllm.utils import torch_utils
 
@@ -215,7 +213,7 @@ def _why_apart(vllm_config: VllmConfig, own_attention: bool) -> list[str]:
 
 
 def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
-    """Change settings that a compiled model cannot run with on this platform; one INFO line a change."""
+    """Change settings that a compiled model cannot run with on this platform; log one INFO line per change."""
     ours = set(JOINED_BY_US.values() if has_passes(compilation) else ())
     fusions = [
         field.name
@@ -240,7 +238,7 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
             sizes,
             compilation.compile_sizes,
         )
-    compilation.compile_sizes = sizes  # vLLM leaves None where graphs are not captured, and then finds no graph
+    compilation.compile_sizes = sizes  # vLLM leaves None if graphs are not captured, and then finds no graph
     if device.inductor == CPP:
         compilation.inductor_compile_config = {**CPP_OPTIONS, **compilation.inductor_compile_config}
     if device.inductor == CPP and compilation.inductor_compile_config.get("combo_kernels"):
@@ -249,7 +247,7 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
 
 
 def _divide_ranges(compilation: CompilationConfig) -> None:
-    """Compile batches apart if the first choices leave their products to PyTorch, so that no such call is left."""
+    """Compile batches separately if first choices leave their products to PyTorch, so that no view of these remains."""
     begin = boundary("linear") if has_passes(compilation) else None
     if begin is None or begin < 3:  # vLLM divides above one token
         return
@@ -262,7 +260,7 @@ def _divide_ranges(compilation: CompilationConfig) -> None:
 
 
 def leave_to_inductor(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Have the reference run, fused by Inductor, where the kernels that come first are slower than that.
+    """Run the reference, fused by Inductor, if the first-choice kernels are slower than that.
 
     See :func:`fl_dispatch.hosting.compilation.inductor.fused`.
     """
@@ -283,7 +281,7 @@ def leave_to_inductor(vllm_config: VllmConfig, device: DeviceSpec) -> None:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run a model's own forward inside, and compile nothing."""
+    """Run a model's own forward without compilation in this block."""
     wrappers: list[Any] = [part for part in model.modules() if not getattr(part, "do_not_compile", True)]
     for wrapper in wrappers:
         wrapper.do_not_compile = True
@@ -295,7 +293,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def start(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Wrap the model in ``torch.compile`` where vLLM leaves that to the model runner; the next forward compiles."""
+    """Wrap the model in ``torch.compile`` if vLLM leaves that to the model runner; the next forward compiles."""
     from vllm.config import CompilationMode
 
     if is_compiled(vllm_config):
@@ -308,23 +306,23 @@ def start(model: nn.Module, vllm_config: VllmConfig) -> None:
 
 
 def enter_cache_key(vllm_config: VllmConfig, manifest_hash: str) -> None:
-    """Make the frozen choices a part of vLLM's compile-cache key, so that no graph of other choices is loaded."""
-    vllm_config.additional_config[MANIFEST_KEY] = manifest_hash  # in place: copies for a model's parts share it
+    """Add the frozen choices to vLLM's compile-cache key, so that no graph with other choices is loaded."""
+    vllm_config.additional_config[MANIFEST_KEY] = manifest_hash  # in place, because copies for a model's parts share it
     compilation = vllm_config.compilation_config
-    if compilation.cache_dir:  # vLLM takes a user's directory as it is, without a key
+    if compilation.cache_dir:  # vLLM uses a user's directory without a key
         compilation.cache_dir = os.path.join(compilation.cache_dir, manifest_hash)
         logger.info("CompilationConfig.cache_dir: %s, because graphs belong to these choices", compilation.cache_dir)
 
 
 def warm_up_sizes(vllm_config: VllmConfig, default: int) -> list[int]:
-    """Batch sizes, in tokens, for dummy runs that compile everything: one for all ranges, and each single size."""
+    """Return batch sizes, in tokens, for dummy runs that compile everything: one for all ranges, and each size."""
     limit = vllm_config.scheduler_config.max_num_batched_tokens
     sizes = [size for size in vllm_config.compilation_config.compile_sizes or () if size <= limit]
     return [min(default, limit), *sizes]
 
 
 def counts() -> dict[str, int]:
-    """vLLM's counters of this process, and PyTorch's: what was compiled or loaded since the process began."""
+    """Return vLLM's counters of this process, and PyTorch's: compilations and loads since the process began."""
     from torch._dynamo.utils import counters
     from vllm.compilation.counter import compilation_counter
 
@@ -342,13 +340,11 @@ def counts() -> dict[str, int]:
 def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]:
     """Count the compilations since the counters stood at ``before``, as plain data.
 
-    ``graphs`` were traced by Dynamo; vLLM cuts them at attention layers into ``pieces``. ``compilations`` is how often
-    it asked for the code of a piece, and ``distinct`` how often Inductor made or loaded some: equal pieces share it.
-    ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut. ``rotations`` were
-    joined with the write of keys and values in pieces that Inductor made; pieces that it loaded had theirs before.
-    ``fused products`` were joined with norms and gates in the same way. ``captured`` is the number of tokens up to
-    which
-    batches have graphs.
+    ``graphs`` were traced by Dynamo; vLLM splits them at attention layers into ``pieces``. ``compilations`` counts
+    requests for a piece's code, and ``distinct`` counts codes that Inductor made or loaded: equal pieces share one.
+    ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not split. ``rotations`` were
+    fused with the write of keys and values in pieces that Inductor made, not in loaded ones. ``fused products`` were
+    fused with norms and gates in the same way. ``captured`` is the number of tokens up to which batches have graphs.
     """
     now, compilation = counts(), vllm_config.compilation_config
     grown = {name: value - before[name] for name, value in now.items()}

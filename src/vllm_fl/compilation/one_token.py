@@ -1,11 +1,11 @@
-"""Steps of one token: their graphs call one operator for a product, the norm before it and the gate behind it.
+"""Steps of one token: their graphs call one operator for a product, the norm before it and the gate after it.
 
-Such a step is bound by bytes, and by small kernels between the products. The range of exactly one token is compiled
-apart, and all other graphs stay as they are. A row that a product of fp8 quantizes need not be quantized at all there,
-because each weight is multiplied once.
+Such a step is bound by memory traffic, and by small kernels between the products. The range of exactly one token is
+compiled separately, and all other graphs stay unchanged. A row that an fp8 product quantizes need not be quantized in
+this range, because each weight is multiplied once.
 
-Norms and gated activations are in a graph as views, where :mod:`.quantized_results` keeps them whole, or as launches of
-Triton kernels, which Dynamo has traced.
+Norms and gated activations appear in a graph as views, if :mod:`.quantized_results` keeps them whole, or as launches of
+Triton kernels that Dynamo has traced.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Product → the operators on its rows before it."""
 NORM, GATE = "rms_norm", "silu_and_mul"
 KEY = "fl_dispatch_one_token"
-"""The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the products."""
+"""The key of the fused products in vLLM's ``additional_config``, which is part of its compile-cache key."""
 KERNELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         NORM: ("fl_dispatch.backends.triton.impl.rows.normalization", "_norm"),
         GATE: ("fl_dispatch.backends.triton.impl.rows.activation", "_gated"),
     }
 )
-"""Operator → module and name of the kernel that a traced call launches. They are named, for no backend is imported."""
+"""Operator → module and name of the kernel that a traced call launches. They are names, so that no backend is
+imported."""
 launched = torch.ops.higher_order.triton_kernel_wrapper_functional
 """The operator that launches a Triton kernel in a graph."""
 BUFFERS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
@@ -60,9 +61,9 @@ BUFFERS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
 
 
 def prepare(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Compile the range of one token apart if products are to be joined there, before dispatch is frozen.
+    """Compile the range of one token separately if products are to be fused there, before dispatch is frozen.
 
-    The joined operator is called for each type of weights, so that it is proven before a graph relies on it. The joined
+    The fused operator is called for each type of weights, so that it is proven before a graph uses it. The fused
     products become a part of vLLM's compile-cache key.
     """
     products = to_join(vllm_config)
@@ -76,14 +77,14 @@ def prepare(model: nn.Module, vllm_config: VllmConfig) -> None:
     if not samples or FUSED in get_default_manager().get_failed_impls():
         return
     compilation = vllm_config.compilation_config
-    # vLLM leaves an end of one token out of those in its configuration, and asks for the ranges when it compiles.
+    # vLLM drops an end of one token from its configuration, and reads the ranges when it compiles.
     compilation.compile_ranges_endpoints = sorted({1, *(compilation.compile_ranges_endpoints or ())})
     vllm_config.additional_config[KEY] = sorted(products)
     logger.info("%s: joined with norms and gates in graphs of one token", ", ".join(sorted(products)))
 
 
 def joined_products(vllm_config: VllmConfig) -> frozenset[str]:
-    """The products that :func:`prepare` found right, and none before it ran or where it found none."""
+    """Return the products that :func:`prepare` found right; none before it ran."""
     return frozenset(vllm_config.additional_config.get(KEY, ()))
 
 
@@ -96,7 +97,7 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _samples(kinds: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """Arguments of one row that are not left to the reference: for each type of weights with a gate, and without."""
+    """Yield arguments of one row that some kernel takes: for each type of weights with a gate, and without."""
     declared = OPERATORS[FUSED].samples
     assert declared is not None
     left = {(kind, gated) for kind in kinds for gated in (False, True)}
@@ -108,14 +109,14 @@ def _samples(kinds: set[torch.dtype], dtype: torch.dtype, device: torch.device) 
 
 
 def to_join(vllm_config: VllmConfig) -> frozenset[str]:
-    """The products that graphs of one token join; none if something speaks against it."""
+    """Return the products that graphs of one token fuse; none if there is a reason against it."""
     if why_apart(vllm_config):
         return frozenset()
     return frozenset(product for product in PRODUCTS if _may_join(product))
 
 
 def why_apart(vllm_config: VllmConfig) -> list[str]:
-    """List every reason against joining any product."""
+    """List every reason against fusing any product."""
     found = [
         (not get_settings().fuse_one_token, f"{compile.ASKED_TO_FUSE} is off"),
         (not versions.is_tested(), "it was not tested with this vLLM"),
@@ -137,7 +138,7 @@ def why_apart(vllm_config: VllmConfig) -> list[str]:
 
 
 def _may_join(product: str) -> bool:
-    """Whether a product may be joined: the user asks for no part's implementation, and all parts are of one backend."""
+    """Whether a product may be fused: the user chooses no part's implementation, and all parts are of one backend."""
     parts = (product, *PRODUCTS[product], NORM, GATE)
     return first_choices.joins(FUSED, parts, 1) and first_choices.of_one_backend(FUSED, parts, 1)
 
@@ -147,7 +148,7 @@ def _may_join(product: str) -> bool:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product in a graph: its operands as ``fused_linear`` has them, and what can go with it, last first."""
+    """A product in a graph: its operands as in ``fused_linear``, and the nodes that can go with it, last first."""
 
     row: Any
     operands: tuple[Any, ...]
@@ -176,7 +177,7 @@ class _Gate:
 
 
 def join(graph: Graph, products: frozenset[str]) -> int:
-    """Join each product of one row with what is before it and behind it; returns how many there were."""
+    """Fuse each product of one row with its norm and gate; return the number of fused products."""
     joined = 0
     for product in sorted(products):
         found = view(product)
@@ -191,7 +192,7 @@ def _join(graph: Graph, node: Any, name: str) -> bool:
         return False
     gate = _gate(node)
     for norm in dict.fromkeys((_norm(product), None)):
-        if norm is None and not PRODUCTS[name]:  # a gate by itself gains nothing
+        if norm is None and not PRODUCTS[name]:  # fusing a gate alone gains nothing
             return False
         x = product.row if norm is None else norm.x
         more = (None, None, 1e-6) if norm is None else (norm.weight, norm.residual, norm.epsilon)
@@ -220,7 +221,7 @@ def _join(graph: Graph, node: Any, name: str) -> bool:
 
 
 def _erase(graph: Graph, nodes: list[Any]) -> None:
-    """Erase the nodes that are unused, in this order."""
+    """Erase unused nodes among these, in this order."""
     for node in dict.fromkeys(nodes):
         if not node.users:
             graph.erase_node(node)
@@ -233,7 +234,7 @@ def _is_row(x: Any) -> bool:
 
 
 def _is_taken(operands: tuple[Any, ...]) -> bool:
-    """Whether something better than the reference takes a call."""
+    """Whether an implementation other than the reference takes a call."""
     manager = get_default_manager()
     given = (one.meta["val"] if isinstance(one, Node) else one for one in operands)
     chosen = manager.registry.get_implementation(FUSED, manager.get_selected_impl_id(FUSED, *given))
@@ -241,7 +242,7 @@ def _is_taken(operands: tuple[Any, ...]) -> bool:
 
 
 def _product(node: Any, name: str) -> _Product | None:
-    """Match a product with plain weights, or with fp8 of one scale or one a column and a row quantized for it."""
+    """Match a product with plain weights, or with fp8 of one scale or one per column and a row quantized for it."""
     *operands, scope = node.args
     if scope:
         return None
@@ -265,7 +266,7 @@ def _product(node: Any, name: str) -> _Product | None:
 
 
 def _norm(product: _Product) -> _Norm | None:
-    """The norm that makes a product's row, if that alone takes it and could be computed where the norm is."""
+    """Return the norm that makes a product's row, if only the product uses it and could be computed in its place."""
     row = product.row
     given = [one for one in product.operands if isinstance(one, Node)]
     others = [user for node in product.nodes[1:] for user in node.users if user not in product.nodes]
@@ -280,7 +281,7 @@ def _norm(product: _Product) -> _Norm | None:
 
 
 def _whole_norm(row: Any) -> _Norm | None:
-    """A norm that is a view."""
+    """Return a norm that is a view."""
     if row.target is view(NORM):
         x, weight, epsilon, scope = row.args
         return None if scope or weight is None else _Norm(x, None, weight, epsilon, row, None)
@@ -295,7 +296,7 @@ def _whole_norm(row: Any) -> _Norm | None:
 
 
 def _traced_norm(row: Any) -> _Norm | None:
-    """A norm that is the launch of a kernel."""
+    """Return a norm that is a kernel launch."""
     if (results := _results(row)) is None or (constants := _launch(results[0], NORM)) is None:
         return None
     source, found = results
@@ -310,7 +311,7 @@ def _traced_norm(row: Any) -> _Norm | None:
 
 
 def _gate(product: Any) -> _Gate | None:
-    """The gated activation that alone takes a product."""
+    """Return the gated activation that is the only user of a product."""
     takers = [user for user in product.users if not _is_buffer(user)]
     if len(takers) != 1:
         return None
@@ -331,7 +332,7 @@ def _gate(product: Any) -> _Gate | None:
 
 
 def _results(row: Any) -> tuple[Any, dict[Any, Any]] | None:
-    """The node with several results that this is one of, and all of its results that are used."""
+    """Return the multi-output node that makes this result, and all of its used results."""
     if row.target is not operator.getitem or not isinstance(source := row.args[0], Node):
         return None
     users = [*source.users]
@@ -340,13 +341,13 @@ def _results(row: Any) -> tuple[Any, dict[Any, Any]] | None:
 
 
 def _launch(node: Any, op_name: str) -> Mapping[str, Any] | None:
-    """The constants of a launch of the kernel that computes an operator; ``None`` if it is another node."""
+    """Return the constants of a launch of an operator's kernel; ``None`` for another node."""
     if node.target is not launched:
         return None
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-    while hasattr(kernel, "fn"):  # with its configurations, and then as Triton has it
+    while hasattr(kernel, "fn"):  # once with its configurations, then in Triton's form
         kernel = kernel.fn
     named = (kernel.__module__, kernel.__name__)
     constants: Mapping[str, Any] = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
@@ -358,7 +359,7 @@ def _is_buffer(node: Any) -> bool:
 
 
 def _buffers(launch: Any) -> tuple[Any, ...]:
-    """The new memory that only this launch writes to."""
+    """Return the new buffers that only this launch writes."""
     if launch.target is not launched:
         return ()
     given = launch.kwargs["kwargs"]

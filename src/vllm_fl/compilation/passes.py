@@ -1,4 +1,4 @@
-"""The passes that run over a graph that vLLM's compilation hands to Inductor."""
+"""The passes over a graph that vLLM's compilation passes to Inductor."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PRODUCT = "linear"
 
 
 class ReferenceProducts(VllmInductorPass):
-    """Puts PyTorch's product in the place of the view where every batch of the graph's range is multiplied by it.
+    """Pass that replaces the view by PyTorch's product if it multiplies every batch of the graph's range.
 
-    Prompts run outside of captured graphs, where each call of a view costs the host several times what a product does.
+    Prompts run outside captured graphs, where a view costs the host several times as much as a product.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -53,7 +53,7 @@ def _multiply(graph: Graph, node: Node, x: Node, weight: Node, bias: Node | None
 
 
 class JoinOneToken(VllmInductorPass):
-    """Joins products with norms and gates where the range is one token, see :mod:`.one_token`."""
+    """Pass that fuses products with norms and gates if the range is one token, see :mod:`.one_token`."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
@@ -69,7 +69,7 @@ class JoinOneToken(VllmInductorPass):
 
 
 class JoinQuantization(VllmInductorPass):
-    """Joins norms and gated activations with the quantization of their results, see :mod:`.quantized_results`."""
+    """Pass that fuses norms and gated activations with their results' quantization, see :mod:`.quantized_results`."""
 
     def __call__(self, graph: Graph) -> None:
         """Replace the calls."""
@@ -77,7 +77,7 @@ class JoinQuantization(VllmInductorPass):
 
 
 class JoinRotation(VllmInductorPass):
-    """Joins rotations with the write of keys and values, see :mod:`.rotary_cache`."""
+    """Pass that fuses rotations with the write of keys and values, see :mod:`.rotary_cache`."""
 
     def __call__(self, graph: Graph) -> None:
         """Replace the calls."""
@@ -87,12 +87,12 @@ class JoinRotation(VllmInductorPass):
 class KeepFunctional(VllmInductorPass):
     """An empty pass in place of vLLM's last one, which saves copies around its own compiled operators.
 
-    vLLM's pass reads them from ``torch.ops._C``, and they are only there with vLLM's CUDA library; our layers call none
-    of them. Inductor undoes functionalization of every other operator by itself.
+    vLLM's pass reads them from ``torch.ops._C``, which has them only with vLLM's CUDA library; our layers call none of
+    them. Inductor undoes the functionalization of all other operators.
     """
 
     def __call__(self, graph: Graph) -> None:
-        """Leave the graph as it is."""
+        """Leave the graph unchanged."""
 
 
 class PassManagerFL(PostGradPassManager):

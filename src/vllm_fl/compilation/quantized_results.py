@@ -1,7 +1,7 @@
 """Norms and gated activations with a quantized result: compiled graphs call one operator for both.
 
-Dynamo leaves the calls whole, as views, and a pass finds each one with a result that only quantizations take. vLLM's
-own switches turn it on: ``pass_config.fuse_norm_quant`` and ``fuse_act_quant``.
+Dynamo keeps the calls whole, as views, and a pass finds each one with a result that only quantizations use. vLLM's own
+switches enable it: ``pass_config.fuse_norm_quant`` and ``fuse_act_quant``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ logger = get_logger(__name__)
 
 QUANTIZE = "quantize"
 JOINED: Mapping[str, str] = MappingProxyType({"rms_norm": "rms_norm_quantize", "silu_and_mul": "silu_and_mul_quantize"})
-"""Operator → the one that quantizes its result too."""
+"""Operator → the operator that also quantizes its result."""
 functionalized = torch.ops.higher_order.auto_functionalized
-"""The operator of views that write, in graphs that vLLM has Inductor trace."""
+"""The operator of views that write, in graphs that vLLM makes Inductor trace."""
 
 
 # -- before anything is compiled --------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ functionalized = torch.ops.higher_order.auto_functionalized
 
 @contextmanager
 def without_hosts_passes(config: PassConfig) -> Iterator[None]:
-    """Have vLLM add none of its own passes for what ours joins: they join operators of its CUDA library."""
+    """Stop vLLM from adding its own passes for the calls that ours fuse, because they need its CUDA library."""
     before = {name: getattr(config, name) for name in compile.JOINED_BY_US.values() if hasattr(config, name)}
     for name in before:
         setattr(config, name, False)
@@ -54,7 +54,7 @@ def without_hosts_passes(config: PassConfig) -> Iterator[None]:
 
 
 def keep_whole(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Have graphs hold the calls that the pass may join, before dispatch is frozen."""
+    """Keep the calls that the pass may fuse in graphs, before dispatch is frozen."""
     wanted = {*_to_join(model, vllm_config), *rotary_cache.to_join(model, vllm_config)}
     found = get_default_manager().keep_whole(wanted)
     if joins := found & set(JOINED):
@@ -64,7 +64,7 @@ def keep_whole(model: nn.Module, vllm_config: VllmConfig) -> None:
 
 
 def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
-    """Operators, if the model quantizes rows and the policy lets them be joined."""
+    """Yield operators to fuse, if the model quantizes rows and the policy allows it."""
     compilation = vllm_config.compilation_config
     if not compile.has_passes(compilation) or not any(isinstance(one, ScaledLayer) for _, _, one in kernels(model)):
         return
@@ -78,7 +78,7 @@ def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def join(graph: Graph) -> int:
-    """Replace each call with a result that only equal quantizations take; return the number of replaced calls."""
+    """Replace each call with a result that only equal quantizations use; return the number of replaced calls."""
     joined = 0
     for part in sorted(get_default_manager().state.whole & set(JOINED)):
         for node in graph.find_nodes(op="call_function", target=view(part)):
@@ -91,13 +91,13 @@ def join(graph: Graph) -> int:
 
 
 def view(name: str) -> Any:
-    """One of our operators in graphs, or ``None`` if it was not registered there."""
+    """Return one of our operators in graphs, or ``None`` if it was not registered there."""
     found = getattr(torch.ops.fl_dispatch, name, None)
     return found and found.default
 
 
 def _join_plain(graph: Graph, node: Node, part: str) -> bool:
-    """A call that writes nothing: ``(x, *others, scope) -> y``."""
+    """Fuse a call that writes nothing: ``(x, *others, scope) -> y``."""
     *operands, scope = node.args
     found = _quantizations(node)
     if scope or not found:
@@ -112,10 +112,10 @@ def _join_plain(graph: Graph, node: Node, part: str) -> bool:
 
 
 def _join_in_place(graph: Graph, node: Node) -> bool:
-    """Join the norm with a residual. Its view writes the results into ``x`` and ``residual`` and returns them."""
+    """Fuse the norm with a residual. Its view writes the results into ``x`` and ``residual`` and returns them."""
     given: dict[str, Any] = dict(node.kwargs)
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    y, total = results.get(1), results.get(2)  # the first result is the view's own, none
+    y, total = results.get(1), results.get(2)  # the first result is the view's own: none
     if y is None or given["scope"] or len(results) != len(node.users) or not (found := _quantizations(y)):
         return False
     _, dtype, group_size, scale, _ = found[0].args
@@ -132,7 +132,7 @@ def _join_in_place(graph: Graph, node: Node) -> bool:
 
 
 def _quantizations(y: Node) -> list[Node]:
-    """The quantizations that alone take a result, if all do the same with it and could do it where it is computed."""
+    """Return the quantizations that are a result's only users, if all are equal and could move to its place."""
     users = list(y.users)
     if not users or any(user.target is not view(QUANTIZE) or user.args[0] is not y for user in users):
         return []

@@ -1,11 +1,11 @@
 """Rotations of queries and keys: compiled graphs call one operator for them and the write into the cache.
 
-It is off unless the user sets ``VLLM_FL_FUSE_ROPE_KVCACHE``, because it made no engine faster. vLLM then does not cut
-its graphs at that write (``compile.join_rotations``). Dynamo leaves the rotation whole, as a view, and a pass finds
-each write with keys that such a view returns.
+The pass is off unless the user sets ``VLLM_FL_FUSE_ROPE_KVCACHE``, because it made no engine faster. With it vLLM does
+not split its graphs at that write (``compile.join_rotations``). Dynamo keeps the rotation whole, as a view, and a pass
+finds each write with keys that such a view returns.
 
-Captured pieces read the slots of a step at one address, with -1 behind them and in made-up batches. The V1
-runner ensures that in ``_get_slot_mappings`` and ``_dummy_run``, the V2 runner in ``compute_slot_mappings`` and
+Captured pieces read the slots of a step at one address, with -1 after them and in dummy batches. The V1 runner ensures
+this in ``_get_slot_mappings`` and ``_dummy_run``, the V2 runner in ``compute_slot_mappings`` and
 ``get_dummy_slot_mappings``, which fill ``slot_mappings``.
 """
 
@@ -33,12 +33,12 @@ aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten.reshape.default)
 WRITE = "unified_kv_cache_update"
 NAME = "rotate_and_cache"
-# A reload must not drop the library: compiled graphs hold its operators.
+# A reload must keep the library, because compiled graphs hold its operators.
 _library: torch.library.Library | None = globals().get("_library")
 
 
 def to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
-    """The rotation, if every attention layer of the model can write what is rotated for it; they are prepared."""
+    """Yield the rotation, if every attention layer of the model can write rotated keys itself; prepare the layers."""
     if not getattr(vllm_config.compilation_config.pass_config, compile.ROTATIONS, False):
         return
     found = [module.impl for module in model.modules() if hasattr(module, "impl") and hasattr(module, "attn_backend")]
@@ -62,7 +62,7 @@ def _rotate_and_cache(
     interleaved: bool,
     layer: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate and write; the last result, without elements, makes every reader of the cache depend on the write."""
+    """Rotate and write; the last result, an empty tensor, makes every reader of the cache depend on the write."""
     from vllm.model_executor.layers.attention.attention import get_attention_context
     from vllm.utils.torch_utils import _resolve_layer_name
 
@@ -77,7 +77,7 @@ def _fake(query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor, Te
 
 
 def _define() -> None:
-    """Define it unless it exists. Its layer has the type that vLLM's own operators take."""
+    """Define the operator unless it exists. Its layer has the type that vLLM's own operators take."""
     from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
     global _library
@@ -124,7 +124,7 @@ def _join(graph: Graph, write: Node) -> bool:
 
 
 def _rotation_of(key: Any) -> Node | None:
-    """The rotation that returned these keys, in its own shape."""
+    """Return the rotation that returned these keys, in its own shape."""
     result = key
     while result.target in RESHAPES:
         result = result.args[0]
@@ -139,7 +139,7 @@ def _rotation_of(key: Any) -> Node | None:
 
 
 def _between(graph: Graph, rotation: Node, value: Any) -> list[Node] | None:
-    """The nodes behind the rotation that make a value, in order; ``None`` if it needs that or they write something."""
+    """Return the nodes after the rotation that make a value; ``None`` if they need the rotation or write memory."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     found, left = set(), [value]
     while left:

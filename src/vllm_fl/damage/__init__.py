@@ -1,12 +1,12 @@
-"""Damaged requests under vLLM (``VLLM_FL_DAMAGED_REQUESTS``): they alone end, or are computed again.
+"""Damaged requests under vLLM (``VLLM_FL_DAMAGED_REQUESTS``): only these end, or are computed again.
 
-vLLM can count NaN in each request's logits, and its counts come back with the sampled tokens. Here they count infinity
-too, and the scheduler acts on them. A request with any is preempted, and its blocks leave the prefix cache. It is
-computed again in an eager step, and each call of it is looked at: this shows the operator and layer where the numbers
-began. All ranks do so together, because the step itself says it.
+vLLM can count NaN in each request's logits, and returns the counts with the sampled tokens. Here the counts include
+infinity, and the scheduler acts on them. A damaged request is preempted, and its blocks leave the prefix cache. It is
+computed again in an eager step with each call checked, which shows the operator and layer where the damage began. All
+ranks do so together, because the step carries the mark.
 
-A KV connector may have sent the blocks to another engine meanwhile. By its method ``fl_take_back(requests, why)`` that
-engine learns of it, and ``fl_spoiled(connector_output)`` names blocks here with what another one took back.
+A KV connector may have sent the blocks to another engine meanwhile. Its method ``fl_take_back(requests, why)`` informs
+that engine, and ``fl_spoiled(connector_output)`` names local blocks with data that another engine took back.
 
 =============  =========================================================================================================
 ``choice``     whether an engine does so

@@ -1,4 +1,4 @@
-"""The error of a request that ended for damage, with its reason: vLLM's servers say "Internal server error" alone."""
+"""The error of a request that ended because of damage: vLLM's servers only say "Internal server error"."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ERROR = "error"
 
 
 class Reason(str):
-    """vLLM's word, with the reason beside it."""
+    """vLLM's word with the reason attached."""
 
     fl_why: str
 
 
 def explain() -> None:
-    """Have a server's errors say why a request ended. Idempotent."""
+    """Make a server's errors say why a request ended. Idempotent."""
     if SERVERS not in sys.modules:
         return
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing

@@ -1,4 +1,4 @@
-"""The choice whether damaged requests are found in an engine."""
+"""Decide whether an engine looks for damaged requests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 COUNTS = "VLLM_COMPUTE_NANS_IN_LOGITS"
-"""vLLM's variable that has its runners count; the processes of an engine inherit it."""
+"""vLLM's variable that makes its runners count; the processes of an engine inherit it."""
 OURS = "FL_DAMAGE_COUNTS"
-"""The variable that is there if we set vLLM's, and not the user."""
+"""The variable that marks vLLM's variable as set by us, not by the user."""
 
 
 def adapt(vllm_config: VllmConfig) -> None:
-    """Have vLLM's runners count damaged logits, unless the user decided that.
+    """Make vLLM's runners count damaged logits, unless the user decided that.
 
-    A model that drafts has a configuration of its own, made after its engine's.
+    A draft model has its own configuration, made after its engine's.
     """
     model = vllm_config.model_config
     if model is None or model.runner_type == "draft" or (COUNTS in os.environ and OURS not in os.environ):
@@ -32,6 +32,6 @@ def adapt(vllm_config: VllmConfig) -> None:
 
 
 def is_off() -> bool:
-    """Whether the user wants damaged requests to be ignored, or nothing to be dispatched."""
+    """Whether the user wants damaged requests to be ignored, or dispatch is off."""
     settings = get_settings()
     return settings.damaged_requests == "ignore" or not settings.policy.enabled

@@ -1,8 +1,8 @@
-"""The count of damaged logits in vLLM's runners, which goes to the host with the sampled tokens.
+"""Count damaged logits in vLLM's runners; the counts go to the host with the sampled tokens.
 
-With drafts a request has several rows of logits, and vLLM takes them for rows of several requests. Here a request has
-the rows that its tokens were chosen from. A draft from damaged logits is never accepted, and the token in its place is
-the target's own: vLLM would draw one from what the target has over the draft, and over NaN it has nothing.
+With drafts a request has several rows of logits, which vLLM treats as rows of several requests. Here a request has the
+rows from which its tokens were chosen. A draft from damaged logits is never accepted, and the target's own token
+replaces it: vLLM would draw from the target's excess over the draft, which is undefined for NaN.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ PLACES = {
         (REJECTION, "get_num_nans"),
     ),
 }
-"""Whether it is the V2 runner → the functions by which vLLM counts, under the names that their users have."""
+"""Whether it is the V2 runner → vLLM's functions that count, under their users' names."""
 COPIED_AT_ONCE = 1 << 25
 """Elements of drafts' logits that are copied at a time."""
 COUNTS = Attached[Tensor]("fl_damaged_tokens")
-"""The count of each request in the V1 runner, on the logits of a step with drafts."""
+"""The count of each request in the V1 runner, from the logits of a step with drafts."""
 
 
 def install(runner: Any, v2: bool, drafts: bool) -> None:
-    """Have a model runner count damaged rows, and with drafts each request's damaged tokens, if it is to count any."""
+    """Make a model runner count damaged rows, and with drafts each request's damaged tokens, if counting is on."""
     if not _is_on():
         return
     for module, name in PLACES[v2]:
@@ -55,7 +55,7 @@ def install(runner: Any, v2: bool, drafts: bool) -> None:
 
 
 def warm_up(model_config: ModelConfig, device: torch.device) -> None:
-    """Look at a row of logits as the model makes them, so that no request waits for a kernel to compile."""
+    """Check a row of logits in the model's dtype, so that no request waits for the kernel to compile."""
     if _is_on():
         damaged_rows(torch.zeros(1, model_config.get_vocab_size(), dtype=model_config.dtype, device=device))
 
@@ -72,7 +72,7 @@ def _counted(logits: Tensor) -> Tensor:
 
 
 def _verified(sample: Any) -> Any:
-    """The V1 runner's ``_sample``; the runner counts afterwards."""
+    """Wrap the V1 runner's ``_sample``; the runner counts afterwards."""
 
     @wraps(sample)
     def verified(logits: Tensor | None, drafts: Any) -> Any:
@@ -88,7 +88,7 @@ def _verified(sample: Any) -> Any:
 
 
 def _sampled(sample: Any) -> Any:
-    """The V2 runner's ``sample``, which has counted by row; ranks that sample for each other have sums already."""
+    """Wrap the V2 runner's ``sample``, which has counted by row; ranks that sample for each other already have sums."""
 
     @wraps(sample)
     def sampled(hidden_states: Tensor, input_batch: Any, *args: Any) -> Any:
@@ -102,14 +102,14 @@ def _sampled(sample: Any) -> Any:
 
 
 def _without_damaged_drafts(verify: Any) -> Any:
-    """Drafts from damaged logits are invalid, as those are that a grammar forbids."""
+    """Mark drafts from damaged logits as invalid, like those that a grammar forbids."""
 
     @wraps(verify)
     def verified(
         self: Any, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid: Tensor | None = None
     ) -> Any:
-        if draft_logits is not None:  # chosen at random, with which vLLM compares the target's
-            step = input_batch.expanded_local_pos.long() - 1  # before a request's drafts there is a token of its own
+        if draft_logits is not None:  # random choices, with which vLLM compares the target's
+            step = input_batch.expanded_local_pos.long() - 1  # a request's own token comes before its drafts
             places = torch.stack((input_batch.expanded_idx_mapping.long(), step.clamp(min=0)))
             parts = places.split(max(1, COPIED_AT_ONCE // draft_logits.shape[-1]), dim=1)
             damaged = torch.cat([damaged_rows(draft_logits[tuple(part)]) for part in parts]).bool() & (step >= 0)

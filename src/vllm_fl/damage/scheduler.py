@@ -28,7 +28,7 @@ SPOILED = "the engine that sent it found NaN or infinity in the logits that it c
 
 
 def contain() -> None:
-    """Have vLLM's schedulers contain damage. Idempotent."""
+    """Make vLLM's schedulers contain damage. Idempotent."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     if not hasattr(Scheduler.update_from_output, "__wrapped__"):
@@ -67,7 +67,7 @@ def _judging(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Damage:
-    """The damaged requests of one scheduler, and what is done about them."""
+    """The damaged requests of one scheduler, and their handling."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -76,10 +76,10 @@ class Damage:
     def judge(
         self, step: SchedulerOutput, output: ModelRunnerOutput, watched: bool, told: Told, spoiled: Mapping[int, str]
     ) -> list[tuple[Request, str]]:
-        """Begin damaged requests again, or end them; returns those that ended, and why.
+        """Restart damaged requests, or end them; return those that ended, and why.
 
-        It comes before vLLM reads the step's tokens, which then are not the requests' any more. ``spoiled`` are blocks
-        that had wrong keys and values of another engine's, and why these are wrong.
+        Call it before vLLM reads the step's tokens, which restarted requests must not get. ``spoiled`` maps blocks with
+        another engine's wrong keys and values to the reason.
         """
         again: list[Request] = []
         ended: list[tuple[Request, str]] = []
@@ -90,7 +90,7 @@ class Damage:
                 self.verdicts.watched.discard(name)
                 continue
             if request.num_stale_output_tokens > 0 and request.drop_stale_output:
-                continue  # of a step from before it began again
+                continue  # from a step before it was restarted
             tokens = output.sampled_token_ids[output.req_id_to_index[name]] if output.sampled_token_ids else ()
             damaged = counts.get(name, 0) > 0
             verdict = self.verdicts.of(name, damaged, watched, bool(tokens))
@@ -124,33 +124,33 @@ class Damage:
         return ended
 
     def _would_lose_scores(self, name: str, output: ModelRunnerOutput) -> bool:
-        """Whether a step has a prompt's log-probabilities, which vLLM's V1 runner computes once."""
+        """Whether a step has a prompt's log-probabilities, which vLLM's V1 runner computes only once."""
         v1 = not self.scheduler.vllm_config.use_v2_model_runner
         return v1 and output.prompt_logprobs_dict.get(name) is not None
 
     def _having(self, blocks: Mapping[int, str]) -> dict[Request, str]:
-        """Running requests that have one of these blocks, and what is said of it."""
+        """Return running requests with one of these blocks, and the block's reason."""
         ids = self.scheduler.kv_cache_manager.get_block_ids
         running = self.scheduler.running if blocks else ()
         groups = ((one, group) for one in running for group in ids(one.request_id))
         return {one: blocks[block] for one, group in groups for block in group if block in blocks}
 
     def _take_back(self, requests: list[str] | None, why: str) -> None:
-        """Have engines that were sent keys and values of requests throw them away; ``None`` is all that was sent."""
+        """Make engines discard the keys and values that they were sent of requests; ``None`` for all."""
         tell = getattr(self.scheduler.connector, "fl_take_back", None)
         if tell is not None and requests != []:
             tell(requests, why)
 
     def _again(self, request: Request) -> None:
-        """Preempt a request; the tokens that it has are its prompt, and the others of steps under way are dropped."""
+        """Preempt a request; its tokens become its prompt, and tokens of steps under way are dropped."""
         scheduler = self.scheduler
         self._forget(request)
         if request in scheduler.running:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-        else:  # preempted for want of memory meanwhile
+        else:  # preempted meanwhile for lack of memory
             request.drop_stale_output = True
-            self._evict_all()  # its own have other owners by now
+            self._evict_all()  # its blocks have other owners by now
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _end(self, ended: Iterable[tuple[Request, str]]) -> None:
@@ -162,7 +162,7 @@ class Damage:
             self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
 
     def _forget(self, request: Request) -> None:
-        """Take a request's blocks out of the prefix cache."""
+        """Remove a request's blocks from the prefix cache."""
         groups = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         self._evict(block for group in groups for block in group)
 
@@ -174,7 +174,7 @@ class Damage:
 
 
 def _spoiled(scheduler: Scheduler, output: ModelRunnerOutput) -> Mapping[int, str]:
-    """Blocks that had keys and values of another engine's which were wrong, and why."""
+    """Return blocks with another engine's wrong keys and values, and why they are wrong."""
     heard, ask = output.kv_connector_output, getattr(scheduler.connector, "fl_spoiled", None)
     return ask(heard) if heard is not None and ask is not None else {}
 

@@ -1,1 +1,1 @@
-"""vLLM's layers over our operators: one row a class, and a forward a family."""
+"""vLLM's layers over our operators: one row per class, and one forward per family."""

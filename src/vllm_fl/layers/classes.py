@@ -1,8 +1,8 @@
-"""vLLM's layers over our operators: one row a class; the forwards are in :mod:`vllm_fl.layers.forwards`.
+"""vLLM's layers over our operators: one row per class; the forwards are in :mod:`vllm_fl.layers.forwards`.
 
 vLLM replaces a layer class by its exact name (``CustomOp.register_oot``), so subclasses that inherit the same forward
-have rows of their own. Each layer binds its operator once; after loading the worker binds it again, with the layer's
-prefix as scope.
+have separate rows. Each layer binds its operator once; after loading, the worker binds it again with the layer's prefix
+as scope.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class LayerClass:
     """One class of vLLM that is replaced.
 
     Args:
-        module, name: where it is.
+        module, name: its module and name.
         mixin: our forward.
         custom_op: whether it is a ``CustomOp``, which vLLM replaces itself. Otherwise its name is replaced in the
-            package above
-            ``module``, where vLLM looks it up (see ``compat.layer_classes``).
-        own_kernel: whether it is only replaced if the first choice is not PyTorch's own product. vLLM's own code calls
-            that too, so an unreplaced layer is no gap.
-        since: the first version of vLLM that has it in this form; empty for all.
-        transformers: it is of vLLM's Transformers backend, which is imported for models that need it only.
-        cpu_only: it is only replaced on CPUs, because our kernels were not measured for it on other devices.
-        creates_context: importing ``module`` asks Triton for the current device, which creates a context. A process
-            that has one cannot be forked, and vLLM forks its engine, so only processes that run models import it.
+            package above ``module``, where vLLM looks it up (see ``compat.layer_classes``).
+        own_kernel: whether it is replaced only if the first choice is not PyTorch's own product, which vLLM's own code
+            calls, too.
+        since: the first version of vLLM with this form of the class; empty for all.
+        transformers: whether it belongs to vLLM's Transformers backend, which is imported only for models that need it.
+        cpu_only: whether it is replaced only on CPUs, because our kernels for it were not measured on other devices.
+        creates_context: whether importing ``module`` asks Triton for the current device, which creates a context. A
+            process with a context cannot be forked, and vLLM forks its engine, so only processes that run models import
+            it.
     """
 
     module: str
@@ -63,12 +63,12 @@ class LayerClass:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """The operator that it runs; several where each instance runs one of them."""
+        """Return the operator that it runs; several if instances run different ones."""
         return self.mixin.fl_operators()
 
     @property
     def facts(self) -> tuple[HostFact, ...]:
-        """The facts that the replacement relies on: the class with its forward, an activation's attributes."""
+        """Return the facts that the replacement relies on: the class with its forward, an activation's attributes."""
         if not issubclass(self.mixin, forwards.ActivationLayer):
             return (self._forward,)
         user = self.mixin.__module__.removeprefix("vllm_fl.")
@@ -78,7 +78,7 @@ class LayerClass:
     def _forward(self) -> HostFact:
         why = "The layer would run vLLM's own code."
         forward, user = getattr(self.mixin, "forward_oot", None), self.mixin.__module__.removeprefix("vllm_fl.")
-        if forward is None or self.transformers:  # vLLM's own forward runs, or one of the base's row
+        if forward is None or self.transformers:  # vLLM's own forward runs, or the forward of the base's row
             return HostFact(self.module, (self.name,), "replaces", user, why, since=self.since)
         name = "forward_native" if self.custom_op else "forward"
         _, *parameters = (p.replace(annotation=p.empty) for p in signature(forward).parameters.values())
@@ -86,7 +86,7 @@ class LayerClass:
         return HostFact(owner, (call,), "overrides", user, why, since=self.since)
 
     def in_tree(self) -> type | None:
-        """vLLM's class, or ``None`` in a version that does not have it."""
+        """Return vLLM's class; ``None`` if this version lacks it."""
         try:
             return getattr(importlib.import_module(self.module), self.name, None)
         except ModuleNotFoundError:
@@ -94,7 +94,7 @@ class LayerClass:
 
     @staticmethod
     def registry(base: type) -> Any:
-        """The module with vLLM's registry of replacements that a class asks: vLLM has one more, hardware-agnostic."""
+        """Return the module with vLLM's registry of replacements for a class: vLLM has two, one hardware-agnostic."""
         asked = (c.__module__ for c in base.__mro__ if c.__name__ in ("CustomOp", "PluggableLayer"))
         return importlib.import_module(next(asked, "vllm.model_executor.custom_op"))
 
@@ -129,7 +129,7 @@ _ACTIVATIONS = (
     *("SwigluStepAndMul", "GeluAndMulSparse", "GELU", "GELUTanh", "NewGELU", "FastGELU", "QuickGELU"),
     "ReLUSquaredActivation",
 )
-"""Activations without weights of all tested versions."""
+"""Activations without weights in all tested versions."""
 
 LAYER_CLASSES = (
     LayerClass(f"{_MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", mixture.ExpertsLayer),
@@ -192,9 +192,9 @@ def register(settings: Settings, *, in_worker: bool = False, transformers: bool 
 
     Args:
         settings: the lists.
-        in_worker: this process runs models; elsewhere rows are passed over for which implementations would have to be
-            loaded (``own_kernel``) or a context created.
-        transformers: the model runs by vLLM's Transformers backend.
+        in_worker: whether this process runs models; otherwise rows are skipped that would load implementations
+            (``own_kernel``) or create a context.
+        transformers: whether the model runs in vLLM's Transformers backend.
     """
     warn_of_unknown_layers(settings, {name for row in LAYER_CLASSES for name in (row.name, *row.operators)})
     if in_worker:
@@ -222,7 +222,7 @@ def register(settings: Settings, *, in_worker: bool = False, transformers: bool 
 
 
 def _warn_of_lists_without_kernels(settings: Settings) -> None:
-    """Layers that are asked for by name stay the host's where the host's own code is what would run."""
+    """Log the named layers that stay the host's because none of our kernels would run."""
     for operator in sorted({operator for row in LAYER_CLASSES if row.own_kernel for operator in row.operators}):
         asked = {row.name for row in LAYER_CLASSES if operator in row.operators} | {operator}
         listed = sorted(asked & (settings.oot_whitelist or frozenset()))
@@ -243,7 +243,7 @@ _COVERED = {(row.module, row.name): row for row in LAYER_CLASSES}
 
 
 def _covered(module: nn.Module) -> LayerClass | None:
-    """The row of the class that a layer is, or inherits from."""
+    """Return the row of a layer's class or of a class that it inherits from."""
     rows = (_COVERED.get((base.__module__, base.__name__)) for base in type(module).__mro__)
     return next((row for row in rows if row is not None), None)
 
@@ -255,16 +255,16 @@ def _attention_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _adapters(model: nn.Module) -> list[Bindable]:
-    """The wrappers of adapters that a model's layers share, each once."""
+    """Return the wrappers of adapters that a model's layers share, each once."""
     found = (getattr(module, "punica_wrapper", None) for module in model.modules())
     return list({id(one): one for one in found if isinstance(one, Bindable)}.values())
 
 
 def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
-    """Bind every layer's operators again, now for the layer's prefix; or those that no compiled graph contains.
+    """Bind every layer's operators again for the layer's prefix, or only those that no compiled graph contains.
 
     Raises:
-        ValueError: a rule names one of several layers that share a module, so it cannot be obeyed.
+        ValueError: a rule names some of the layers that share a module, so it cannot be obeyed.
     """
     prefixes: dict[DispatchedLayer, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):

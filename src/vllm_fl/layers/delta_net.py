@@ -1,7 +1,6 @@
-"""Gated delta net in vLLM: its layer with our convolution and delta rule, and the norm behind them.
+"""Gated delta net in vLLM: its layer with our convolution and delta rule, and the norm after them.
 
-vLLM's layer projects, calls ``_forward_core`` inside one operator that no compiled graph looks into, and projects back.
-Only the core is ours.
+vLLM's layer projects, calls ``_forward_core`` inside one opaque operator, and projects back. Only the core is ours.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ OPERATORS = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule", "gated
 
 
 class DeltaNetLayer(StateLayer):
-    """``QwenGatedDeltaNetAttention``: runs four operators, two for prompts and two for single tokens."""
+    """Base of ``QwenGatedDeltaNetAttention`` that runs four operators, two for prompts and two for single tokens."""
 
     fl_operator = "gated_delta_rule"
     fl_choices = OPERATORS
@@ -41,15 +40,15 @@ class DeltaNetLayer(StateLayer):
     dt_bias: Tensor
 
     def get_prefill_checkpoint_alignment(self) -> None:
-        """A step puts no state aside in the midst of a prompt: it ends there. vLLM's own kernels for Hopper can."""
+        """Return ``None``: a step ends where a state must be stored, unlike vLLM's own kernels for Hopper."""
 
     def forward_cuda(self, hidden_states: Tensor) -> Tensor:
-        """vLLM's own: its layer calls this one on an out-of-tree platform too."""
+        """Run vLLM's own forward: its layer calls this one on an out-of-tree platform, too."""
         output: Tensor = super(DispatchedLayer, self).forward_cuda(hidden_states)  # type: ignore[misc]
         return output
 
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
-        """Fill ``core_attn_out`` ``[tokens, heads, value_dim]`` as far as the step has tokens.
+        """Fill ``core_attn_out`` ``[tokens, heads, value_dim]`` for the step's tokens.
 
         Args:
             mixed_qkv: ``[tokens, channels]``, queries, keys and values.
@@ -57,7 +56,7 @@ class DeltaNetLayer(StateLayer):
             core_attn_out: zeros.
         """
         step = self.fl_step()
-        if step is None:  # vLLM measures memory before there are states; a prompt's operators take about this much
+        if step is None:  # vLLM measures memory before there are states; operators for prompts take about this much
             taken = torch.empty_like(mixed_qkv), core_attn_out.new_empty(3, *core_attn_out.shape)
             del taken
             return
@@ -77,7 +76,7 @@ class DeltaNetLayer(StateLayer):
             core_attn_out[rows] = self._fl_prompts(step, mixed_qkv[rows], b[rows], a[rows])
 
     def _fl_verify(self, step: Any, drafted: Drafted, mixed_qkv: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
-        """Run a step with drafts, where other requests count as prompts; parameters as those of the core."""
+        """Run a step with drafts, in which other requests count as prompts; parameters as in ``_forward_core``."""
         if not step.num_prefills:
             out[: drafted.tokens] = self._fl_drafts(drafted, mixed_qkv, b, a)
             return
@@ -95,7 +94,7 @@ class DeltaNetLayer(StateLayer):
         return drafted.together(torch.stack(found, dim=1))
 
     def _fl_prompts(self, step: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        """Read prompts; each parameter has their tokens alone."""
+        """Read prompts; each parameter has only their tokens."""
         own, starts = step.prefill_state_indices, step.prefill_query_start_loc
         has_state = step.prefill_has_initial_state
         inputs, states = self._fl_states()
@@ -104,23 +103,23 @@ class DeltaNetLayer(StateLayer):
         return self.fl_correct(*self._fl_heads(x), *gates, states, own, starts, has_state, self.head_k_dim**-0.5)
 
     def _fl_token(self, x: Tensor, a: Tensor, b: Tensor, states: Tensor, slots: Tensor) -> Tensor:
-        """One token more of each request, convolved already."""
+        """Advance each request by one convolved token."""
         gates = a, b, self.A_log, self.dt_bias
         return self.fl_correct_token(*self._fl_heads(x), *gates, states, slots, self.head_k_dim**-0.5)
 
     def _fl_taps(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the convolution."""
+        """Return weight and bias of the convolution."""
         return self.conv1d.weight.squeeze(1), self.conv1d.bias
 
     def _fl_activation(self) -> str:
         return operators_name(self.activation)
 
     def _fl_states(self) -> tuple[Tensor, Tensor]:
-        """Both states as the operators have them."""
+        """Return both states in the operators' form."""
         return self.fl_inputs(self._fl_taps()[0]), delta_states(self.kv_cache[1])
 
     def _fl_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each head."""
+        """Return queries, keys and values of each head."""
         key_dim, value_dim = self.key_dim // self.tp_size, self.value_dim // self.tp_size
         query, key, value = x.split((key_dim, key_dim, value_dim), dim=1)
         by_key, by_value = (-1, self.head_k_dim), (-1, self.head_v_dim)

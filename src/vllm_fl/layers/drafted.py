@@ -1,8 +1,8 @@
-"""Requests with drafts in layers that keep a state: a state for each token, of which the next step takes one.
+"""Requests with drafts in layers with a state: a state after each token, of which the next step takes one.
 
-vLLM gives such a request a slot for the state behind each of its tokens in a step. The next step knows how many of them
-were accepted and goes on from that slot, so a rejected draft leaves nothing behind. A convolution keeps its inputs in
-the first slot alone: those before the step's first token but one, and those of the step.
+vLLM gives such a request a slot for the state after each of its tokens in a step. The next step knows how many of them
+were accepted and continues from that slot, so a rejected draft leaves no trace. A convolution keeps its inputs in the
+first slot only: those before the step's second token, and those of the step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Drafted:
     """The requests of a step with drafts, each with one to ``width`` tokens. No method waits for the device.
 
     Args:
-        slots: ``[requests, width]``, int32: the slot for the state behind each token.
-        accepted: ``[requests]``: how many tokens of the step before were accepted, at least one.
-        starts: ``[requests + 1]``: the first of each request's tokens, and the end of the last one's.
-        tokens: how many there are.
+        slots: ``[requests, width]``, int32: the slot for the state after each token.
+        accepted: ``[requests]``: number of accepted tokens of the step before, at least one.
+        starts: ``[requests + 1]``: first token of each request, and the end of the last one.
+        tokens: the number of tokens.
     """
 
     slots: Tensor
@@ -33,10 +33,10 @@ class Drafted:
 
     @classmethod
     def of(cls, step: Any) -> Drafted | None:
-        """Read a step as vLLM describes it for either kind of layers; ``None`` if it has no drafts."""
+        """Read a step from vLLM's description for either kind of layer; ``None`` if it has no drafts."""
         if step.num_accepted_tokens is None:
             return None
-        if hasattr(step, "spec_state_indices_tensor"):  # a delta net's
+        if hasattr(step, "spec_state_indices_tensor"):  # a delta net's description
             slots, starts = step.spec_state_indices_tensor, step.spec_query_start_loc
             tokens = step.num_actual_tokens - step.num_prefill_tokens
         else:
@@ -45,17 +45,17 @@ class Drafted:
 
     @property
     def width(self) -> int:
-        """The most tokens of a request: one and its drafts."""
+        """Return the largest number of tokens of a request: one and its drafts."""
         return self.slots.shape[1]
 
     def apart(self, rows: Tensor) -> Tensor:
-        """``[tokens, …]`` → ``[requests, width, …]``, with rows of others where a request has fewer tokens."""
+        """Reshape ``[tokens, …]`` to ``[requests, width, …]``; requests with fewer tokens have other requests' rows."""
         if self._is_even():
             return rows.unflatten(0, self.slots.shape)
         return rows[self._places().clamp(max=self.tokens - 1)]
 
     def together(self, found: Tensor) -> Tensor:
-        """``[requests, width, …]`` → ``[tokens, …]``."""
+        """Reshape ``[requests, width, …]`` to ``[tokens, …]``."""
         if self._is_even():
             return found.flatten(0, 1)
         places = self._places()
@@ -81,7 +81,7 @@ class Drafted:
             weight: ``[channels, taps]``.
             bias: ``[channels]``, or ``None``.
             inputs: ``[slots, channels, taps - 2 + width]``, overwritten.
-            activation: of the operator.
+            activation: the operator's activation.
 
         Returns:
             ``[requests, width, channels]``.
@@ -95,7 +95,7 @@ class Drafted:
         return torch.stack(found, dim=1)
 
     def each(self, states: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Go through the places of tokens: each with its slots, to which the state before was copied.
+        """Yield the places of tokens, each with its slots, to which the previous state was copied.
 
         Args:
             states: ``[slots, …]``, overwritten.
@@ -108,7 +108,7 @@ class Drafted:
             source = own.long()
 
     def _is_even(self) -> bool:
-        """Whether each request has as many tokens as any may have."""
+        """Whether all requests have the largest number of tokens."""
         return self.tokens == self.slots.numel()
 
     def _places(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention of encoders of pictures and sound over the operator ``paged_attention``, in blocks of one token."""
+"""Attention of image and audio encoders over the operator ``paged_attention``, in blocks of one token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .forwards import DispatchedLayer
 
 
 class EncoderAttentionLayer(DispatchedLayer):
-    """``MMEncoderAttention`` and Whisper's subclass: the tokens of a picture, or of a window, attend to each other."""
+    """``MMEncoderAttention`` and Whisper's subclass: the tokens of an image, or of a window, attend to each other."""
 
     fl_operator = "paged_attention"
     fl_traced: ClassVar[bool] = False
@@ -36,8 +36,9 @@ class EncoderAttentionLayer(DispatchedLayer):
         Args:
             query: ``[batch, tokens, heads * head_size]`` or ``[batch, tokens, heads, head_size]``.
             key, value: ``[batch, tokens, kv_heads * head_size]`` or ``[batch, tokens, kv_heads, head_size]``.
-            cu_seqlens: ``[sequences + 1]``, int32: first token of each sequence, if a batch of one has several.
-            max_seqlen, sequence_lengths: of vLLM's own kernels.
+            cu_seqlens: ``[sequences + 1]``, int32: first token of each sequence, if a batch of one has several
+                sequences.
+            max_seqlen, sequence_lengths: arguments for vLLM's own kernels.
 
         Returns:
             A tensor like ``query``.

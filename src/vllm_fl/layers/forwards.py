@@ -1,4 +1,4 @@
-"""The forwards of vLLM's layers, as calls of our operators: one mixin a family.
+"""The forwards of vLLM's layers, as calls of our operators: one mixin per family.
 
 A mixin translates the arguments and attributes of vLLM's layer into the operator's arguments.
 :mod:`vllm_fl.layers.classes` assigns mixins to vLLM's classes.
@@ -38,12 +38,12 @@ class DispatchedLayer(BoundLayer):
         self.fl_bind(None)
 
     def fl_runs(self) -> bool:
-        """Whether vLLM really calls our forward: a user can switch single layers off with ``custom_ops``."""
+        """Whether vLLM calls our forward: a user can switch single layers off with ``custom_ops``."""
         method = getattr(getattr(self, "_forward_method", None), "__func__", None)
         return method in (type(self).forward_oot, DispatchedLayer.forward_cuda)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that vLLM calls on its own CUDA platform."""
+        """Run the forward that vLLM calls on its own CUDA platform."""
         return self.forward_oot(*args, **kwargs)
 
 
@@ -57,7 +57,7 @@ class NormLayer(DispatchedLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.variance_size_override is not None:  # the mean over a part of the row is not our operator
+        if self.variance_size_override is not None:  # a mean over part of the row is not our operator
             self._forward_method = self.forward_native
 
     def forward_oot(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ class XieluLayer(DispatchedLayer):
 class RotaryLayer(DispatchedLayer):
     """``RotaryEmbedding`` and its subclasses: ``forward(positions, query, key=None)`` on flattened heads.
 
-    ``offsets``, which some subclasses have, are added to the positions.
+    ``offsets`` of some subclasses are added to the positions.
     """
 
     fl_operator = "rotary_embedding"
@@ -148,7 +148,7 @@ class RotaryLayer(DispatchedLayer):
     _match_cos_sin_cache_dtype: Callable[[Tensor], Tensor]
 
     def _cos_sin(self, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Both halves of vLLM's table ``[positions, cos | sin]``."""
+        """Return both halves of vLLM's table ``[positions, cos | sin]``."""
         if torch.compiler.is_compiling():  # chunk() is free inside a graph, and cached views would be baked into it
             cos, sin = cache.chunk(2, dim=-1)
             return cos, sin
@@ -158,7 +158,7 @@ class RotaryLayer(DispatchedLayer):
         return self.fl_table[1], self.fl_table[2]
 
     def _table(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cosines, sines, and the row of each token in these tables."""
+        """Return cosines, sines, and the row of each token in these tables."""
         return *self._cos_sin(self._match_cos_sin_cache_dtype(query)), positions.flatten()
 
     def forward_oot(
@@ -173,16 +173,16 @@ class RotaryLayer(DispatchedLayer):
             sin,
             rows,
             not self.is_neox_style,
-            # query and key are parts of one tensor: a graph that may not write to it would copy it first
+            # query and key are slices of one tensor: a graph that may not write to it would copy it first
             not torch.compiler.is_compiling(),
         )
         return rotated.reshape(query.shape), None if key is None else rotated_key.reshape(key.shape)
 
 
 class LongRopeLayer(RotaryLayer):
-    """``Phi3LongRoPEScaledRotaryEmbedding``: the table for short contexts lies before that for long ones.
+    """``Phi3LongRoPEScaledRotaryEmbedding``: the table for short contexts comes before the one for long contexts.
 
-    It is a plain module, so its forward is replaced and vLLM offers no way to switch it off.
+    It is a plain module, so its forward is replaced, and vLLM cannot switch it off.
     """
 
     is_neox_style = True
@@ -205,7 +205,7 @@ class LongRopeLayer(RotaryLayer):
 
 
 class MRotaryLayer(RotaryLayer):
-    """``MRotaryEmbedding``: a token of an image has a position on several axes; each frequency turns by one of them."""
+    """``MRotaryEmbedding``: an image token has a position on several axes; each frequency rotates by one of them."""
 
     fl_axes: Tensor
     mrope_section: list[int]
@@ -219,7 +219,7 @@ class MRotaryLayer(RotaryLayer):
         self.register_buffer("fl_axes", indices, persistent=False)
 
     def _axes(self) -> list[int]:
-        """For each frequency the axis with its position: 0 time, 1 height, 2 width."""
+        """Return the axis of each frequency: 0 time, 1 height, 2 width."""
         sections = self.mrope_section
         if not self.mrope_interleaved:
             return [axis for axis, size in enumerate(sections) for _ in range(size)]
@@ -250,7 +250,7 @@ class BailingRotaryLayer(MRotaryLayer):
 
 
 class ListedMRotaryLayer(MRotaryLayer):
-    """``MRotaryEmbeddingInterleaved``: lists the axis of each frequency, and overrides ``forward`` itself."""
+    """``MRotaryEmbeddingInterleaved``: lists the axis of each frequency, and overrides ``forward``."""
 
     mrope_dim: list[int]
 

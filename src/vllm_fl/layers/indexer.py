@@ -1,7 +1,7 @@
 """vLLM's indexer of sparse latent attention over ``index_key_write`` and ``index_topk``.
 
-Index keys of models in half types are in fp8 as published, with the scales of a block behind its keys. Those of models
-in float32, on chips without fp8, or with ``indexer_kv_dtype="bf16"`` have the model's dtype. Queries are not quantized.
+Index keys of half-type models are in fp8 as published, with the scales of a block after its keys. In models in float32,
+on chips without fp8, or with ``indexer_kv_dtype="bf16"``, they have the model's dtype. Queries are not quantized.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 SCALE_BYTES = torch.float32.itemsize
-# A reload must not drop the library: compiled graphs hold its operators.
+# A reload must keep the library, because compiled graphs hold its operators.
 _library: torch.library.Library | None = globals().get("_library")
 
 
@@ -48,11 +48,11 @@ class IndexCacheFL(DeepseekV32IndexerCache):
     """The paged cache of one indexer's keys."""
 
     fl_index: Callable[..., None]
-    """Its indexer's work on a batch."""
+    """The indexer's work on a batch."""
     fl_scales: Tensor | None = None
 
     def fl_settle(self, dim: int, dtype: torch.dtype, fp8: bool) -> None:
-        """Decide what a slot holds: a key in fp8 and its scales, or one in ``dtype``."""
+        """Set the content of a slot: a key in fp8 and its scales, or a key in ``dtype``."""
         self.fl_dim, self.fl_fp8 = dim, fp8
         self.head_dim = dim + SCALE_BYTES * -(-dim // INDEX_GROUP) if fp8 else dim
         self.dtype = torch.uint8 if fp8 else dtype
@@ -64,7 +64,7 @@ class IndexCacheFL(DeepseekV32IndexerCache):
         return IndexFLBackend
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Keep the cache and, of one in fp8, its views: all keys of a block lie before all of its scales."""
+        """Keep the cache and, for fp8, its views: all keys of a block come before all of its scales."""
         super().bind_kv_cache(kv_cache)
         self.fl_keys, self.fl_scales = self.kv_cache, None
         if self.fl_fp8 and self.kv_cache.numel():
@@ -110,8 +110,8 @@ class IndexerFL(Indexer):
         """Call the operators on a batch of requests with ``queries`` new tokens; cache and lists keep their contents.
 
         Args:
-            queries: new tokens of each request; it has no others.
-            longest: the number of keys that is announced.
+            queries: new tokens of each request; requests have no earlier tokens.
+            longest: the announced number of keys.
         """
         keys, tokens, topk = self.k_cache.fl_keys, sum(queries), self.topk_tokens
         device = keys.device
@@ -124,7 +124,7 @@ class IndexerFL(Indexer):
         self.fl_index(query, query.new_ones(tokens, self.n_head, dtype=torch.float32), query[:, 0], lists, batch)
 
     def fl_index(self, query: Tensor, weights: Tensor, key: Tensor, lists: Tensor, batch: IndexFLMetadata) -> None:
-        """Write keys ``[tokens, dim]``, and fill rows of ``lists`` if the batch's attention wants them."""
+        """Write keys ``[tokens, dim]``, and fill rows of ``lists`` if the batch's attention needs them."""
         cache, (slots, may_skip) = self.k_cache, real(batch.slot_mapping)
         self.fl_write(key[: slots.shape[0]], cache.fl_keys, slots, cache.fl_scales, may_skip=may_skip)
         if batch.lists:
@@ -145,7 +145,7 @@ class IndexerFL(Indexer):
 
 
 def _sparse_index(query: Tensor, weights: Tensor, key: Tensor, lists: Tensor, layer: Any) -> None:
-    """The whole indexer behind its projections, for compiled code; vLLM's runs without a batch come here, too."""
+    """Run the whole indexer after its projections, for compiled code; also called for vLLM's runs without a batch."""
     context, prefix = get_forward_context(), _resolve_layer_name(layer)
     if isinstance(context.attn_metadata, dict):
         context.no_compile_layers[prefix].fl_index(query, weights, key, lists, context.attn_metadata[prefix])
@@ -156,18 +156,18 @@ def _fake(query: Tensor, weights: Tensor, key: Tensor, lists: Tensor, layer: Any
 
 
 def outside_graphs() -> Callable[..., None]:
-    """The indexer as a break in vLLM's breakable graphs, which are its default for these models."""
+    """Return the indexer as a break in vLLM's breakable graphs, the default for these models."""
     broken: Callable[..., None] = eager_break_during_capture(_sparse_index)
     return broken
 
 
 def install() -> None:
-    """Have models with sparse latent attention made with our indexer."""
+    """Make models with sparse latent attention use our indexer."""
     global _library
     if _library is None:
         _library = torch.library.Library("vllm_fl", "FRAGMENT")
         operands = dict.fromkeys(("query", "weights", "key", "lists"), Tensor)
-        # Real types, because the host resolves the names of types in the module of its wrapper.
+        # Real types, because the host resolves type names in the module of its wrapper.
         _sparse_index.__annotations__ = _fake.__annotations__ = {**operands, "layer": LayerNameType, "return": None}
         direct_register_custom_op(
             "sparse_index", outside_graphs(), mutates_args=["lists"], fake_impl=_fake, target_lib=_library
@@ -176,10 +176,10 @@ def install() -> None:
 
 
 def check(model: nn.Module) -> None:
-    """Check that the first layer of a rank's part of the model makes a list, as some models' layers share theirs.
+    """Check that the first layer of a rank's part of the model makes a list, because some models' layers share lists.
 
     Raises:
-        ValueError: it takes the list of a layer that another rank has, or none.
+        ValueError: it uses the list of another rank's layer, or none.
     """
     impls = ((prefix, getattr(layer, "impl", None)) for prefix, layer in model.named_modules())
     first, impl = next((found for found in impls if isinstance(found[1], SparseMLAFLImpl)), ("", None))

@@ -1,9 +1,8 @@
 """vLLM's linear layers over the operator ``linear``.
 
-Only products with plain weights are ours: a layer keeps its other work (weights' loading and parts, gathering,
-summing over ranks), and calls its ``quant_method`` for the product. That object stays vLLM's too, because vLLM and LoRA
-ask
-for its class; its ``apply`` becomes a call of the operator.
+Only products with plain weights are ours: a layer keeps its other work (loading and dividing weights, gathering,
+summing over ranks), and calls its ``quant_method`` for the product. That object stays vLLM's, too, because vLLM and
+LoRA check its class; its ``apply`` becomes a call of the operator.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from .mixture import ExpertsLayer
 
 
 def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product that ``UnquantizedLinearMethod.apply`` computes."""
+    """Return the product that ``UnquantizedLinearMethod.apply`` computes."""
     result: Tensor = layer.fl_call(x, layer.weight, bias)
     return result
 
 
 class AsVLLMs(type):
-    """The type of a replacement class: vLLM's own class and its subclasses are instances too.
+    """Metaclass of a replacement class that accepts vLLM's own class and its subclasses as subclasses.
 
-    vLLM asks ``isinstance`` of the class that replaces its own, to find the layers that LoRA can wrap; a subclass of
-    vLLM's is not replaced, and would be left out.
+    vLLM calls ``isinstance`` with the replacement class to find the layers that LoRA can wrap; vLLM's subclasses are
+    not replaced, and would be missed.
     """
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -42,7 +41,7 @@ class AsVLLMs(type):
 
 
 class LinearLayer(DispatchedLayer):
-    """A layer with a product that may be ours."""
+    """A layer with a product that our operator may compute."""
 
     fl_operator = "linear"
     fl_metaclass = AsVLLMs
@@ -55,12 +54,12 @@ class LinearLayer(DispatchedLayer):
             self.quant_method.apply = apply
 
     def fl_runs(self) -> bool:
-        """Whether the product is ours: not where weights are quantized, say."""
+        """Whether the product is ours; for example not if weights are quantized."""
         return getattr(self.quant_method, "apply", None) is apply
 
 
 class HeadLayer(LinearLayer):
-    """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s.
+    """The layer that makes logits, ``ParallelLMHead``; ``UnquantizedEmbeddingMethod`` computes its product.
 
     The product is ours on CPUs, and if the policy asks for batch invariance: our kernels were not measured at the width
     of a vocabulary on other devices.
@@ -76,9 +75,9 @@ class Weights:
     """The weights of a model's products and experts, declared as tensors that stay (:mod:`fl_dispatch.weight_forms`).
 
     Args:
-        model: loaded, and bound.
+        model: the loaded model with bound layers.
         compiled: whether compiled code will run it.
-        captured: whether graphs will.
+        captured: whether graphs will run it.
     """
 
     def __init__(self, model: nn.Module, compiled: bool, captured: bool = False) -> None:
@@ -89,15 +88,15 @@ class Weights:
         self._places = [(vars(layer)["_parameters"], name, forms) for layer, name, forms in self.declared]
 
     def settled(self) -> AbstractContextManager[None]:
-        """The time of a step: weights that were written or replaced are prepared anew before, and no others inside.
+        """Return the context of a step: written or replaced weights are prepared before it, and none inside it.
 
-        Compiled code uses the forms that are there, and takes marks away from weights that it reads.
+        Compiled code uses the existing forms, and removes marks from weights that it reads.
         """
         found = [(own, forms) for place, name, forms in self._places if (own := place.get(name)) is not None]
         return weight_forms.settled(found, self._held)
 
     def try_heads(self) -> None:
-        """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
+        """Multiply once with weights that no dummy batch reaches, to prepare them before the first request."""
         for layer, *_ in self.declared:
             if isinstance(layer, HeadLayer) and layer.fl_runs():
                 weight = _own(layer, "weight")
@@ -106,15 +105,15 @@ class Weights:
 
 
 def _own(module: Any, name: str) -> Tensor | None:
-    """A parameter of the module itself."""
+    """Return a parameter of the module itself."""
     found: Tensor | None = vars(module)["_parameters"].get(name)
     return found
 
 
 def multiply_with_embeddings(model: nn.Module) -> None:
-    """Have embeddings that make logits too, as of tied models, multiply by the operator.
+    """Make embeddings that also make logits, as in tied models, multiply with the operator.
 
-    They do where the policy asks for batch invariance; else the product is PyTorch's own.
+    This applies if the policy asks for batch invariance; otherwise the product is PyTorch's own.
     """
     if not get_policy().batch_invariant:
         return
@@ -126,7 +125,7 @@ def multiply_with_embeddings(model: nn.Module) -> None:
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The layers of experts that are ours, each with the names of its weights."""
+    """Yield the layers of experts that are ours, each with the names of its weights."""
     for layer in model.modules():
         if isinstance(method := getattr(layer, "quant_method", None), ExpertsLayer):
             yield from ((layer, name) for name in method.fl_weights if _own(layer, name) is not None)

@@ -1,8 +1,8 @@
 """LoRA over the operators ``lora_shrink`` and ``lora_expand``: vLLM's wrapper of adapters, and the requests of logits.
 
-vLLM says before each step which token has which adapter. The wrapper keeps that in tensors that stay where they are, so
-compiled code and captured graphs read the step's. A prompt's logits have a row for each token, but vLLM takes them for
-a batch's, with a row for each request. So its runners are made to report which they ask for.
+Before each step vLLM gives each token's adapter. The wrapper keeps this mapping in tensors at fixed addresses, so that
+compiled code and captured graphs read the current step's mapping. A prompt's logits have a row for each token, but vLLM
+treats them as a batch's, with a row for each request. So its runners are patched to report which logits they ask for.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def _within(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 prompt_logits = partial(_within, _prompt_start)
-"""Inside, logits are a prompt's; the argument is the number of its first token in the batch."""
+"""Context in which logits are a prompt's; the argument is the index of its first token in the batch."""
 draft_logits = partial(_within, _rows)
-"""Inside, logits are a batch's; the argument has the rows of each request, one more than its drafts to verify."""
+"""Context in which logits are a batch's; the argument has the rows of each request, one more than its drafts."""
 
 
 class Mapping:
-    """The adapter of each row, as the operators take it; every tensor stays where it is.
+    """The adapter of each row in the operators' form; every tensor keeps its address.
 
     Args:
-        rows: the most rows of a batch.
+        rows: the largest number of rows of a batch.
         slots: number of slots of each layer.
-        device: of the layers.
+        device: the layers' device.
     """
 
     def __init__(self, rows: int, slots: int, device: torch.device | str) -> None:
@@ -59,11 +59,11 @@ class Mapping:
         self.starts = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.active = torch.zeros(1, dtype=torch.int32)
         self.host = np.empty(0, dtype=np.int32)
-        """The slots of the batch's rows."""
+        """The slots of the batch's rows, on the host."""
         self._filled = 0
 
     def update(self, host: NDArray[np.int32]) -> None:
-        """Take another batch; rows behind it have no adapter."""
+        """Take another batch; rows after its end have no adapter."""
         self.host = host
         active = len(np.unique(host[host >= 0]))
         if not active and not self._filled:
@@ -80,12 +80,12 @@ class Mapping:
         self._filled = len(host) if active else 0
 
     def of(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The operators' arguments for a batch of ``rows`` rows, padding included."""
+        """Return the operators' arguments for a batch of ``rows`` rows, including padding."""
         return self.adapters[:rows], self.order[:rows], self.starts, self.active
 
 
 def _upload(target: Tensor, values: NDArray[Any]) -> None:
-    """Write the first elements of a tensor, without waiting for the device where that is possible."""
+    """Write the first elements of a tensor, without waiting for the device if possible."""
     source = torch.from_numpy(values)
     device = detect_device()
     if device.accelerator and device.pin_memory:
@@ -94,13 +94,13 @@ def _upload(target: Tensor, values: NDArray[Any]) -> None:
 
 
 class PunicaWrapperFL(PunicaWrapperCPU):
-    """vLLM's entry points over our operators; arguments as in the base class. Layers of a model share one.
+    """vLLM's entry points over our operators; arguments as in the base class. A model's layers share one instance.
 
     Args:
-        max_num_batched_tokens: the most rows of a batch.
-        max_batches: the most requests.
-        device: of the layers.
-        kwargs: ``lora_config``, vLLM's.
+        max_num_batched_tokens: the largest number of rows of a batch.
+        max_batches: the largest number of requests.
+        device: the layers' device.
+        kwargs: vLLM's ``lora_config``.
     """
 
     fl_shrink: Callable[..., Tensor]
@@ -116,7 +116,7 @@ class PunicaWrapperFL(PunicaWrapperCPU):
         self.fl_bind(None)
 
     def fl_bind(self, scope: str | None) -> None:
-        """Bind the operators; no policy names them by a layer."""
+        """Bind the operators; policies cannot name them by a layer."""
         self.fl_shrink, self.fl_expand = bind_op("lora_shrink"), bind_op("lora_expand")
 
     # -- the batch ----------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class PunicaWrapperFL(PunicaWrapperCPU):
         """Take the batch of the next step.
 
         Args:
-            mapping: vLLM's: the adapter's number for each token, and for each row of logits; 0 for none.
+            mapping: vLLM's mapping: the adapter's number for each token, and for each row of logits; 0 for none.
             lora_index_to_id: the number of the adapter in each slot.
             max_loras: slots.
             vocab_size: rows of an adapter of the embedding.
@@ -144,12 +144,12 @@ class PunicaWrapperFL(PunicaWrapperCPU):
 
     @property
     def token_lora_indices(self) -> Tensor:
-        """``[tokens]``, int32: the slot of each token's adapter, -1 for none."""
+        """Return ``[tokens]``, int32: the slot of each token's adapter, -1 for none."""
         return self.tokens.adapters[: self.indices_len[0]]
 
     @property
     def sampler_indices(self) -> Tensor:
-        """The adapters of the rows of logits."""
+        """Return the adapters of the rows of logits."""
         return self.requests.adapters[: self.indices_len[1]]
 
     # -- products -----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class PunicaWrapperFL(PunicaWrapperCPU):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As in the base class; ``y`` holds zeros where vLLM asks not to add (``add_inputs``), so adding is right."""
+        """Expand as in the base class; without ``add_inputs`` vLLM passes zeros in ``y``, so adding is right."""
         self._expand(self.tokens, y.view(-1, y.shape[-1]), x, lora_b_stacked, offset_start)
 
     def add_lora_embedding(self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -216,8 +216,8 @@ class PunicaWrapperFL(PunicaWrapperCPU):
         """Add to the logits ``y`` ``[rows, vocabulary]``, in place, the adapters' part of ``x`` ``[rows, hidden]``.
 
         Raises:
-            RuntimeError: the rows are neither one a request, nor those of a prompt that :func:`prompt_logits` names or
-                of the drafts that :func:`draft_logits` counts.
+            RuntimeError: the rows are neither one per request, nor a prompt's that :func:`prompt_logits` names, nor
+                drafts' that :func:`draft_logits` counts.
         """
         mapping, start, rows = self.requests, _prompt_start.get(), _rows.get()
         if start is not None:
@@ -229,12 +229,12 @@ class PunicaWrapperFL(PunicaWrapperCPU):
         if len(mapping.host) != len(x) and self.tokens.active.item():
             raise RuntimeError(f"{len(x)} rows of logits, but adapters for {len(mapping.host)}")
         if mapping.active.item():
-            columns = min(y.shape[-1], lora_b_stacked.shape[2])  # both may be padded, each in its own way
+            columns = min(y.shape[-1], lora_b_stacked.shape[2])  # both may be padded, each differently
             self._add_product(mapping, y, x, (lora_a_stacked,), (lora_b_stacked[:, :, :columns],), scale)
 
 
 def _slots_of(numbers: Sequence[int], slots: dict[int, int]) -> NDArray[np.int32]:
-    """The slots of adapters by their numbers; number 0 is no adapter."""
+    """Return the slots of adapters by their numbers; number 0 is no adapter."""
     given = np.asarray(numbers, dtype=np.int64)
     found = np.full(len(given), NONE, dtype=np.int32)
     for number in np.unique(given[given > 0]):
@@ -246,18 +246,18 @@ def _slots_of(numbers: Sequence[int], slots: dict[int, int]) -> NDArray[np.int32
 
 
 def tell_logits(runner: Any, v2: bool) -> None:
-    """Make the runner, with its model loaded, report which request each row of logits belongs to."""
+    """Make the runner, with its model loaded, report the request of each row of logits."""
     if not v2:
         runner._get_prompt_logprobs_dict = _one_by_one(runner, runner._get_prompt_logprobs_dict)
         return
     runner.sample = _counted(runner.sample)
-    if (worker := runner.prompt_logprobs_worker) is not None:  # only where tokens are chosen
+    if (worker := runner.prompt_logprobs_worker) is not None:  # only on ranks where tokens are chosen
         worker.compute_prompt_logprobs = _located(worker.compute_prompt_logprobs)
         worker.compute_prompt_token_id_logprobs = _located(worker.compute_prompt_token_id_logprobs)
 
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The V2 runner names the adapter of each request, and asks for logits of each draft that it verifies too."""
+    """Wrap the V2 runner's method, which names each request's adapter and also asks for logits of drafts to verify."""
 
     def sampled(hidden_states: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not input_batch.num_draft_tokens:
@@ -281,7 +281,7 @@ def _located(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_by_one(runner: Any, method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The V1 runner asks for the logits of one prompt after the other, all in one call: a call for each."""
+    """Split the V1 runner's call for several prompts' logits into one call per prompt."""
 
     def found(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         together: dict[str, Any] = {}
@@ -295,12 +295,12 @@ def _one_by_one(runner: Any, method: Callable[..., dict[str, Any]]) -> Callable[
 
 
 def warm_up_logits(model: nn.Module, width: int, dtype: torch.dtype) -> None:
-    """Make logits of few rows and of many with an adapter, which no dummy batch does.
+    """Compute logits of few and of many rows with an adapter, which no dummy batch does.
 
     Args:
-        model: loaded.
-        width: of its hidden states.
-        dtype: of them.
+        model: the loaded model.
+        width: width of its hidden states.
+        dtype: dtype of the hidden states.
     """
     logits_of: Any = model.compute_logits
     found = (getattr(module, "punica_wrapper", None) for module in model.modules())

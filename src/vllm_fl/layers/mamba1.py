@@ -1,6 +1,6 @@
 """Mamba 1 in vLLM, alone and in Jamba: its layer with our convolution and state space; a channel is a head.
 
-vLLM's operator of the layer calls ``forward_impl``. Its projections and norms stay.
+vLLM's operator of the layer calls ``forward_impl``. Its projections and norms stay vLLM's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fl_dispatch.hosting.layers.activations import operators_name
 from .mamba2 import ScanLayer
 
 TAKEN = 5
-"""Tensors of their inputs' size that a prompt's operators hold at once: tokens and steps, both turned for vLLM's
+"""Tensors of the inputs' size that operators for prompts hold at once: tokens and steps, both transposed for vLLM's
 kernel, and the result."""
 
 
@@ -35,11 +35,11 @@ class Mamba1Layer(ScanLayer):
         self(hidden, torch.empty_like(hidden))  # type: ignore[operator]
 
     def forward_impl(self, hidden_states: Tensor, output: Tensor) -> None:
-        """Fill ``output`` as far as the step has tokens, and with zeros behind them.
+        """Fill ``output`` for the step's tokens, and with zeros after them.
 
         Args:
             hidden_states: ``[tokens, hidden]``.
-            output: ``[tokens, hidden]``, of any content.
+            output: ``[tokens, hidden]``, overwritten.
         """
         step = self.fl_step()
         if step is None:  # vLLM measures memory before there are states
@@ -65,6 +65,6 @@ class Mamba1Layer(ScanLayer):
         output[tokens:].zero_()
 
     def _fl_operands(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The operands before the states; steps and both sides of a state are projected from the tokens."""
+        """Return the operands before the states; steps and both projections of a state come from the tokens."""
         dt, b, c = self._ssm_transform(x)
         return x[:, :, None], dt.t(), self.A, b[:, None], c[:, None], self.D, self.dt_proj.bias

@@ -1,4 +1,4 @@
-"""Mamba 2 in vLLM: its layer with our convolution and state space, and the norm behind them.
+"""Mamba 2 in vLLM: its layer with our convolution and state space, and the norm after them.
 
 vLLM's layer projects, calls ``conv_ssm_forward``, and projects back. Only that is ours.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OPERATORS = ("causal_conv1d", "causal_conv1d_update", "selective_scan", "selective_state_update")
 DIVIDED = ("weight", "weight_scale")
-"""Parameters of ``in_proj`` that vLLM divides where ranks share a group, if they have a row for each column."""
+"""Parameters of ``in_proj`` with a row per column that vLLM divides if ranks share a group."""
 
 
 class ScanLayer(StateLayer):
@@ -57,8 +57,8 @@ class StateSpaceLayer(ScanLayer):
         """Make vLLM's layer.
 
         Raises:
-            ValueError: ranks share a group of the state, and vLLM's loader divides only some of the quantized
-                parameters of ``in_proj`` so.
+            ValueError: ranks share a group of the state, but vLLM's loader divides only some of the quantized
+                parameters of ``in_proj`` for that.
         """
         super().__init__(*args, **kwargs)
         parameters = dict(self.in_proj.named_parameters(recurse=False))
@@ -73,17 +73,17 @@ class StateSpaceLayer(ScanLayer):
             )
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
-        """vLLM's spec, without states that a step would have to put aside within a prompt: the step ends there."""
+        """Return vLLM's spec without states stored within a prompt, because a step ends there."""
         from vllm.model_executor.layers.mamba.abstract import MambaBase
 
         return MambaBase.get_kv_cache_spec(self, vllm_config)
 
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
-        """Fill ``output`` ``[tokens, heads * head_dim]`` as far as the step has tokens, and with zeros behind them.
+        """Fill ``output`` ``[tokens, heads * head_dim]`` for the step's tokens, and with zeros after them.
 
         Args:
-            projected_states: ``[tokens, gate | channels of the convolution | heads]``, the last ones the steps.
-            output: of any content.
+            projected_states: ``[tokens, gate | channels of the convolution | heads]``, the last part the steps.
+            output: overwritten.
         """
         step = self.fl_step()
         if step is None:  # vLLM measures memory before there are states
@@ -114,14 +114,14 @@ class StateSpaceLayer(ScanLayer):
             output[rows] = self.fl_scan(*self._fl_operands(x, dt[rows]), states, *prompts).flatten(1)
 
     def _fl_take(self, projected: Tensor, output: Tensor) -> None:
-        """Take about the memory of a prompt's operators, and give it back: two results, and states of chunks."""
+        """Allocate and free about the memory of operators for prompts: two results, and states of chunks."""
         states = states_kept(self.fl_operator, len(output)), self.tped_dt_size, self.head_dim, self.ssm_state_size
         results = projected.new_empty(len(output), self.tped_conv_size), torch.empty_like(output)
         chunks = output.new_empty(states, dtype=torch.float32)
         del results, chunks
 
     def _fl_operands(self, x: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
-        """The operands before the states: a convolution's channels are those of the heads, and of both groups."""
+        """Return the operands before the states: a convolution's channels belong to the heads, and to both groups."""
         keys = self.groups_ssm_state_size // self.tp_size
         tokens, b, c = x.split((self.tped_intermediate_size, keys, keys), dim=1)
         b, c = (part.unflatten(1, (-1, self.ssm_state_size)) for part in (b, c))
@@ -131,7 +131,7 @@ class StateSpaceLayer(ScanLayer):
 class StateSpaceNormLayer(DispatchedLayer):
     """``Mixer2RMSNormGated``: ``forward(x, gate)``; the gate comes first.
 
-    vLLM's own forward runs where there is no norm, or where a mean goes over several ranks.
+    vLLM's own forward runs if there is no norm, or if a mean spans several ranks.
     """
 
     fl_operator = "rms_norm_gated"

@@ -1,13 +1,13 @@
 """Mixture of experts in vLLM: its modular kernel with our experts, and its routers over our routing operators.
 
 vLLM splits such a layer into a runner, which owns the router and the collectives, and a method, which owns the weights
-and a kernel made of "prepare and finalize" and "experts". On an out-of-tree platform it has neither experts nor, for
-most models, a router that runs: those are compiled CUDA code. Here the method gets experts of
+and a kernel made of "prepare and finalize" and "experts". On an out-of-tree platform it has no experts, and for most
+models no router that runs, because these are compiled CUDA code. Here the method gets experts of
 :mod:`~vllm_fl.layers.modular_experts`, the runner a router of :mod:`~vllm_fl.layers.routers` and the stream of
-:mod:`~vllm_fl.layers.shared_experts`. Everything else stays vLLM's: what shared experts compute, expert
-maps, the exchange of tokens between ranks.
+:mod:`~vllm_fl.layers.shared_experts`. Everything else stays vLLM's: the computation of shared experts, expert maps, the
+exchange of tokens between ranks.
 
-Importing this module imports nothing of vLLM, as for every module that :mod:`vllm_fl.layers.classes` has rows of.
+Importing this module imports nothing of vLLM, like all modules with rows in :mod:`vllm_fl.layers.classes`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ExpertsLayer(DispatchedLayer):
         super().__init__(moe)
         if (reason := refusal(moe)) is not None:
             raise ValueError(f"vllm_fl does not support {reason} in a mixture of experts yet")
-        # vLLM leaves the weights as they were loaded for this backend, and builds the kernel from experts_cls.
+        # vLLM leaves the weights as loaded for this backend, and builds the kernel from experts_cls.
         self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, ExpertsFL
 
     def _init_moe_kernel(self, layer: Any) -> None:
@@ -68,13 +68,13 @@ class ExpertsLayer(DispatchedLayer):
 
 
 class RunnerLayer(DispatchedLayer):
-    """``MoERunner``: its router goes through the operator that computes the same. Without one it is native."""
+    """``MoERunner``: its router goes through the equivalent operator. Without one the router stays vLLM's."""
 
     fl_choices = ("topk_softmax", "topk_sigmoid", "grouped_topk")
     fl_operator = ""
     fl_traced = False
     fl_multiplies: bool = False
-    """Whether the scale of the routed experts is theirs, where vLLM's runner would divide the shared ones by it."""
+    """Whether to scale the routed experts, because vLLM's runner would divide the shared ones instead."""
     router: Any
     routed_scaling_factor: float
     _shared_experts: Any

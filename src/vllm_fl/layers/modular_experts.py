@@ -51,7 +51,7 @@ class ExpertsFL(mk.FusedMoEExpertsModular):
     def workspace_shapes(  # vLLM passes these by position
         self, tokens: int, rows: int, hidden: int, *args: Any, **kwargs: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (tokens, hidden)  # an implementation has a workspace of its own
+        return (0,), (0,), (tokens, hidden)  # implementations have their own workspace
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
@@ -70,7 +70,7 @@ class ExpertsFL(mk.FusedMoEExpertsModular):
         apply_router_weight_on_input: bool,
         **kwargs: Any,  # scales and workspaces; vLLM passes everything by name
     ) -> None:
-        if apply_router_weight_on_input:  # vLLM's prepare step has done it
+        if apply_router_weight_on_input:  # vLLM's prepare step has applied it
             topk_weights = torch.ones_like(topk_weights)
         self.fl_compute(w1, w2, hidden_states, topk_weights, topk_ids, activation.value, expert_map, output)
 
@@ -91,7 +91,7 @@ class ExpertsFL(mk.FusedMoEExpertsModular):
 
 
 def refusal(moe: FusedMoEConfig) -> str | None:
-    """Why these experts cannot run here, or ``None``."""
+    """Return why these experts cannot run here, or ``None``."""
     if any(value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)):
         return "experts with a limited or scaled SwiGLU"
     supported, reason = ExpertsFL.is_supported_config(ExpertsFL, moe, None, None, mk.FusedMoEActivationFormat.Standard)

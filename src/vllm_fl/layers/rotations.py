@@ -1,7 +1,7 @@
-"""Rotations and windows as a model's configuration states them, where vLLM's classes read it otherwise.
+"""Rotations and windows as a model's configuration states them, for vLLM's classes that read it differently.
 
-Rotary tables and missing windows are corrected once a model is loaded. A rotation that no table can hold, and a
-window that Transformers' class of the model does not know, are settled before.
+Rotary tables and missing windows are corrected once a model is loaded. Rotations that no table can hold, and windows
+that Transformers' class of the model does not know, are handled before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def settle(vllm_config: VllmConfig) -> None:
     """Change or refuse settings of rotations that cannot be served, before a model loads.
 
     Raises:
-        ValueError: texts are asked for that are longer than a rotation allows.
+        ValueError: the requested length of texts exceeds a rotation's limit.
     """
     model = vllm_config.model_config
     if model is None:
@@ -49,9 +49,9 @@ def settle(vllm_config: VllmConfig) -> None:
 
 
 def _keep_temperature(model: ModelConfig) -> None:
-    """Scale the queries of Llama 4's layers without rotation as the configuration states it, unless a user decides.
+    """Scale the queries of Llama 4's layers without rotation as the configuration states, unless a user decides.
 
-    vLLM's class asks the generation's configuration alone, and scales none up to 32,768 tokens if it says nothing.
+    vLLM's class reads only the generation configuration, and without an entry scales none up to 32,768 tokens.
     """
     stated = getattr(model.hf_text_config, TEMPERATURE, None)
     if stated is None or TEMPERATURE in {**model.try_get_generation_config(), **model.override_generation_config}:
@@ -75,9 +75,9 @@ def correct(model: nn.Module, vllm_config: VllmConfig) -> None:
 
 
 def give_windows(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Give the layers of a loaded model the window that its configuration states, where vLLM's class has none.
+    """Give the layers of a loaded model the window that its configuration states, if vLLM's class has none.
 
-    The layer masks; its cache keeps all tokens, as vLLM has planned it.
+    The layer masks keys; its cache keeps all tokens, as vLLM planned.
 
     Raises:
         ValueError: a window is missing, and vLLM's own attention runs.
@@ -87,7 +87,7 @@ def give_windows(model: nn.Module, vllm_config: VllmConfig) -> None:
 
     from ..attention.dense import AttentionFLImpl
 
-    if vllm_config.model_config.disable_sliding_window:  # texts end where the window does
+    if vllm_config.model_config.disable_sliding_window:  # texts are no longer than the window
         return
     causal, foreign = [], ""
     for prefix, layer in model.named_modules():

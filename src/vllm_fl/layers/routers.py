@@ -1,4 +1,4 @@
-"""vLLM's routers over our routing operators; :mod:`vllm_fl.layers.mixture` gives them to its layers."""
+"""vLLM's routers over our routing operators; :mod:`vllm_fl.layers.mixture` installs them in its layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroE
 
 @dataclass(frozen=True)
 class Route:
-    """The computation of vLLM's router: ``operator(router_logits, *arguments)``, and the weights times ``factor``."""
+    """A router's computation: ``operator(router_logits, *arguments)``, and the weights times ``factor``."""
 
     operator: str
     arguments: tuple[Any, ...]
@@ -65,12 +65,11 @@ _ROUTES: dict[type, Callable[[Any], Route]] = {
 
 
 _PYTHON_ROUTERS = (CustomRoutingRouter, RoutingSimulatorRouter)
-"""Routers of vLLM that call plain Python: a model's own function, and made-up routing to measure with."""
+"""Routers of vLLM that call plain Python: a model's own function, and simulated routing for measurements."""
 
 
 def route(router: Any) -> Route | None:
-    """Return the call that computes the result of vLLM's router; ``None`` for one that stays: plain Python, or a
-    plugin's.
+    """Return the call with the result of vLLM's router; ``None`` for plain Python or a plugin's router, which stays.
 
     Raises:
         ValueError: no operator has this kind of routing; the message names it.

@@ -1,7 +1,7 @@
-"""Shared experts of a mixture on a stream of their own.
+"""Shared experts of a mixture on a separate stream.
 
-vLLM does so on its own CUDA platform alone: router and routed experts run beside them, and their small products take no
-time of their own. A step of prompts keeps one stream, because its products fill the chip.
+vLLM does this only on its own CUDA platform: router and routed experts run at the same time, so the small products of
+shared experts take no extra time. A step of prompts keeps one stream, because its products fill the chip.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fl_dispatch.devices import CUDA, detect_device
 from vllm import envs
 
 _streams: dict[int, torch.cuda.Stream] = {}
-"""By device; all layers share one, because they follow each other."""
+"""Stream by device; all layers share one, because they follow each other."""
 
 
 class SharedExpertsFL(SharedExperts):
-    """vLLM's shared experts, beside the routed ones."""
+    """vLLM's shared experts, running in parallel to the routed ones."""
 
     def __init__(self, host: SharedExperts) -> None:
         super().__init__(host._layer, host._moe_config, host.enable_dbo, host._mk_can_overlap_shared_experts)
@@ -38,7 +38,7 @@ class SharedExpertsFL(SharedExperts):
 
 
 def beside(host: SharedExperts | None) -> SharedExperts | None:
-    """Put a layer's shared experts on a stream of their own on an NVIDIA GPU, if the platform is not vLLM's own."""
+    """Put a layer's shared experts on a separate stream on an NVIDIA GPU, if the platform is not vLLM's own."""
     ours = detect_device() is CUDA and not current_platform.is_cuda_alike()
     if host is None or not ours or envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
         return host

@@ -1,4 +1,4 @@
-"""Short convolutions in vLLM, as LFM2 has them: its layer with our convolution between two gates."""
+"""Short convolutions in vLLM, as in LFM2: its layer with our convolution between two gates."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ShortConvLayer(StateLayer):
         self(hidden, torch.empty_like(hidden))  # type: ignore[operator]
 
     def forward_cuda(self, hidden_states: Tensor, output: Tensor) -> None:
-        """Fill ``output`` as far as the step has tokens, and with zeros behind them; vLLM calls it on every device.
+        """Fill ``output`` for the step's tokens, and with zeros after them; vLLM calls it on every device.
 
         Args:
             hidden_states: ``[tokens, hidden]``.
-            output: ``[tokens, hidden]``, of any content.
+            output: ``[tokens, hidden]``, overwritten.
         """
         step = self.fl_step()
         if step is None:  # vLLM measures memory before there are states

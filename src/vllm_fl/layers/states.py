@@ -1,7 +1,7 @@
-"""Layers of vLLM that keep a state for each request: the common part of those with our core.
+"""Layers of vLLM with a state for each request: the common part of those with our core.
 
 vLLM keeps the states in blocks of its KV cache, and sorts a batch: requests with one new token and a state first, then
-prompts. Such a layer runs inside one operator that no compiled graph looks into.
+prompts. Such a layer runs inside one opaque operator.
 
 Importing this module imports nothing of vLLM; neither does any other module with rows in :mod:`vllm_fl.layers.classes`.
 """
@@ -25,20 +25,20 @@ from fl_dispatch.types import BackendImplKind
 from .forwards import DispatchedLayer
 
 PROMPTS = ("causal_conv1d", "gated_delta_rule", "selective_scan")
-"""The operators for prompts: vLLM captures such models with one token of each request alone."""
+"""The operators for prompts: vLLM captures such models only with one token per request."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step's batch as our layers read it: what vLLM's descriptions for both kinds of layers have.
+    """A step's batch for our layers, with the attributes of vLLM's descriptions for both kinds of layers.
 
     Args:
         num_decodes, num_decode_tokens: requests with a state and one new token, which come first.
         num_prefills, num_prefill_tokens, num_actual_tokens: prompts, their tokens, and all tokens.
         non_spec_state_indices_tensor: ``[requests]`` int32, the slots of a delta net.
-        prefill_state_indices, prefill_query_start_loc, prefill_has_initial_state: of its prompts.
+        prefill_state_indices, prefill_query_start_loc, prefill_has_initial_state: the same of its prompts.
         state_indices_tensor_d: ``[decodes, 1]``, the slots of other layers.
-        state_indices_tensor_p, query_start_loc_p, has_initial_states_p: of their prompts.
+        state_indices_tensor_p, query_start_loc_p, has_initial_states_p: the same of their prompts.
     """
 
     num_decodes: int
@@ -58,7 +58,7 @@ class Step:
 
     @classmethod
     def of(cls, single: int, prompts: Sequence[int], device: torch.device) -> Step:
-        """A batch of ``single`` requests with one token, and new prompts by length; all use vLLM's unused block."""
+        """Make a batch of ``single`` requests with one token, and new prompts by length, in vLLM's unused block."""
         slots = torch.zeros(single + len(prompts), dtype=torch.int32, device=device)
         starts = torch.tensor([0, *accumulate(prompts)], dtype=torch.int32, device=device)
         of_prompts = slots[single:], starts, torch.zeros(len(prompts), dtype=torch.bool, device=device)
@@ -68,7 +68,7 @@ class Step:
 
 
 def has_kernel(decision: Decision) -> bool:
-    """Whether something but a reference may run."""
+    """Whether an implementation other than a reference may run."""
     return any(impl.kind is not BackendImplKind.REFERENCE for impl in decision.candidates)
 
 
@@ -79,7 +79,7 @@ class StateLayer(DispatchedLayer):
     fl_parts: ClassVar[tuple[str, ...]]
     """The attributes that hold the bound operators, in the order of ``fl_choices``."""
     fl_drafts = True
-    """Whether a step may have several tokens of a request, of which some are not accepted."""
+    """Whether a step may have several tokens of a request, some of which are rejected."""
     fl_convolve: Callable[..., Tensor]
     fl_convolve_token: Callable[..., Tensor]
     prefix: str
@@ -93,7 +93,7 @@ class StateLayer(DispatchedLayer):
         return True
 
     def fl_kind(self) -> tuple[Any, ...]:
-        """Layers of one kind call the operators with arguments of the same kind."""
+        """Return the layer's kind: layers of one kind call the operators with arguments of the same kind."""
         states = ((tuple(state.shape[1:]), state.stride(), state.dtype) for state in self.kv_cache)
         return (type(self), *states, *warm_batches.rules(self.fl_operators(), self.fl_scope(self.prefix)))
 
@@ -103,7 +103,7 @@ class StateLayer(DispatchedLayer):
 
     @contextmanager
     def fl_asked(self) -> Iterator[dict[str, str]]:
-        """Inside, calls only ask for kernels; the mapping gets operator → why its call has none but the reference."""
+        """Make calls in this block only ask for kernels; the mapping gets operators without a kernel, and why."""
         own, without = [getattr(self, part) for part in self.fl_parts], dict[str, str]()
         for part, operator, bound in zip(self.fl_parts, self.fl_choices, own, strict=True):
             setattr(self, part, partial(self._fl_ask, without, operator, bound))
@@ -116,12 +116,12 @@ class StateLayer(DispatchedLayer):
     def _fl_ask(self, without: dict[str, str], operator: str, bound: Callable[..., Tensor], *args: Any) -> Tensor:
         scope = self.fl_scope(self.prefix)
         decision = explain(operator, *args, scope=scope)
-        if has_kernel(explain(operator, scope=scope)) and not has_kernel(decision):  # limits decide, no rule
+        if has_kernel(explain(operator, scope=scope)) and not has_kernel(decision):  # limits decide, not a rule
             without[operator] = "; ".join(decision.skipped_reasons())
         return bound(*args)
 
     def fl_step(self) -> Any:
-        """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states.
+        """Return the step's sorted batch; ``None`` while vLLM measures memory, before there are states.
 
         Raises:
             ValueError: the batch has drafts, which are refused at start for layers of this kind.
@@ -136,11 +136,11 @@ class StateLayer(DispatchedLayer):
 
     @staticmethod
     def fl_prompts(step: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, starts of the tokens, and whether there is a state already, of a step's prompts."""
+        """Return slots, starts of the tokens, and whether there is a state already, for a step's prompts."""
         return step.state_indices_tensor_p.contiguous(), step.query_start_loc_p, step.has_initial_states_p
 
     def fl_inputs(self, weight: Tensor) -> Tensor:
-        """The last inputs of a convolution as its operators have them, ``[slots, channels, width - 1]``.
+        """Return the last inputs of a convolution in its operators' form, ``[slots, channels, width - 1]``.
 
         Args:
             weight: ``[channels, width]``.
@@ -148,7 +148,7 @@ class StateLayer(DispatchedLayer):
         return self.fl_window()[:, :, : weight.shape[1] - 1]
 
     def fl_window(self) -> Tensor:
-        """The last inputs of a convolution and one for each draft, ``[slots, channels, width - 1 + drafts]``."""
+        """Return the last inputs of a convolution and one for each draft, ``[slots, channels, width - 1 + drafts]``."""
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
         inputs = self.kv_cache[0]

@@ -1,4 +1,4 @@
-"""Answers, changes and additions of the plugin in vLLM's configuration, before a model loads.
+"""The plugin's answers, changes and additions in vLLM's configuration, before a model loads.
 
 A change is logged with its reason; refusals are in :mod:`.refusals`.
 """
@@ -43,11 +43,11 @@ CPU_WORKER = "vllm_fl.worker.cpu.CPUWorkerFL"
 GPU_WORKER = "vllm_fl.worker.gpu.GPUWorkerFL"
 WORKERS_KEY = "workers_here"
 SIZES_KEY = "sizes_left"
-"""The key that is there if the user chose no sizes of graphs."""
+"""The key that marks a configuration in which the user chose no graph sizes."""
 ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
 SPARSE_OPERATORS = ("index_key_write", "index_topk", "mla_sparse")
-"""Operators of sparse latent attention beside :data:`LATENT_OPERATORS`."""
+"""Operators of sparse latent attention in addition to :data:`LATENT_OPERATORS`."""
 SPARSE_CLASS = "vllm_fl.attention.sparse.SparseMLAFLBackend"
 LATENT_CLASS = "vllm_fl.attention.mla.MLAFLBackend"
 EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
@@ -62,10 +62,10 @@ def has_experts(vllm_config: VllmConfig) -> bool:
 
 
 def attention_backend_path(use_mla: bool, use_sparse: bool = False) -> str:
-    """The attention class that the operator ``attention_backend`` selects; ours has one more for sparse layers.
+    """Return the attention class that ``attention_backend`` selects; ours has another one for sparse layers.
 
     Raises:
-        ValueError: no implementation has one for this kind of attention.
+        ValueError: no implementation has a class for this kind of attention.
     """
     try:
         path: str = call_op("attention_backend", use_mla)
@@ -76,7 +76,7 @@ def attention_backend_path(use_mla: bool, use_sparse: bool = False) -> str:
 
 
 def attention_refusals(path: str, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:
-    """Why an attention class cannot serve a layer, in its own words."""
+    """Return in the attention class's words why it cannot serve a layer."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     return attention_class.attention_refusals(resolve_obj_by_qualname(path), config, capability)
@@ -88,15 +88,15 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
 def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Set defaults if the user chose nothing: layers run our forward (``custom_ops``), models are compiled.
 
-    They run eagerly if Inductor cannot build code, and graphs are captured only on a verified device. A user who asks
-    for piecewise graphs gets the pieces too, which compilation makes. A model with an encoder and a decoder
-    runs eagerly on every device, and graphs can hold its decoding.
+    Models run eagerly if Inductor cannot build code, and graphs are captured only on a verified device. A user who asks
+    for piecewise graphs also gets compilation, which makes the pieces. A model with an encoder and a decoder runs
+    eagerly on every device, and graphs can hold its decoding.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
-        vars(vllm_config)[SIZES_KEY] = True  # until pack_settings: before its end vLLM fills them in
+        vars(vllm_config)[SIZES_KEY] = True  # until pack_settings, during which vLLM fills them in
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
     model = vllm_config.model_config
@@ -138,7 +138,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if "v2" not in device.model_runners:
         _keep_to_v1(vllm_config)
-    if not is_packed(vllm_config):  # else a parent process has said it
+    if not is_packed(vllm_config):  # otherwise a parent process has logged it
         logger.info("model runner %s", model_runner.choice(vllm_config))
     if device.accelerator:
         _adapt_graphs(vllm_config, native)
@@ -160,18 +160,19 @@ def _is_own_attention() -> bool:
 
 
 def _fork_waits(device: DeviceSpec) -> bool:
-    """Whether a forked worker may wait for OpenMP's threads for ever; vLLM ends libgomp's first, since 0.33."""
+    """Whether a forked worker may wait for OpenMP's threads forever; since 0.33 vLLM ends libgomp's threads first."""
     from vllm.utils import system_utils
 
-    # PyTorch's builds for NVIDIA GPUs have that library, a chip of another vendor may come with another one.
+    # PyTorch's builds for NVIDIA GPUs have that library; another vendor's build may have another.
     ends_threads = HOST.name in device.native_platforms and hasattr(system_utils, "_release_libgomp_threads")
     return torch.get_num_threads() > 1 and not ends_threads
 
 
 def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
-    """Keep unfit implementations out of graphs: piecewise graphs end before attention, and begin again behind it.
+    """Keep implementations that graphs cannot hold out of them: piecewise graphs exclude attention.
 
-    vLLM finds out that graphs hold our attention for some batches only when it has compiled the pieces, without graphs.
+    vLLM finds out only after it has compiled the pieces, without graphs, that graphs hold our attention for some
+    batches.
     """
     from vllm.config import CUDAGraphMode
 
@@ -182,7 +183,8 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     scales = kv_layout.QUANTIZED_DTYPES.get(vllm_config.cache_config.cache_dtype, ())
     sparse = SPARSE_OPERATORS if models.has_indexer(model) else ()
     attention = without_graphs((*LATENT_OPERATORS, *sparse) if latent else ATTENTION_OPERATORS, scales)
-    # Quantized experts with a first choice outside of graphs are refused; no graph has prompts of layers with a state.
+    # Quantized experts with a first choice outside graphs are refused; graphs never hold prompts of layers with a
+    # state.
     elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS}
     elsewhere |= {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *SPARSE_OPERATORS}
     elsewhere.add(compile.ROTATE_AND_WRITE)
@@ -211,7 +213,7 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
 
 
 def _keep_states_in_place(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Remember no prefixes of models with states: vLLM moves those by addresses, which forms cannot on a device."""
+    """Disable prefix caching for models with states, because vLLM moves states by addresses, which forms cannot use."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if models.has_states(model) and cache.enable_prefix_caching:
         reason = f"vLLM's kernels that move states of requests (mamba_utils.py) do not run on {device.name}"
@@ -231,7 +233,7 @@ def _keep_to_v1(vllm_config: VllmConfig) -> None:
 
 
 def _adapt_to_host(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """The device is the host itself: nothing is asynchronous there, and the workers share its cores."""
+    """Adapt to main memory as the device: nothing is asynchronous there, and the workers share its cores."""
     _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
     cores.share_out(workers_here(vllm_config), os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -248,12 +250,12 @@ def _set(config: Any, field: str, value: Any, reason: str) -> None:
 
 
 def workers_here(vllm_config: VllmConfig) -> int:
-    """Workers that share this machine's memory and cores: its part of each data-parallel rank here, together.
+    """Return the number of workers that share this machine's memory and cores, over all data-parallel ranks here.
 
-    Engines of a dense model forget in their own processes that there are others, so a parent's count is passed on.
+    An engine of a dense model does not know in its process of other engines, so the parent passes the count on.
     """
     workers = _packed(vllm_config).get(WORKERS_KEY)
-    if type(workers) is int and workers > 0:  # pack_settings refuses anything else
+    if type(workers) is int and workers > 0:  # pack_settings refuses other values
         return workers
     parallel = vllm_config.parallel_config
     return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
@@ -263,7 +265,7 @@ def workers_here(vllm_config: VllmConfig) -> int:
 
 
 def _check_packed(given: Any) -> None:
-    """Check the value under our key: a parent process wrote it, or a user must learn what may stand there."""
+    """Check the value under our key: a parent process wrote it, or the user learns which values are valid."""
     where = f"additional_config.{startup.CONFIG_KEY}"
     if not isinstance(given, dict) or not set(given) <= {"settings", WORKERS_KEY, SIZES_KEY}:
         raise ConfigError(where, None, f"may only hold 'settings' as their to_json() wrote them, not {given!r}")
@@ -280,26 +282,26 @@ def _check_packed(given: Any) -> None:
 
 
 def is_packed(vllm_config: VllmConfig) -> bool:
-    """Whether :func:`pack_settings` has been here, perhaps in a parent process."""
+    """Whether :func:`pack_settings` was called, perhaps in a parent process."""
     return WORKERS_KEY in _packed(vllm_config)
 
 
 def are_sizes_left(vllm_config: VllmConfig) -> bool:
-    """Whether the user chose no sizes of graphs, as a parent process has seen it."""
+    """Whether the user chose no graph sizes, as recorded by a parent process."""
     return _packed(vllm_config).get(SIZES_KEY) is True
 
 
 def _packed(vllm_config: VllmConfig) -> Mapping[str, Any]:
-    """What :func:`pack_settings` has put there; nothing where another value stands, which it refuses."""
+    """Return the data of :func:`pack_settings`; empty for another value, which it refuses."""
     given = vllm_config.additional_config
     found = given.get(startup.CONFIG_KEY) if isinstance(given, dict) else None
     return found if isinstance(found, dict) else {}
 
 
 def pack_settings(vllm_config: VllmConfig) -> None:
-    """Put settings and policy where every child process finds them; what is there already stays.
+    """Store settings and policy for child processes in the configuration; keep existing ones.
 
-    vLLM hashes this part of the configuration into the key of its compile cache, so a graph never outlives its policy.
+    vLLM hashes this part of the configuration into its compile-cache key, so a graph never outlives its policy.
     """
     existing = vllm_config.additional_config
     if not isinstance(existing, dict):

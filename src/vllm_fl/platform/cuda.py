@@ -1,7 +1,7 @@
 """vLLM's own CUDA platform with our operators: ``is_cuda()`` stays true. Importing it needs vLLM's compiled operators.
 
-Everything outside our operators stays vLLM's: custom all-reduce, quantized layers, sleep mode, its passes over compiled
-graphs. Layers call ``forward_cuda``, which is ours.
+Everything except our operators stays vLLM's: custom all-reduce, quantized layers, sleep mode, its passes over compiled
+graphs. Layers call our ``forward_cuda``.
 """
 
 from __future__ import annotations

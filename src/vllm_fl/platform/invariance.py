@@ -1,7 +1,7 @@
 """Batch invariance in an engine: features that ``VLLM_BATCH_INVARIANT=1`` cannot serve, and why.
 
-The core admits only implementations that declare ``batch_invariant``. So each operator of a model needs one, and what
-else computes with several rows of a batch has to leave each row as it is.
+The core admits only implementations that declare ``batch_invariant``. So each operator of a model needs one, and other
+computations over several rows must not let rows affect each other.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ ASKED = "VLLM_BATCH_INVARIANT=1"
 EVERYWHERE = ("attention_backend", "linear")
 EXPERTS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "fused_moe")
 ROWS = ("linear", "rms_norm", "gemma_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", "fused_moe")
-"""The operators of layers that have to be ours."""
+"""The operators that layers must run as ours."""
 SHOWN = frozenset(
     ("Gemma2ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 )
-"""The models with answers that were compared bit by bit. Others may compute in code of their own: the last bits of
-``F.sigmoid``, say, depend on an element's place.
-"""
+"""The models with answers that were compared bit by bit. Other models may have code of their own; for example, the last
+bits of ``F.sigmoid`` depend on an element's place."""
 
 
 def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    """Whether each feature is asked for that is not batch-invariant, and its name."""
+    """Return features that are not batch-invariant, each with whether it is requested."""
     if not get_policy().batch_invariant:
         return []
     from ..layers.classes import LAYER_CLASSES
@@ -68,7 +67,7 @@ def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
 
 
 def _lacking(vllm_config: VllmConfig) -> list[str]:
-    """The operators of the model that have no batch-invariant implementation here."""
+    """Return the model's operators without a batch-invariant implementation here."""
     model = vllm_config.model_config
     attention = config.LATENT_OPERATORS if model is not None and model.use_mla else config.ATTENTION_OPERATORS
     needed = (*EVERYWHERE, *attention, *(EXPERTS if config.has_experts(vllm_config) else ()))

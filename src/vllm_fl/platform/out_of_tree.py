@@ -1,7 +1,7 @@
 """vLLM's platform class, derived from the :class:`~fl_dispatch.devices.DeviceSpec` of this machine.
 
-``is_cuda()`` and its like stay false, so vLLM takes its generic branch and calls ``forward_oot`` of every layer. On an
-NVIDIA GPU :mod:`vllm_fl.platform.cuda` is the other possibility: vLLM's own platform with our operators.
+``is_cuda()`` and similar functions stay false, so vLLM takes its generic branch and calls ``forward_oot`` of every
+layer. On an NVIDIA GPU :mod:`vllm_fl.platform.cuda` is the alternative: vLLM's own platform with our operators.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 DEVICE = detect_device()
 GRAPH_WRAPPER = "vllm.compilation.cuda_graph.CUDAGraphWrapper"
-accelerator.silence_accelerator()  # vLLM calls it in every process that has the platform, engine or not
+accelerator.silence_accelerator()  # vLLM calls it in every process with the platform, engine or not
 
 
 def _capability(device_id: int = 0) -> DeviceCapability | None:
@@ -42,7 +42,7 @@ def _capability(device_id: int = 0) -> DeviceCapability | None:
 class Dispatching:
     """The common part of our platforms: settings, configuration, worker and attention class. First base of each."""
 
-    additional_env_vars: ClassVar[list[str]] = list(variable_names())  # Ray copies only names that it is given
+    additional_env_vars: ClassVar[list[str]] = list(variable_names())  # Ray copies only the listed names
     native: ClassVar[bool] = False
     """Whether vLLM treats it as its own platform for this device."""
 
@@ -50,10 +50,10 @@ class Dispatching:
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: AttentionSelectorConfig, num_heads: int | None = None
     ) -> str:
-        """The class that the operator ``attention_backend`` selects, if it can do what the layer needs.
+        """Return the class that the operator ``attention_backend`` selects, if it can serve the layer.
 
         Raises:
-            ValueError: it cannot; the message names every reason.
+            ValueError: it cannot serve the layer; the message names every reason.
         """
         path = config.attention_backend_path(attn_selector_config.use_mla, attn_selector_config.use_sparse)
         if selected_backend is not None and selected_backend.name != "CUSTOM":
@@ -80,7 +80,7 @@ class Dispatching:
     @startup.START.refusing()
     def pre_register_and_update(cls, parser: Any = None) -> None:
         startup.activate()
-        environment.check(DEVICE)  # in the first process: a worker keeps to its own cores
+        environment.check(DEVICE)  # in the first process, because a worker is bound to its own cores
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -90,7 +90,7 @@ class Dispatching:
     @startup.START.refusing()
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         startup.activate()
-        if not config.is_packed(vllm_config):  # else a parent process has said it
+        if not config.is_packed(vllm_config):  # otherwise a parent process has logged it
             environment.check(DEVICE)
             startup.START.warn_of_unverified_device()
             for sentence in environment.without_effect(DEVICE):
@@ -108,8 +108,8 @@ class PlatformFL(Dispatching, Platform):
     device_type = DEVICE.torch_type
     dispatch_key = DEVICE.dispatch_key
     dist_backend = DEVICE.dist_backend
-    # Ray places workers by accelerators: a machine without any is started with one for each worker
-    # (``ray start --num-gpus``).
+    # Ray places workers by accelerators: start a machine without any with one for each worker (``ray start
+    # --num-gpus``).
     ray_device_key = DEVICE.ray_resource
     device_control_env_var = DEVICE.visible_devices or Platform.device_control_env_var
     simple_compile_backend = compile.helper_backend(DEVICE)
@@ -126,7 +126,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
-        """Bytes of this process's tensors on its device; all that is in use where PyTorch counts none."""
+        """Return bytes of this process's tensors on its device; all bytes in use if PyTorch does not count them."""
         allocated = getattr(DEVICE.module(), "memory_allocated", None) if DEVICE.accelerator else None
         if allocated is not None:
             return float(allocated(device))
@@ -158,11 +158,11 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """A decoder's layer may attend to itself and to an encoder: each attention keeps its own cache."""
+        """Accept layers with several caches: a decoder's layer may attend to itself and to an encoder."""
 
     @classmethod
     def discover_numa_topology(cls) -> list[list[int]]:
-        return []  # NIXL's worker would bind the thread that computes to the last core of each node
+        return []  # NIXL's worker would bind the computing thread to the last core of each node
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
@@ -176,7 +176,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM's compiled operators are not needed; a vendor backend loads what it wraps."""
+        """Import nothing: vLLM's compiled operators are not needed, and a vendor's backend loads its own library."""
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
@@ -203,7 +203,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def use_custom_op_collectives(cls) -> bool:
-        return DEVICE.graphs  # captured graphs need collectives that Dynamo does not look into
+        return DEVICE.graphs  # captured graphs need collectives that are opaque to Dynamo
 
     @classmethod
     def get_compile_backend(cls) -> str:

@@ -1,4 +1,4 @@
-"""Refusals of the plugin: one sentence that names the first feature that cannot be served, before a model loads."""
+"""The plugin's refusals: one sentence that names the first feature that cannot be served, before a model loads."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ EXPERT_LAYERS = {
     "UnquantizedFusedMoEMethod": ("fused_moe",),
     "MoERunner": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
 }
-"""The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
+"""The layers that every mixture of experts needs, with their operators (see ``moe``)."""
 STATE_LAYERS = {
     "QwenGatedDeltaNetAttention": delta_net.OPERATORS,
     "MambaMixer": mamba2.OPERATORS,
     "MambaMixer2": mamba2.OPERATORS,
     "ShortConv": short_conv.OPERATORS,
 }
-"""The layers with a state that are ours, with their operators."""
+"""Our layers with a state, with their operators."""
 STATE_MODELS = {
     "Qwen3NextForCausalLM": "QwenGatedDeltaNetAttention",
     "Qwen3_5ForCausalLM": "QwenGatedDeltaNetAttention",
@@ -53,20 +53,19 @@ STATE_MODELS = {
     "Lfm2ForCausalLM": "ShortConv",
     "Lfm2MoeForCausalLM": "ShortConv",
 }
-"""Models with our layers for all states: architecture → the class of those layers."""
+"""Models with our layers for all states: architecture → the class of these layers."""
 SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""Models with an indexer that is ours."""
+"""Models with our indexer."""
 STATES = "models with layers that keep a state"
 ALL2ALL = "allgather_reducescatter"
-"""The exchange of tokens between experts that is made of a communicator's own collectives."""
+"""The token exchange between experts that uses only a communicator's own collectives."""
 SPECULATION = ("ngram", *model_runner.DRAFTS)
 
 BOTH_WAYS = {
     "dflash": "use_non_causal in v1/worker/gpu/spec_decode/dflash/utils.py",
     "dspark": "use_non_causal in v1/worker/gpu/spec_decode/dspark/utils.py",
 }
-"""Methods with drafts that see those behind them, which none of our operators of a paged cache computes → vLLM's line.
-"""
+"""Methods with drafts that see later drafts, which our paged-cache operators cannot compute → vLLM's line."""
 
 
 def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
@@ -131,7 +130,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
 
 
 def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
-    """What is not served where ranks divide a cache by tokens."""
+    """Return the features that are not served if ranks divide a cache by tokens."""
     model, divided = vllm_config.model_config, "decode context parallelism"
     runner = model_runner.choice(vllm_config)
     return [
@@ -146,7 +145,7 @@ def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple
 
 
 def _speculation(method: str | None) -> str:
-    """Speculation by a method that is not served, with the line of vLLM's that asks for more than our attention has."""
+    """Return a sentence on unserved speculation, with vLLM's line that asks for more than our attention has."""
     line = BOTH_WAYS.get(method or "")
     only = f"only with {', '.join(SPECULATION)}"
     return f"speculative decoding with '{method}' ({f'its drafts attend both ways: {line}' if line else only})"
@@ -194,7 +193,7 @@ def _sparse_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
 
 
 def _attends_over_int8(device: DeviceSpec) -> bool:
-    """Whether something but the reference, which on an accelerator waits for it in each layer, takes the scales."""
+    """Whether an implementation other than the reference, which waits in each layer, takes the scales."""
     given = kv_layout.QUANTIZED_DTYPES[kv_layout.INT8_DTYPE]
     return not device.accelerator or all(has_kernel(op, given) for op in config.ATTENTION_OPERATORS)
 
@@ -214,7 +213,7 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
 
 
 def _drafts_for_states(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
-    """What a model with states cannot speculate with: a state has to go back to what was accepted."""
+    """Return speculation that fails for a model with states, because a state must go back to accepted tokens."""
     model = vllm_config.model_config
     if not models.has_states(model):
         return []
@@ -230,10 +229,11 @@ def _drafts_for_states(vllm_config: VllmConfig, device: DeviceSpec) -> list[tupl
 
 
 def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
-    """Whether those layers are ours, and vLLM's kernels beside them run here, or have forms.
+    """Whether the layers with a state are ours, and vLLM's kernels next to them run here or have forms.
 
-    They have some in main memory, and on accelerators that vLLM does not know. Where Triton is, each operator of the
-    layers has more than its reference, which waits for the device in every layer; elsewhere the reference may run.
+    Forms exist in main memory, and on accelerators that vLLM does not know. With Triton each operator of the layers has
+    an implementation besides the reference, which waits for the device in every layer; without Triton the reference may
+    run.
     """
     layer = STATE_MODELS.get(model.architecture)
     if layer is None or not versions.is_tested():
@@ -244,7 +244,7 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
 
 
 def _has_kernel(op_name: str) -> bool:
-    """Whether something but the reference is available for an operator; ``warm_up`` asks whether it takes the calls."""
+    """Whether an operator has an available implementation besides the reference; ``warm_up`` checks its calls."""
     manager = get_default_manager()
     manager.ensure_initialized()
     if not manager.registry.get_implementations(op_name):
@@ -274,7 +274,7 @@ def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, 
 
 
 def _experts_wait() -> bool:
-    """Whether the references come first for quantized experts: they wait for an accelerator in each layer."""
+    """Whether references come first for quantized experts, which wait for an accelerator in each layer."""
     return bool(without_graphs(quantized_experts.OPERATORS))
 
 

@@ -1,7 +1,7 @@
 """From vLLM's entry points to an active platform, and the hand-over to child processes.
 
-vLLM calls the platform's entry point twice when it wins. :func:`activate`, which runs where vLLM does not wrap, raises
-what detection has kept, before a model loads.
+vLLM calls the platform's entry point twice if our platform wins. :func:`activate`, which vLLM does not wrap, raises
+errors kept by detection before a model loads.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DISPATCHING = "vllm_fl.platform.out_of_tree.Dispatching"
 ENGINE = "vllm.v1.engine.core"
 """The module of a process that schedules."""
 CONFIG_KEY = "fl_dispatch"
-"""The key under which vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
+"""The key of our settings and policy in vLLM's ``additional_config``, which reaches every process."""
 
 
 @cache
 def detect() -> str | None:
-    """The platform's class path, or ``None`` where vLLM's own platform should run. Never raises."""
+    """Return the platform's class path, or ``None`` if vLLM's own platform should run. Never raises."""
     try:
         detection.declare_variables()
         with START.reading():
@@ -42,7 +42,7 @@ def detect() -> str | None:
             return None
         if get_settings().native_platform:
             return detect_device().native_platforms.get(HOST.name, PLATFORM)
-    except Exception as error:  # vLLM would swallow it: kept, and raised by activate()
+    except Exception as error:  # vLLM would swallow it, so it is kept, and raised by activate()
         START.keep(error)
         START.logger.info("vllm_fl is active: start-up will stop, because of %s: %s", type(error).__name__, error)
     return PLATFORM
@@ -66,7 +66,7 @@ def is_active() -> bool:
 
 
 def register_ops() -> None:
-    """vLLM's general entry point: does nothing unless the platform is ours, and says so if it should be."""
+    """Run vLLM's general entry point: do nothing unless the platform is ours, and log it if it should be."""
     wanted = detect()
     START.raise_kept()
     if is_active():
@@ -97,7 +97,7 @@ def register_ops() -> None:
 
 @cache
 def warn_of_untested_host() -> None:
-    """Log one WARNING on a vLLM that not all tests ran on, with the names we rely on that it lacks."""
+    """Log one WARNING for a vLLM version that not all tests ran on, with the missing names that we rely on."""
     untested.warn_if_untested(HOST, versions.host_version(), versions.TESTED_HOSTS, "torch")
 
 
@@ -124,6 +124,6 @@ def activate() -> None:
 
 
 def adopt(additional_config: Any) -> None:
-    """Take over the settings and the policy that the parent packed; equal ones change nothing."""
+    """Install the settings and the policy that the parent packed; equal ones change nothing."""
     if isinstance(additional_config, dict):
         handover.take_over(additional_config.get(CONFIG_KEY, {}))

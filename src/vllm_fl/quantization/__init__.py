@@ -1,8 +1,8 @@
 """Quantized checkpoints in vLLM: its configurations and loaders, with our kernels of quantized layers.
 
-:mod:`fl_dispatch.hosting.quantized` computes, :mod:`.kernels` and :mod:`.experts` tell vLLM so, :mod:`.configs` keeps
-it from asking for CUDA. Importing this package imports nothing of vLLM; it is registered only where a checkpoint is
-quantized.
+:mod:`fl_dispatch.hosting.quantized` computes, :mod:`.kernels` and :mod:`.experts` register that with vLLM, and
+:mod:`.configs` keeps vLLM from requesting CUDA kernels. Importing this package imports nothing of vLLM; it is
+registered only for quantized checkpoints.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SERVED: Mapping[str, str] = MappingProxyType(
         "quark": "quark",
     }
 )
-"""vLLM's names of the methods that are served → the names that checkpoints have."""
+"""vLLM's names of the served methods → their names in checkpoints."""
 
 
 def refused(what: str, remedy: str = "") -> ValueError:
-    """The error for an unserved feature of a checkpoint; ``remedy``: a feature that works."""
+    """Return the error for an unserved feature of a checkpoint; ``remedy``: a feature that works."""
     return ValueError(f"vllm_fl does not support {what} yet{remedy and f'; {remedy}'}")
 
 
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def verify(method: str) -> None:
-    """Raise ``ValueError`` if a quantization method is not served here; else register our configuration for it.
+    """Raise ``ValueError`` if a quantization method is not served here; otherwise register our configuration for it.
 
     Args:
         method: vLLM's name of the method.

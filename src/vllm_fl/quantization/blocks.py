@@ -1,4 +1,4 @@
-"""Scales of blocks as vLLM loads them, where the merged layers or the ranks' parts are no whole blocks."""
+"""Block scales as vLLM loads them, if merged layers or ranks' parts are not whole blocks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def create_in_blocks(
     params_dtype: torch.dtype,
     **named: Any,
 ) -> None:
-    """Register a layer's parameters as vLLM does; scales have a row for each of the weight's where blocks do not fit.
+    """Register a layer's parameters as vLLM does; if blocks do not fit, scales get one row for each row of the weight.
 
     Args:
         create: vLLM's method.
         block: rows of a block; 0 for none.
-        name: of the scales.
-        layer: and so on, as vLLM has them.
+        name: name of the scales.
+        layer: this and the rest are vLLM's arguments.
 
     Raises:
-        ValueError: ranks cut a block's rows.
+        ValueError: ranks divide a block's rows.
     """
     parts = list(output_partition_sizes)
     if reason := blocks.indivisible(input_size_per_partition, input_size, block) if block else "":

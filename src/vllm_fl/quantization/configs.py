@@ -1,4 +1,4 @@
-"""vLLM's quantization configurations, where its own code asks for kernels of CUDA's before ours are chosen."""
+"""vLLM's quantization configurations, as far as vLLM's code requests CUDA kernels before ours are chosen."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 class Served:
-    """The part that all have in common: models of any dtype, and logits by a plain product."""
+    """The common part of all: models of any dtype, and logits by a plain product."""
 
     fl_format: str
-    """The name that checkpoints have for the format."""
+    """The format's name in checkpoints."""
     fl_loads: type | None = None
-    """A class of experts with a loader of its own that knows the format."""
+    """A class of experts with its own loader that knows the format."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -79,12 +79,12 @@ class Served:
     def fl_check_index_keys(self, layer: Any, prefix: str) -> None:
         """Refuse a weight of index keys that vLLM's loader does not dequantize; ``prefix``: its name in checkpoints.
 
-        It dequantizes fp8 with a scale for each block or column, and would load others as if they were plain.
+        The loader dequantizes fp8 with a scale for each block or column, and would load other formats as plain numbers.
 
         Raises:
             ValueError: for such a weight.
         """
-        asked = copy(layer)  # a scheme is kept in the layer that was asked for
+        asked = copy(layer)  # a scheme is stored in the layer that was asked for
         method = self.fl_method(asked, prefix)
         scheme = getattr(asked, "scheme", method)
         by_columns = getattr(getattr(scheme, "strategy", None), "value", None) == schemes.CHANNEL
@@ -98,25 +98,25 @@ class Served:
         if isinstance(scheme, str):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         kernel = stored_experts.KINDS[schemes.served(scheme, prefix, refused, experts=True)](scheme)
-        # A loader of a model's own knows vLLM's methods by name, and loads those of others as if they were plain.
+        # A model's own loader knows vLLM's methods by name, and would load other methods' weights as plain numbers.
         if kind.weight_loader is not RoutedExperts.weight_loader and kind is not self.fl_loads:
             raise refused(f"quantized experts that {kind.__name__} loads in a way of its own ({prefix})")
         return QuantizedMethod(kernel, layer.moe_config)
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
-        """The method of a layer of a kind that is served."""
+        """Return the method of a layer of a served kind."""
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
-        """The scheme of a layer's experts; a string where the checkpoint leaves them as they are."""
+        """Return the scheme of a layer's experts; a string if the checkpoint leaves them unquantized."""
         raise NotImplementedError
 
 
 @register_weight_loader_v2_supported_method
 class Fp8MethodFL(fp8.Fp8LinearMethod):
-    """Leaves the scales of merged layers as they are; vLLM quantizes their weights again, for one scale.
+    """Method that keeps the scales of merged layers; vLLM would requantize their weights to one scale.
 
-    With ``VLLM_BATCH_INVARIANT`` vLLM multiplies itself, with weights as it has them; here they are not so.
+    With ``VLLM_BATCH_INVARIANT`` vLLM multiplies directly, with weights in its own form, which these are not.
     """
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -125,7 +125,7 @@ class Fp8MethodFL(fp8.Fp8LinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.fp8_linear.process_weights_after_loading(layer)
-        # Latent attention asks for a weight without blocks by a product; otherwise vLLM expects it transposed.
+        # Latent attention gets a weight without blocks from a product; otherwise vLLM expects it transposed.
         self.use_marlin = not self.block_quant
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Fp8ConfigFL(Served, fp8.Fp8Config):
 
 
 class WithoutMarlin:
-    """Methods that choose among the registered kernels; vLLM's own ``__init__`` asks whether Marlin runs."""
+    """Methods that choose among the registered kernels; vLLM's own ``__init__`` checks whether Marlin runs."""
 
     def __init__(self, quant_config: Any) -> None:
         self.quant_config, self.quant_type, self.input_dtype = quant_config, quant_config.quant_type, None
@@ -189,7 +189,7 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
         return layer_parts.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, str, refused)
 
     def _of_layer(self, found: Any, prefix: str) -> GPTQConfigFL:
-        """This configuration with a layer's own bits and groups."""
+        """Return this configuration with a layer's own bits and groups."""
         schemes.served(found, prefix, refused)
         bits, made = found.weights.bits, copy(self)
         made.weight_bits, made.group_size, made.pack_factor = bits, found.weights.group, Fraction(orders.WORD, bits)
@@ -239,7 +239,7 @@ class AutoRoundConfigFL(inc.INCConfig):
 
 
 class QuarkConfigFL(vllms_quark.QuarkConfig):
-    """``quark``, read as the format that has the same tensors."""
+    """``quark``, read as the format with the same tensors."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -258,14 +258,14 @@ class Mxfp4ConfigFL(Served, mxfp4.GptOssMxfp4Config):
 
 @register_weight_loader_v2_supported_method
 class GroupedMethodFL(LinearMethodBase):
-    """Kinds of :data:`GROUPED`: a method of vLLM's, and a scheme of its ``compressed-tensors``.
+    """Kinds of :data:`GROUPED`: a method of vLLM, and a scheme of its ``compressed-tensors``.
 
-    vLLM's own ask for CUDA's kernels, or leave inputs as they are.
+    vLLM's own methods request CUDA kernels, or leave inputs unquantized.
 
     Args:
-        scheme: of one layer.
+        scheme: one layer's scheme.
         kind: its kind.
-        prefix: the layer's.
+        prefix: the layer's prefix.
     """
 
     def __init__(self, scheme: Scheme, kind: Kind, prefix: str) -> None:
@@ -273,7 +273,7 @@ class GroupedMethodFL(LinearMethodBase):
         if lacking := self.kernel.fl_lacking():
             raise refused(f"the weights of {prefix} ({lacking})")
         self.kernel.fl_read(scheme)
-        self.apply_weights = self.apply  # the name that a scheme has
+        self.apply_weights = self.apply  # the attribute name that a scheme has
 
     def create_weights(
         self,
@@ -297,7 +297,7 @@ class GroupedMethodFL(LinearMethodBase):
 
 
 class ModelOpt(Served):
-    """``modelopt``: fp8 with a scale a weight and one for inputs, MXFP8, NVFP4 with such inputs or as they are."""
+    """``modelopt``: fp8 with a scale per weight and one for inputs, MXFP8, NVFP4 with such or unquantized inputs."""
 
     fl_format = "modelopt"
     fl_algorithm: str
@@ -346,7 +346,7 @@ MAKERS: dict[Kind, tuple[Any, str]] = {
     Kind.FP8_BLOCKS: (vllms.CompressedTensorsW8A8Fp8, "fp8_linear"),
     Kind.COMPRESSED: ((vllms.CompressedTensorsWNA16, vllms.CompressedTensorsWNA8Int), "kernel"),
 }
-"""Kinds of layers in ``compressed-tensors`` → the classes of vLLM that make their parameters, and the kernel's name."""
+"""Kinds of layers in ``compressed-tensors`` → vLLM's classes that make their parameters, and the kernel's name."""
 
 
 class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConfig):
@@ -359,8 +359,8 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         return super().fl_method(layer, prefix)
 
     def __init__(self, target_scheme_map: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # The library's order (match_targets in utils/match.py): the first target that covers a layer counts.
-        # vLLM takes the file's order, the order of modules.
+        # The library's order (match_targets in utils/match.py): the first target that covers a layer counts. vLLM takes
+        # the order of modules in the file.
         names = sorted(target_scheme_map, key=lambda target: ("re:" in target, target))
         super().__init__({name: target_scheme_map[name] for name in names}, *args, **kwargs)
 
@@ -381,7 +381,7 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         if not isinstance(scheme, maker):
             name = type(scheme).__name__.removeprefix("CompressedTensors")
             raise refused(f"the scheme {name} of compressed-tensors ({prefix})")
-        # With VLLM_BATCH_INVARIANT vLLM 0.33 multiplies packed weights itself, as they are loaded.
+        # With VLLM_BATCH_INVARIANT vLLM 0.33 multiplies packed weights directly, in their loaded form.
         scheme.use_batch_invariant = False
         block, create = getattr(scheme, "weight_block_size", None), scheme.create_weights
         if block:
@@ -392,14 +392,14 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
             create = partial(_with_whole_words, create, found.weights.bits)
         if kind is Kind.COMPRESSED:
             scheme.create_weights = partial(_with_rows, create, scheme, found.rounding)
-        # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
+        # vLLM's code for fp8 transposes weights and requantizes merged layers; ours takes them as loaded.
         scheme.process_weights_after_loading = partial(_load, scheme, kernel)
         return scheme
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
         self._add_fused_moe_to_target_scheme_map()
         names = _products(layer, prefix)
-        product = torch.nn.Linear(1, 1, device="meta")  # each of them, to what goes by classes
+        product = torch.nn.Linear(1, 1, device="meta")  # each of them, for code that goes by classes
         transforms = (get_linear_transform_schemes(product, name, self.transform_config, {}) for name in names)
         if any(before or after for before, after in transforms):
             raise refused(f"experts with transformed inputs or outputs ({prefix})")
@@ -410,20 +410,20 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
 
 
 def _read(found: Any) -> Scheme | str:
-    """A scheme as vLLM has it in parts."""
+    """Read vLLM's representation of a scheme."""
     if not found or found["weights"] is None:
         return LEFT
     return schemes.compressed(found["weights"], found["input_activations"], found["format"])
 
 
 def _products(layer: Any, prefix: str) -> list[str]:
-    """A checkpoint's names of the products of a layer's first expert."""
+    """Return a checkpoint's names of the products of a layer's first expert."""
     parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
     return [f"{prefix}.0.{part}" for part in parts if part is not None]
 
 
 def _skipped(config: Any, prefix: str, names: list[str], match_mode: Any) -> bool:
-    """Whether a checkpoint's configuration leaves a layer as it is."""
+    """Whether a checkpoint's configuration leaves a layer unquantized."""
     mapping = config.packed_modules_mapping
     return bool(is_layer_skipped(prefix, names, mapping, match_mode=match_mode))
 
@@ -431,7 +431,7 @@ def _skipped(config: Any, prefix: str, names: list[str], match_mode: Any) -> boo
 def _with_scale_of_each_input(
     create: Callable[..., None], layer: Any, output_partition_sizes: list[int], **named: Any
 ) -> None:
-    """Register parameters as vLLM does; merged layers have a scale each for their input, where vLLM keeps the last."""
+    """Register parameters as vLLM does; each merged layer keeps its input scale, where vLLM keeps only the last."""
     create(layer=layer, output_partition_sizes=output_partition_sizes, **named)
     if layer.input_scale is not None:
         scales = torch.full((len(output_partition_sizes),), orders.UNSET)
@@ -447,7 +447,7 @@ def _with_whole_words(
 
 
 def _refuse_cut_words(layer: Any, parts: list[int], bits: int) -> None:
-    """Raise ``ValueError`` where a word has columns of two parts of a joined layer: vLLM's loader would lose some."""
+    """Raise ``ValueError`` if a word has columns of two parts of a joined layer: vLLM's loader loses some."""
     if any(size % (orders.WORD // bits) for size in parts):
         raise refused(
             f"parts of {parts} columns of a joined layer on a rank, not all multiples of a word's {orders.WORD // bits}"
@@ -456,7 +456,7 @@ def _refuse_cut_words(layer: Any, parts: list[int], bits: int) -> None:
 
 
 def _with_rows(create: Callable[..., None], scheme: Any, rounding: str, **named: Any) -> None:
-    """Register parameters as vLLM does, and tell the kernel how its rows are quantized, which vLLM does not."""
+    """Register parameters as vLLM does, and set the kernel's rounding of rows, which vLLM omits."""
     create(**named)
     scheme.kernel.fl_rounding = rounding
 

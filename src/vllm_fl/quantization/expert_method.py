@@ -1,8 +1,8 @@
 """vLLM's method of quantized experts.
 
-vLLM's own classes ask for one of CUDA's kernels, and what they do after loading serves that kernel. Here the parameters
-are those of :mod:`fl_dispatch.hosting.quantized.stored_experts`, and vLLM's modular kernel calls an operator with rows
-that are not quantized, so the exchange of tokens between ranks stays as it is.
+vLLM's own classes request a CUDA kernel, and process weights for that kernel. Here the parameters are those of
+:mod:`fl_dispatch.hosting.quantized.stored_experts`, and vLLM's modular kernel calls an operator with unquantized rows,
+so the exchange of tokens between ranks is unchanged.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class QuantizedExpertsFL(ExpertsFL):
 
 
 class QuantizedMethod(FusedMoEMethodBase):
-    """vLLM's way to a layer's kind of experts.
+    """vLLM's method for a layer's kind of experts.
 
     Args:
-        kernel: of one layer.
+        kernel: one layer's kernel.
         moe: vLLM's description of the layer.
     """
 
@@ -79,9 +79,9 @@ class QuantizedMethod(FusedMoEMethodBase):
                 parameters.add(f"{name}_bias", torch.zeros(num_experts, columns, dtype=params_dtype))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bring the parameters into the operator's form, and build vLLM's kernel around the operator.
+        """Convert the parameters to the operator's form, and build vLLM's kernel around the operator.
 
-        vLLM adds what the ranks that share an expert compute, and its loader gives each the whole bias of ``w2``.
+        vLLM sums over the ranks that share an expert, and its loader gives each rank the whole bias of ``w2``.
         """
         for name in ("w13_bias", "w2_bias") if isinstance(self.fl_kernel, GptqExperts) else ():
             if name not in layer._loaded_expert_biases:
@@ -103,7 +103,7 @@ class QuantizedMethod(FusedMoEMethodBase):
         found.fl_layer, found.fl_kernel = layer, self.fl_kernel
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
-        """Return a configuration without quantization: vLLM's modular kernel need not know of it."""
+        """Return a configuration without quantization, because vLLM's modular kernel need not know of it."""
         return FusedMoEQuantConfig.make()
 
     @property

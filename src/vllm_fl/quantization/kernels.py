@@ -1,7 +1,7 @@
-"""vLLM's kernels of quantized linear layers over our operators, one class a kind of vLLM's.
+"""vLLM's kernels of quantized linear layers over our operators, one class per kind of vLLM's kernels.
 
-vLLM asks ``is_supported`` and ``can_implement`` of the classes that are registered for the platform, makes one object a
-layer, has it change the loaded weights once, and calls it for the product. It looks at no base class of its own.
+vLLM calls ``is_supported`` and ``can_implement`` of the platform's registered classes, makes one object per layer, lets
+it change the loaded weights once, and calls it for the product. It does not check for a base class.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from . import refused
 
 Answer = tuple[bool, str | None]
 ASKED = "a product that vLLM asks for"
-"""The place that a refusal names: vLLM does not say which format of checkpoints a product is for."""
+"""The place in refusals, because vLLM does not say which checkpoint formats a product is for."""
 TYPES = {torch.int8: "int", torch.float8_e4m3fn: "float"}
-"""Dtype of a quantized number → its kind; vLLM asks for others too."""
+"""Dtype of a quantized number → its kind; vLLM asks for other dtypes, too."""
 SHARED = {(-1, -1): schemes.TENSOR, (-1, 1): schemes.CHANNEL, (1, -1): schemes.TOKEN}
-"""Rows and columns with one scale, as vLLM writes them, -1 for all → the name of what has it."""
+"""Rows and columns with one scale in vLLM's notation, -1 for all → the name of the unit with one scale."""
 
 
 class VllmKernel(layers.QuantizedLayer):
@@ -36,13 +36,13 @@ class VllmKernel(layers.QuantizedLayer):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """On every device that has the type: the reference runs where nothing else does."""
+        """Return whether the device has the type; the reference runs if no other implementation does."""
         lacking = cls.fl_lacking()
         return not lacking, lacking or None
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        """Whether :func:`fl_dispatch.hosting.quantized.schemes.served` answers this kind to the scheme asked for."""
+        """Return whether :func:`fl_dispatch.hosting.quantized.schemes.served` gives this kind for the scheme."""
         try:
             kind = schemes.served(cls.fl_scheme(c), "", refused)
         except ValueError as error:
@@ -51,15 +51,15 @@ class VllmKernel(layers.QuantizedLayer):
 
     @staticmethod
     def fl_scheme(c: Any) -> Scheme:
-        """The scheme in vLLM's configuration of a product."""
+        """Return the scheme in vLLM's configuration of a product."""
         return Scheme(ASKED, _numbers(c.weight_quant_key, schemes.BLOCK), _numbers(c.activation_quant_key))
 
     def input_quant_key(self) -> None:
-        """Rows are quantized here, not by the layer before."""
+        """Return ``None``, because rows are quantized here, not by the layer before."""
 
 
 def _numbers(key: Any, shared: str = schemes.GROUP) -> Numbers:
-    """The numbers that vLLM's ``QuantKey`` says; ``shared``: the name of any other part of a tensor with one scale."""
+    """Return the format in vLLM's ``QuantKey``; ``shared``: the name of another unit with one scale."""
     down, across = key.scale.group_shape
     per, bits = SHARED.get((down, across), shared), getattr(key.dtype, "size_bits", 0) or 8 * key.dtype.itemsize
     sizes: dict[str, Any] = {schemes.GROUP: {"group": across}, schemes.BLOCK: {"block": (down, across)}}.get(per, {})
@@ -95,7 +95,7 @@ class Fp8WeightLayer(VllmKernel, layers.Fp8WeightLayer):
 
     @staticmethod
     def fl_scheme(c: Any) -> Scheme:
-        """vLLM names a kind of inputs here too, and leaves them as they are."""
+        """Return the scheme; vLLM names a kind of inputs here, too, but leaves them unquantized."""
         return Scheme(ASKED, _numbers(c.weight_quant_key, schemes.BLOCK))
 
     def __init__(self, config: Any, layer_param_names: Sequence[str] = ()) -> None:
@@ -104,7 +104,7 @@ class Fp8WeightLayer(VllmKernel, layers.Fp8WeightLayer):
 
 
 class PackedLayer(VllmKernel, layers.PackedLayer):
-    """vLLM has brought ``awq`` into the order of ``gptq``, with zero points as ``compressed-tensors`` has them."""
+    """Packed weights; vLLM converts ``awq`` to the order of ``gptq`` with ``compressed-tensors`` zero points."""
 
     fl_kind = Kind.COMPRESSED
 
@@ -116,12 +116,12 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """The least of any GPU."""
+        """Return the smallest capability of any GPU."""
         return 0
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        """Whether the scheme is served, and a rank's part has whole groups and words."""
+        """Return whether the scheme is served, and a rank's part has whole groups and words."""
         served, why = super().can_implement(c)
         if not served:
             return served, why
@@ -143,15 +143,15 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
 
 
 class Int4Layer(VllmKernel, layers.Int4Layer):
-    """vLLM would take them for weights of inputs as they are."""
+    """4-bit integers; vLLM would treat them as weights for unquantized inputs."""
 
 
 class Mxfp8Layer(VllmKernel, layers.Mxfp8Layer):
-    """vLLM chooses no kernel for these weights but NVIDIA's, and those of e2m1."""
+    """Weights of MXFP8, for which vLLM chooses only NVIDIA's kernels, as for e2m1."""
 
 
 class Float4Layer(VllmKernel, layers.Float4Layer):
-    """As :class:`Mxfp8Layer`."""
+    """Weights of e2m1, see :class:`Mxfp8Layer`."""
 
 
 GROUPED: Mapping[Kind, type[Int4Layer | Mxfp8Layer | Float4Layer]] = {
@@ -160,7 +160,7 @@ GROUPED: Mapping[Kind, type[Int4Layer | Mxfp8Layer | Float4Layer]] = {
     Kind.NVFP4: Float4Layer,
     Kind.MXFP8: Mxfp8Layer,
 }
-"""Kinds of layers that vLLM is not asked for a kernel of → the class that makes their parameters."""
+"""Kinds of layers for which vLLM does not request a kernel → the class that makes their parameters."""
 
 
 def register() -> None:
@@ -174,7 +174,7 @@ def register() -> None:
     linear.register_linear_kernel(PackedLayer, platform, "mp")
     try:
         linear.register_linear_kernel(Fp8BlockLayer, platform, "fp8_block")
-    except ValueError:  # vLLM 0.32 has no word for this kind
+    except ValueError:  # vLLM 0.32 has no name for this kind
         linear._POSSIBLE_FP8_BLOCK_KERNELS.setdefault(platform, []).append(Fp8BlockLayer)
-    # No version has one for this kind.
+    # No version has a name for this kind.
     linear._POSSIBLE_WFP8A16_KERNELS.setdefault(platform, []).append(Fp8WeightLayer)

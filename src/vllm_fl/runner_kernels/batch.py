@@ -1,6 +1,6 @@
-"""PyTorch forms of the kernels that prepare the inputs of a step, and take its tokens over.
+"""PyTorch forms of the kernels that prepare the inputs of a step, and store its tokens.
 
-A row of ``idx_mapping`` is the number of a request's state; a negative one belongs to no request.
+An element of ``idx_mapping`` is the number of a request's state; a negative one belongs to no request.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def prepare_prefill_inputs(
     prefill_lens: Tensor,
     num_computed_tokens: Tensor,
 ) -> None:
-    """Write the prompts' tokens of this step to ``input_ids``, and those that follow to ``next_prefill_tokens``."""
+    """Write the prompts' tokens of this step to ``input_ids``, and the tokens after them to ``next_prefill_tokens``."""
     state, most = idx_mapping.to(torch.int64), all_token_ids.shape[1] - 1
     known = state.clamp(min=0)
     computed, length = take(num_computed_tokens, known).to(torch.int64), take(prefill_lens, known).to(torch.int64)
     reading = (state >= 0) & (computed < length)
     asked = worth_a_look(reading)
-    if not len(asked):  # most steps, and nothing below would be written
+    if not len(asked):  # most steps, in which nothing below would be written
         return
     rows = rows_of(query_start_loc, len(state), len(input_ids))
     column = (take(computed, rows.request) + rows.offset).clamp(0, most)
@@ -49,7 +49,7 @@ def prepare_pos_seq_lens(
     num_computed_tokens: Tensor,
     max_num_reqs: int,
 ) -> None:
-    """Write each token's position and each request's length; lengths behind the batch become 0."""
+    """Write each token's position and each request's length; lengths after the batch become 0."""
     requests = len(idx_mapping)
     computed = take(num_computed_tokens, idx_mapping.to(torch.int64))
     new = query_start_loc[1 : requests + 1] - query_start_loc[:requests]
@@ -72,7 +72,7 @@ def combine_sampled_and_draft_tokens(
     logits_indices: Tensor,
     NUM_NEW_SAMPLED_TOKENS: int = 1,
 ) -> None:
-    """Write the indices of the logits, and the tokens that were sampled or drafted last to ``input_ids``."""
+    """Write the indices of the logits, and the last sampled or drafted tokens to ``input_ids``."""
     requests = len(idx_mapping)
     rows = rows_of(cu_num_logits, requests, len(logits_indices))
     logits = (cu_num_logits[1 : requests + 1] - cu_num_logits[:requests]).to(torch.int64)
@@ -99,7 +99,7 @@ def get_num_sampled_and_rejected(
     idx_mapping: Tensor,
     prefill_len: Tensor,
 ) -> None:
-    """Set ``num_sampled`` to 0 where a prompt is not read to its end, and count the logits that gave no token."""
+    """Set ``num_sampled`` to 0 for prompts that are not read to the end, and count the logits that gave no token."""
     requests = len(idx_mapping)
     reading = seq_lens[:requests] < take(prefill_len, idx_mapping.to(torch.int64))
     logits = cu_num_logits[1 : requests + 1] - cu_num_logits[:requests]
@@ -121,7 +121,7 @@ def post_update(
     draft_tokens: Tensor | None = None,
     draft_tokens_out: Tensor | None = None,
 ) -> None:
-    """Take a step's tokens over into the requests' states."""
+    """Store a step's tokens in the requests' states."""
     requests, state = len(idx_mapping), idx_mapping.to(torch.int64)
     real, state = state >= 0, state.clamp(min=0)
     count = torch.where(real, num_sampled[:requests].to(torch.int64), 0)
@@ -156,7 +156,7 @@ def post_update_num_computed_tokens(idx_mapping: Tensor, num_computed_tokens: Te
 def expand_idx_mapping(
     idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, cu_num_logits: Tensor
 ) -> None:
-    """For each row of logits, its request's state and its place among that request's rows."""
+    """Write for each row of logits its request's state and its place among that request's rows."""
     rows = rows_of(cu_num_logits, len(idx_mapping), len(expanded_idx_mapping))
     state, offset = idx_mapping[rows.request], rows.offset.to(expanded_local_pos.dtype)
     expanded_idx_mapping.copy_(torch.where(rows.inside, state, expanded_idx_mapping))

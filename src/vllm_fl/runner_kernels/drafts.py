@@ -1,7 +1,7 @@
-"""PyTorch forms of the kernels that prepare the batches of a model that drafts: its first step, and those behind it.
+"""PyTorch forms of the kernels that prepare the batches of a draft model: its first step, and later ones.
 
-The drafting model gets the target's batch, rejected drafts included, so that vLLM need not know how many were. A
-separate model also gets a place more in each request, for the token behind the accepted ones.
+The draft model gets the target's batch, including rejected drafts, so that vLLM need not know their number. A separate
+model also gets one more place per request, for the token after the accepted ones.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def prepare_prefill_inputs(
     seq_lens: Tensor,
     max_num_reqs: int,
 ) -> None:
-    """Shift each request's tokens by one, so that each stands beside the target's hidden state of the one before.
+    """Shift each request's tokens by one, so that each is paired with the target's hidden state of the token before.
 
-    Its last token is the one that was sampled, or the prompt's next one; rejected tokens keep what was there.
+    Its last token is the sampled one, or the prompt's next one; places of rejected tokens stay unchanged.
     """
     requests, state = len(idx_mapping), idx_mapping.to(torch.int64).clamp(min=0)
     size = min(len(target_input_ids), len(draft_input_ids))
@@ -68,7 +68,7 @@ def prepare_decode_inputs(
     max_num_reqs: int,
     ADVANCE_DRAFT_POSITIONS: bool = True,
 ) -> None:
-    """Write the batch of the second draft: one token a request, behind its last accepted one."""
+    """Write the batch of the second draft: one token per request, after its last accepted one."""
     requests = len(draft_tokens)
     input_ids[:requests] = draft_tokens.to(input_ids.dtype)
     sample_src_positions[:requests] += 1
@@ -95,7 +95,7 @@ def update_draft_inputs(
     num_speculative_steps: int,
     ADVANCE_DRAFT_POSITIONS: bool = True,
 ) -> None:
-    """Keep a step's drafts, and write the batch of the next step if there is one."""
+    """Store a step's drafts, and write the batch of the next step if there is one."""
     requests, step = len(draft_tokens), current_draft_step.view(1).to(torch.int64)
     output_draft_tokens[:requests].index_copy_(1, step, draft_tokens[:, None].to(output_draft_tokens.dtype))
     more = step < num_speculative_steps - 1
@@ -108,7 +108,7 @@ def update_draft_inputs(
 
 
 def _advance(positions: Tensor, seq_lens: Tensor, max_model_len: int, by: Tensor | int = 1) -> None:
-    """``by`` tokens further, in place; a request at its longest stays there, because its drafts are never used."""
+    """Advance by ``by`` tokens in place; a request at the maximum length stays, because its drafts are never used."""
     positions.copy_((positions + by).clamp(max=max_model_len - 1))
     seq_lens.copy_((seq_lens + by).clamp(max=max_model_len))
 

@@ -1,7 +1,7 @@
-"""Launches of forms: a form names the arguments of its kernel that it looks at, and gets these.
+"""Launches of forms: a form names the kernel's arguments that it reads, and gets only these.
 
 vLLM launches a form as it launches the kernel, with the same arguments (see ``vllm.triton_utils.dispatcher``). A name
-is that of the kernel's parameter without ``_ptr``, so what another version adds or moves changes no form.
+is the kernel's parameter without ``_ptr``, so parameters that another version adds or moves do not affect forms.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Form = Callable[..., Any]
 
 
 def names_of(kernel: Any) -> list[str]:
-    """The names of a kernel's parameters, in order."""
+    """Return the names of a kernel's parameters, in order."""
     given = getattr(kernel, "arg_names", None) or inspect.signature(getattr(kernel, "func", kernel)).parameters
     return [name.removesuffix("_ptr") for name in given]
 
 
 def named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a launch by name."""
+    """Return the arguments of a launch by name."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -28,10 +28,10 @@ def launched(form: Form, names: Sequence[str]) -> Form:
     """Wrap a form so that it takes its kernel's arguments.
 
     Args:
-        names: of the kernel's parameters.
+        names: names of the kernel's parameters.
 
     Raises:
-        TypeError: the form needs an argument that the kernel has not.
+        TypeError: the form needs an argument that the kernel lacks.
     """
     asked = inspect.signature(form).parameters.values()
     everything = any(each.kind is each.VAR_KEYWORD for each in asked)

@@ -6,32 +6,32 @@ import torch
 from torch import Tensor
 
 BITS = 32
-"""In a word of a packed mask."""
+"""Bits in a word of a packed mask."""
 NEVER = float("-inf")
 
 
 def unpacked(words: Tensor, columns: int) -> Tensor:
-    """The bits of ``[rows, words]`` as bool ``[rows, columns]``, the lowest bit of a word first."""
+    """Return the bits of ``[rows, words]`` as bool ``[rows, columns]``, the lowest bit of a word first."""
     bits = (words[..., None] >> torch.arange(BITS, device=words.device, dtype=words.dtype)) & 1
     return bits.flatten(-2)[..., :columns].bool()
 
 
 def packed(bits: Tensor, words: int) -> Tensor:
-    """Bool ``[rows, columns]`` as int32 ``[rows, words]``, the reverse of :func:`unpacked`."""
+    """Return bool ``[rows, columns]`` as int32 ``[rows, words]``, the reverse of :func:`unpacked`."""
     padded = torch.nn.functional.pad(bits, (0, words * BITS - bits.shape[1]))
     values = padded.unflatten(1, (words, BITS)).to(torch.int64) << torch.arange(BITS, device=bits.device)
     return values.sum(-1).to(torch.int32)
 
 
 def temperature(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor, vocab_size: int) -> None:
-    """Divide each row by its request's temperature; a temperature of 0 means the largest logit, and divides nothing."""
+    """Divide each row by its request's temperature; a temperature of 0 means the largest logit, and does not divide."""
     value = temperature[expanded_idx_mapping.to(torch.int64)].float()
     divisor = torch.where(value == 0, 1.0, value)[:, None]
     logits[:, :vocab_size] = (logits[:, :vocab_size].float() / divisor).to(logits.dtype)
 
 
 def min_p(logits: Tensor, expanded_idx_mapping: Tensor, min_p: Tensor, vocab_size: int) -> None:
-    """Rule out tokens with a probability below a share of the largest."""
+    """Mask tokens with a probability below a share of the largest."""
     rows = logits[:, :vocab_size]
     bound = rows.amax(-1).float() + min_p[expanded_idx_mapping.to(torch.int64)].float().log()
     rows.masked_fill_(rows < bound[:, None], NEVER)
@@ -53,7 +53,7 @@ def bias(
     stop_token_ids: Tensor,
     CHECK_ALL_MASKED_ROWS: bool = False,
 ) -> None:
-    """Allow only a request's allowed tokens, add its biases, and rule its stop tokens out before its least length."""
+    """Keep only a request's allowed tokens, add its biases, and mask its stop tokens before its minimum length."""
     state, rows = expanded_idx_mapping.to(torch.int64), logits[:, :vocab_size]
     count = num_allowed_token_ids[state]
     rows.masked_fill_((count > 0)[:, None] & ~_named(allowed_token_ids[state], count, vocab_size), NEVER)
@@ -71,12 +71,12 @@ def bias(
 
 
 def _named(tokens: Tensor, count: Tensor, size: int) -> Tensor:
-    """Bool ``[rows, size]``: the tokens among the first ``count`` of each row."""
+    """Return bool ``[rows, size]``: the tokens among the first ``count`` of each row."""
     return _marked(tokens, torch.arange(tokens.shape[1], device=tokens.device) < count[:, None], size)
 
 
 def _marked(tokens: Tensor, valid: Tensor, size: int) -> Tensor:
-    """Bool ``[rows, size]``: the tokens of each row that are valid; both are ``[rows, any]``."""
+    """Return bool ``[rows, size]``: the valid tokens of each row; both arguments are ``[rows, any]``."""
     found = torch.zeros(len(tokens), size + 1, dtype=torch.bool, device=tokens.device)
     found.scatter_(1, tokens.to(torch.int64).masked_fill(~valid, size), True)
     return found[:, :size]
@@ -94,14 +94,14 @@ def penalties(
     output_bin_counts: Tensor,
     vocab_size: int,
 ) -> None:
-    """Penalize tokens that the prompt or the output has, drafts before a row included."""
+    """Penalize tokens of the prompt or the output, including drafts before a row."""
     state, rows = expanded_idx_mapping.to(torch.int64), logits[:, :vocab_size]
     counts = output_bin_counts[state][:, :vocab_size].to(torch.int64)
     place = torch.arange(len(state), device=state.device)
     before = place[:, None] - place
     drafted = (before >= 0) & (
         before < expanded_local_pos[: len(state), None]
-    )  # in rows of the same request up to this
+    )  # rows of the same request up to this one
     tokens = token_ids[: len(state)].to(torch.int64).clamp(0, vocab_size - 1)
     counts.scatter_add_(1, tokens.expand(len(state), -1), drafted.to(torch.int64))
     seen = counts > 0
@@ -121,7 +121,7 @@ def bincount(
     prompt_bin_mask: Tensor,
     output_bin_counts: Tensor,
 ) -> None:
-    """Note which tokens the prompts of new requests have, and count those that were generated before."""
+    """Record the tokens in the prompts of new requests, and count tokens that were generated before."""
     state = expanded_idx_mapping.to(torch.int64)
     prompt, length = prompt_len[state][:, None], prefill_len[state][:, None]
     tokens = all_token_ids[state].to(torch.int64)
@@ -145,7 +145,7 @@ def bad_words(
     input_ids: Tensor,
     expanded_local_pos: Tensor,
 ) -> None:
-    """Rule out the last token of each bad word if the output ends with its other tokens."""
+    """Mask the last token of each bad word if the output ends with its other tokens."""
     state, row = (
         expanded_idx_mapping.to(torch.int64),
         torch.arange(len(expanded_idx_mapping), device=expanded_idx_mapping.device)[:, None],
@@ -154,14 +154,14 @@ def bad_words(
     word = torch.arange(bad_word_offsets.shape[1], device=tokens.device)
     offsets = (
         bad_word_offsets[state].to(torch.int64).masked_fill(word > count, tokens.shape[1])
-    )  # what follows is stale
+    )  # tokens after these are stale
     begin, end = offsets[:, :-1], offsets[:, 1:]
     place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
     ends = offsets.gather(1, torch.searchsorted(offsets, place, right=True).clamp(max=offsets.shape[1] - 1))
     drafts = expanded_local_pos[: len(state), None].to(torch.int64)
     prompt = prompt_len[state][:, None].to(torch.int64)
     length = total_len[state][:, None].to(torch.int64) - prompt
-    at = length + drafts - (ends - 1 - place)  # the place in the output that a token but a word's last has to stand at
+    at = length + drafts - (ends - 1 - place)  # required place in the output of each token of a word except the last
     old = all_token_ids[state[:, None], (prompt + at).clamp(0, all_token_ids.shape[1] - 1)]
     drafted = input_ids[(row - drafts + at - length + 1).clamp(0, len(input_ids) - 1)]
     differs = (place < ends - 1) & ((at < 0) | (tokens != torch.where(at >= length, drafted, old)))
@@ -174,7 +174,7 @@ def bad_words(
 def apply_grammar_bitmask(
     logits: Tensor, logits_indices: Tensor, cu_num_logits: Tensor, bitmask: Tensor, vocab_size: int, MASK_STRIDE: int
 ) -> None:
-    """Rule out the tokens that a grammar does not allow; a mask belongs to a request and to one of its rows."""
+    """Mask the tokens that a grammar does not allow; a mask belongs to one row of a request."""
     request, place = logits_indices.to(torch.int64) // MASK_STRIDE, logits_indices.to(torch.int64) % MASK_STRIDE
     first, end = cu_num_logits[request].to(torch.int64), cu_num_logits[request + 1].to(torch.int64)
     row = torch.where(place < end - first, first + place, len(logits))

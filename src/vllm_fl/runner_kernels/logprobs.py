@@ -1,4 +1,4 @@
-"""PyTorch forms of the kernels that say how likely tokens were. Logits are ``[rows, vocabulary]``."""
+"""PyTorch forms of the kernels that score tokens. Logits are ``[rows, vocabulary]``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from .rows import rows_of
 
 ROWS = 64
-"""Rows that are in float32 at a time."""
+"""Rows that are converted to float32 at a time."""
 
 
 def topk_log_softmax(output: Tensor, logits: Tensor, topk_ids: Tensor, topk: int, vocab_size: int) -> None:
-    """The log-probabilities of the tokens in ``topk_ids``, float32 ``[rows, topk]``."""
+    """Write the log-probabilities of the tokens in ``topk_ids``, float32 ``[rows, topk]``."""
     for first in range(0, len(logits), ROWS):
         chunk = slice(first, first + ROWS)
         values = logits[chunk, :vocab_size].float()
@@ -21,7 +21,7 @@ def topk_log_softmax(output: Tensor, logits: Tensor, topk_ids: Tensor, topk: int
 
 
 def ranks(output: Tensor, logits: Tensor, token_ids: Tensor, vocab_size: int) -> None:
-    """The number of tokens that are at least as likely as the one in ``token_ids``, int64 ``[rows]``."""
+    """Write the number of tokens that are at least as likely as the one in ``token_ids``, int64 ``[rows]``."""
     chosen = logits.gather(1, token_ids.to(torch.int64)[:, None])
     output.copy_((logits[:, :vocab_size] >= chosen).sum(-1))
 
@@ -36,7 +36,7 @@ def fill_logprob_token_ids(
     per_req_token_ids: Tensor,
     NUM_TOPK: int,
 ) -> None:
-    """List the tokens to score: the chosen one, then a request's own, or else the most likely ones."""
+    """List the tokens to score: the chosen one, then a request's own list, or else the most likely ones."""
     out_token_ids[:, 0] = sampled_token_ids
     out_valid_mask[:, 0] = True
     state = expanded_idx_mapping[: len(out_token_ids)].to(torch.int64)
@@ -61,7 +61,7 @@ def prompt_logprobs_token_ids(
     num_computed_tokens: Tensor,
     all_token_ids: Tensor,
 ) -> None:
-    """The token that follows each token of a step, int64 ``[tokens]``."""
+    """Write the token that follows each token of a step, int64 ``[tokens]``."""
     state = idx_mapping.to(torch.int64)
     rows = rows_of(query_start_loc, len(state), len(prompt_logprobs_token_ids))
     column = num_computed_tokens[state].to(torch.int64)[rows.request] + 1 + rows.offset
@@ -80,7 +80,7 @@ def compact_sampling_mask(
     max_num_kept: int,
     ROWS_PER_REQUEST: int,
 ) -> None:
-    """For each token that was chosen: how many tokens could have been, the first of them, and all of them as bits."""
+    """Write for each chosen token the number of candidates, the first of them, and all of them as bits."""
     row = torch.arange(len(counts), device=counts.device)
     request, place = row // ROWS_PER_REQUEST, row % ROWS_PER_REQUEST
     real = place < num_sampled_tokens[request]

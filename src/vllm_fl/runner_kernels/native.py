@@ -1,8 +1,8 @@
 """The kernels of each decoding step in C++, for tensors in main memory.
 
-There the launches of a form's ten or twenty small operations cost more than their work. The forms run without a C++
-compiler (see :mod:`fl_dispatch.cpp`), and for arguments that the functions do not take: integers of another type,
-tensors with gaps, drafts, requests with a temperature.
+In main memory the launches of a form's ten or twenty small operations cost more than their work. The PyTorch forms run
+without a C++ compiler (see :mod:`fl_dispatch.cpp`), and for arguments that the functions do not take: integers of
+another type, tensors with gaps, drafts, requests with a temperature.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = get_logger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
 DONE = 0
-"""A function's answer: it did its work."""
+"""A function's answer that it did its work."""
 OUTSIDE = 1
-"""A function's answer: it found a row or a token outside of its table."""
+"""A function's answer that a row or a token is outside its table."""
 NATIVE: dict[Form, Callable[[Any], bool]] = {}
-"""Form → the function in its place, which gets the kernel's arguments as attributes."""
+"""Form → the function that replaces it, which gets the kernel's arguments as attributes."""
 
 
 @cache
@@ -58,7 +58,7 @@ def launched(form: Form, names: Sequence[str]) -> Form:
 
 
 def _in_place_of(form: Form) -> Callable[[Callable[[Any], bool]], Callable[[Any], bool]]:
-    """Register a function for a form, which runs where the function answers ``False``."""
+    """Register a function for a form, which runs if the function answers ``False``."""
 
     def register(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
         NATIVE[form] = function
@@ -68,7 +68,7 @@ def _in_place_of(form: Form) -> Callable[[Callable[[Any], bool]], Callable[[Any]
 
 
 Sized = tuple[Tensor | None, int]
-"""A tensor of integers, or none, and how many elements a function reads or writes."""
+"""A tensor of integers, or ``None``, and the number of elements that a function reads or writes."""
 
 
 def _run(name: str, tensors: Sequence[Sized], *rest: int) -> bool:
@@ -80,10 +80,10 @@ def _run(name: str, tensors: Sequence[Sized], *rest: int) -> bool:
         rest: its other arguments.
 
     Returns:
-        Whether it did its work. ``False``, and nothing is written, if it does not take the arguments.
+        Whether the function did its work; if it does not take the arguments, ``False``, and nothing is written.
 
     Raises:
-        IndexError: a row or a token lies outside of its table.
+        IndexError: a row or a token is outside its table.
     """
     wide = 0
     for place, (tensor, least) in enumerate(tensors):
@@ -105,7 +105,7 @@ def _run(name: str, tensors: Sequence[Sized], *rest: int) -> bool:
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None] | None:
-    """The addresses of tensors, as a function may write any; ``None`` if one is not in main memory."""
+    """Return the addresses of tensors that a function may write; ``None`` if one is not in main memory."""
     try:
         return memory.addresses(tensors)
     except NotSupported:
@@ -113,14 +113,14 @@ def _addresses(*tensors: Tensor | None) -> list[int | None] | None:
 
 
 def _tables(addresses: Tensor, strides: Tensor) -> tuple[ctypes.Array[ctypes.c_int64], int] | None:
-    """The addresses of the tables behind a tensor of addresses, and the least number of their rows.
+    """Return the addresses of the tables in a tensor of addresses, and their smallest number of rows.
 
     Args:
-        addresses: ``[groups]``; it knows the tables (:func:`.tables.remember`).
-        strides: ``[groups]``, which must be the tables' widths.
+        addresses: ``[groups]``, with the tables attached (:func:`.tables.remember`).
+        strides: ``[groups]``, which must equal the tables' widths.
 
     Returns:
-        ``None`` unless every table is one of block numbers in 32 bits without gaps.
+        ``None`` unless every table has 32-bit block numbers without gaps.
     """
     known: tuple[Tensor, ...] = getattr(addresses, tables.TENSORS, ())
     if not known or any(
@@ -222,7 +222,7 @@ def _gather_block_tables(a: Any) -> bool:
         if any(tensor is None for tensor, _ in sizes):
             return False
         tensors += sizes
-    else:  # vLLM hands any tensor over
+    else:  # vLLM passes any tensor
         tensors += [(None, 0)] * 3
     tables_ = ctypes.addressof(sources[0]), ctypes.addressof(targets[0])
     return _run("gather_block_tables", tensors, *tables_, masked, a.num_reqs, states, groups, targets[1])

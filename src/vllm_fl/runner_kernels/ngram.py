@@ -1,4 +1,4 @@
-"""PyTorch forms of the kernels that find drafts in a request's own text, behind an earlier place of its last tokens."""
+"""PyTorch forms of the kernels that find drafts in a request's own text, after an earlier place of its last tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def scan(
     MIN_N: int,
     MAX_N: int,
 ) -> None:
-    """Write each request's best match: the longest one, the last of those; ``length * (longest + 1) + place + 1``.
+    """Write each request's best match, the last one among the longest: ``length * (longest + 1) + place + 1``.
 
-    It stands in the first column of ``scratch``; 0 is no match.
+    The match goes to the first column of ``scratch``; 0 is no match.
     """
     state = idx_mapping.to(torch.int64)
     length = total_len[state].to(torch.int64)
@@ -46,7 +46,7 @@ def finalize(
     drafts: Tensor,
     L: int,
 ) -> None:
-    """Copy the tokens after each request's match to its drafts; beyond the text, its last sampled token."""
+    """Copy the tokens after each request's match to its drafts; after the end of the text, its last sampled token."""
     state = idx_mapping.to(torch.int64)
     score = scratch[: len(state)].amax(-1)
     size, place = (score - 1) // (L + 1), (score - 1) % (L + 1)

@@ -1,7 +1,7 @@
-"""PyTorch forms of the kernels for several predictors of one model, each of which drafts a token of its own (MTP).
+"""PyTorch forms of the kernels for several predictors of one model, each of which drafts one token (MTP).
 
-A later predictor's keys and values of rejected drafts are stale, so the tokens before them are shown to it again: those
-of the step before, which are kept, stand in front of a request's own ones. The forms take one request after the other.
+A later predictor's keys and values of rejected drafts are stale, so it reads the tokens before them again: those of the
+step before, which are kept, precede a request's own tokens. The forms process one request after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def _requests(idx_mapping: Tensor, count: int) -> Iterator[tuple[int, int]]:
-    """Row in the batch and row of the state of each request that is real."""
+    """Yield the batch row and the state row of each real request."""
     for row, state in enumerate(idx_mapping[:count].tolist()):
         if state >= 0:
             yield row, state
@@ -77,7 +77,7 @@ def prepare_hidden_states(
     query_start_loc: Tensor,
     num_speculative_steps: int,
 ) -> None:
-    """Write the target's hidden states for the first predictor, behind those that are shown again."""
+    """Write the target's hidden states for the first predictor, after those that are read again."""
     count = len(idx_mapping)
     starts, rejected = query_start_loc[: count + 1].tolist(), num_rejected[:count].tolist()
     for row, state in _requests(idx_mapping, count):
@@ -92,7 +92,7 @@ def prepare_hidden_states(
 
 
 def pad_trailing_slots(slot_mappings: Tensor, query_start_loc: Tensor, last_token_indices: Tensor, PAD_ID: int) -> None:
-    """Have what stands behind a request's last token written nowhere."""
+    """Set the slots after a request's last token to be skipped."""
     ends = query_start_loc[1 : len(last_token_indices) + 1].tolist()
     for last, end in zip(last_token_indices.tolist(), ends, strict=True):
         slot_mappings[:, last + 1 : end] = PAD_ID
@@ -125,14 +125,14 @@ def cache_inputs(
 def shift_input_ids(
     input_ids: Tensor, idx_mapping: Tensor, query_start_loc: Tensor, last_token_indices: Tensor, draft_tokens: Tensor
 ) -> None:
-    """Shift each request's tokens by one, and put its draft behind them."""
+    """Shift each request's tokens by one, and append its draft."""
     _shift(input_ids, draft_tokens.to(input_ids.dtype), idx_mapping, query_start_loc, last_token_indices)
 
 
 def shift_input_embeds(
     input_embeds: Tensor, draft_embeds: Tensor, idx_mapping: Tensor, query_start_loc: Tensor, last_token_indices: Tensor
 ) -> None:
-    """Shift each request's embeddings by one, and put that of its draft behind them."""
+    """Shift each request's embeddings by one, and append that of its draft."""
     _shift(input_embeds, draft_embeds, idx_mapping, query_start_loc, last_token_indices)
 
 

@@ -1,6 +1,6 @@
-"""The method that puts a request's own embeddings before the model, in place of the one that launches a kernel.
+"""The method that writes a request's own embeddings, replacing vLLM's, which launches a kernel.
 
-The kernel gets embeddings by their addresses; the method has the tensors.
+The kernel takes embeddings by address; the method has the tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rejection sampling of draft tokens in plain PyTorch (Leviathan et al., arXiv 2211.17192).
 
 Each function has the parameters of the Triton kernel of the same name in ``vllm.v1.sample.rejection_sampler``, in its
-order. Drafts of all requests stand one after the other: those of request ``r`` end before ``ends[r]``.
+order. Drafts of all requests are concatenated: those of request ``r`` end before ``ends[r]``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _places(ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(drafts of each request, request of each draft, position of each draft in its request)``."""
+    """Return ``(drafts of each request, request of each draft, position of each draft in its request)``."""
     lengths = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
     requests = torch.repeat_interleave(lengths)
     positions = torch.arange(requests.shape[0], device=ends.device) - (ends.long() - lengths)[requests]
@@ -25,7 +25,7 @@ def _emit(output: Tensor, ends: Tensor, accepted: Tensor, tokens: Tensor, bonus:
     lengths, requests, positions = _places(ends)
     rejected = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
     rejected[requests, positions] = ~accepted
-    before = rejected.cumsum(dim=1) - rejected.int()  # rejections in front of each position
+    before = rejected.cumsum(dim=1) - rejected.int()  # rejections before each position
     written = active[requests] & (before[requests, positions] == 0)
     output[requests[written], positions[written]] = tokens[written].to(output.dtype)
     whole = active & ~rejected.any(dim=1)
@@ -47,8 +47,8 @@ def rejection_greedy_sample_kernel(
     """Accept drafts that are the target's best token.
 
     Args:
-        output: ``[requests, max_spec_len + 1]`` int32; the rows of greedy requests are overwritten as far as they go.
-        ends: ``[requests]``; where each request's drafts end.
+        output: ``[requests, max_spec_len + 1]`` int32; the used part of greedy requests' rows is overwritten.
+        ends: ``[requests]``; end of each request's drafts.
         drafts, target_argmax: ``[drafts]``; a negative draft is padding and never accepted.
         bonus: ``[requests, 1]``; the token after a request's last draft.
         is_greedy: ``[requests]`` bool, or ``None`` if all are.
@@ -87,8 +87,8 @@ def rejection_random_sample_kernel(
 
     Args:
         output, ends, drafts, bonus, rates, synthetic: see :func:`rejection_greedy_sample_kernel`; here the rows of
-            greedy requests stay.
-        draft_probs: ``[drafts, vocab_size]``, or ``None``: the drafter was certain.
+            greedy requests stay unchanged.
+        draft_probs: ``[drafts, vocab_size]``, or ``None`` if the drafter was certain.
         target_probs: ``[drafts, vocab_size]`` float32.
         recovered: ``[drafts]``; the tokens that :func:`sample_recovered_tokens_kernel` drew.
         uniform: ``[drafts]`` float64 in [0, 1).
@@ -109,7 +109,7 @@ def expand_kernel(output: Tensor, values: Tensor, ends: Tensor, replace_from: An
     """Repeat a request's value for each of its tokens; ``output`` ``[tokens]`` is overwritten.
 
     Args:
-        values: ``[requests]``; where it is ``replace_from``, ``replace_to`` is written.
+        values: ``[requests]``; ``replace_from`` is written as ``replace_to``.
     """
     output.copy_(values.masked_fill(values == replace_from, replace_to)[_places(ends)[1]])
 
@@ -127,7 +127,8 @@ def sample_recovered_tokens_kernel(
 
     Args:
         output: ``[drafts]``; overwritten.
-        draft_probs: ``[drafts, vocab_size]``, or ``None``: the drafter was certain, so only its token is left out.
+        draft_probs: ``[drafts, vocab_size]``, or ``None`` if the drafter was certain, so that only its token is
+            excluded.
         target_probs: ``[drafts, vocab_size]`` float32.
         inverse_noise: ``[requests, vocab_size]``; reciprocals of exponential noise.
     """

@@ -18,7 +18,7 @@ def prepare_rope_positions(
     num_computed_tokens: Tensor,
     NUM_DIMS: int,
 ) -> None:
-    """Write each token's positions, one row a dimension: a prompt's are stored, later ones follow from its last."""
+    """Write each token's positions, one row per dimension: a prompt's are stored, later ones follow from its last."""
     state = idx_mapping.to(torch.int64)
     computed, delta = num_computed_tokens[state].to(torch.int64), prefill_delta[state].to(torch.int64)
     reading = computed < prefill_lens[state]

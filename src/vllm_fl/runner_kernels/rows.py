@@ -1,7 +1,7 @@
-"""Ragged rows: which request a token of a flat batch belongs to, without asking the device how many there are.
+"""Ragged rows: the request of each token in a flat batch, without reading their number from the device.
 
 On an accelerator a form reads no tensor on the host, because the host would wait for the device in each step. In main
-memory there is nothing to wait for, and rows that are not needed are left out.
+memory there is no such wait, and unneeded rows are skipped.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Rows(NamedTuple):
     """A flat batch, token by token.
 
     Args:
-        request: int64, the request of each token; the last one's number for tokens behind the end.
-        offset: int64, the token's place among those of its request.
-        inside: bool, whether the token lies before the end.
+        request: int64, the request of each token; the last one's number for tokens after the end.
+        offset: int64, the token's index within its request.
+        inside: bool, whether the token is before the end.
     """
 
     request: Tensor
@@ -27,12 +27,12 @@ class Rows(NamedTuple):
 
 
 def rows_of(start_loc: Tensor, requests: int, tokens: int) -> Rows:
-    """The requests of ``tokens`` flat tokens.
+    """Return the requests of ``tokens`` flat tokens.
 
     Args:
         start_loc: int, ``[>= requests + 1]``: the first token of each request, then the end.
-        requests: how many there are, at least one.
-        tokens: length of the flat batch, which may be longer than what the requests have.
+        requests: the number of requests, at least one.
+        tokens: length of the flat batch, which may exceed the requests' tokens.
     """
     starts = start_loc[: requests + 1].to(torch.int64)
     token = torch.arange(tokens, device=start_loc.device)
@@ -42,16 +42,16 @@ def rows_of(start_loc: Tensor, requests: int, tokens: int) -> Rows:
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
-    """``values[index]`` for int64 indices of the first dimension, faster on a CPU."""
+    """Return ``values[index]`` for int64 indices of the first dimension, faster on a CPU."""
     return values.index_select(0, index)
 
 
 def put(target: Tensor, index: Tensor, values: Tensor, written: Tensor) -> None:
-    """Write to elements of a tensor of integers, where ``written`` says so.
+    """Write elements of a tensor of integers where ``written`` is true.
 
     Args:
         target: contiguous; overwritten.
-        index: int64, flat places in ``target``; those that are written differ. The others may be any numbers.
+        index: int64, flat places in ``target``; written places are distinct, others may be any numbers.
         values, written: broadcast to the shape of ``index``; ``written`` is bool.
     """
     place = torch.where(written, index, 0).flatten()
@@ -60,12 +60,12 @@ def put(target: Tensor, index: Tensor, values: Tensor, written: Tensor) -> None:
 
 
 def worth_a_look(mask: Tensor) -> Tensor:
-    """The places of ``[rows]`` of bool that are true, in main memory; all places on an accelerator."""
+    """Return the true places of a bool tensor ``[rows]`` in main memory; all places on an accelerator."""
     if mask.get_device() < 0:
         return mask.nonzero()[:, 0]
     return torch.arange(len(mask), device=mask.device)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as one dimension; writes to it are writes to the tensor."""
+    """Return a contiguous tensor as one dimension, sharing its memory."""
     return tensor.view(-1)

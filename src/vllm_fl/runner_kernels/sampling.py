@@ -22,9 +22,9 @@ DRAFT_SALT = 1 << 30
 """Added to a draft's position, so that a draft and its verification draw different noise."""
 SECOND_DOMAIN = 0x9E3779B9
 NUMBERS = "fl_numbers"
-"""Attribute of a tensor of the device: the numbers of the host that it is a copy of."""
+"""Attribute of a device tensor: the host numbers of which it is a copy."""
 LEAST = 5.960464477539063e-08
-"""The least argument of a logarithm: half of float32's epsilon."""
+"""The smallest argument of a logarithm: half of float32's epsilon."""
 
 
 def gumbel_sample(
@@ -44,10 +44,10 @@ def gumbel_sample(
     APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
 ) -> None:
-    """For each row and block of the vocabulary, the token with the largest noised logit, and that logit.
+    """Write for each row and block of the vocabulary the token with the largest noised logit, and that logit.
 
     Args:
-        logits_cache: ``[states, columns, vocabulary]``; for drafts. ``logits_cache_source``, the logits before
+        logits_cache: ``[states, columns, vocabulary]``, for drafts: ``logits_cache_source``, the logits before
             temperature, is written to the column ``logits_cache_col``, one for all rows or one each.
     """
     state = expanded_idx_mapping.to(torch.int64)
@@ -58,7 +58,7 @@ def gumbel_sample(
         assert logits_cache_source is not None
         column = logits_cache_col.to(torch.int64).expand(len(state))
         row = torch.arange(len(state), device=state.device)
-        row = torch.where(real, row, real.to(torch.int32).argmax())  # a row of no request writes what a real one does
+        row = torch.where(real, row, real.to(torch.int32).argmax())  # a row of no request writes the same as a real one
         cell = take(state, row), take(column, row), slice(vocab_size)
         logits_cache[cell] = torch.where(real.any(), logits_cache_source[row, :vocab_size], logits_cache[cell])
         if _mixes_columns():
@@ -80,7 +80,7 @@ def trace_replay(
     total_len: Tensor,
     prompt_len: Tensor,
 ) -> None:
-    """Replace the tokens of requests that replay a trace, as far as it goes.
+    """Replace the tokens of requests that replay a trace, up to its end.
 
     Args:
         sampled: int64, ``[requests]``, or ``[requests, 1]``; overwritten.
@@ -102,7 +102,7 @@ def _mixes_columns() -> bool:
 
 
 def remember(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap the method that copies numbers of the host to the device, so that the copy knows them."""
+    """Wrap the method that copies host numbers to the device, so that the copy keeps them."""
 
     @wraps(copy)
     def copied(self: Any, *args: Any) -> Tensor:
@@ -114,11 +114,11 @@ def remember(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """Logits ``[rows, vocabulary]`` with Gumbel noise in the rows with a temperature other than 0.
+    """Return logits ``[rows, vocabulary]`` with Gumbel noise in the rows with a temperature other than 0.
 
     Args:
         heat: ``[rows]``; the temperatures of the rows' requests.
-        temperatures: ``[states]``; none is asked of the device if the host knows that all are 0.
+        temperatures: ``[states]``; not read from the device if the host knows that all are 0.
     """
     numbers = getattr(temperatures, NUMBERS, None)
     if numbers is not None and not numbers.any():
@@ -131,10 +131,10 @@ def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor, tempe
 
 
 def best_of_blocks(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) -> None:
-    """Write the largest of each block of the columns to ``maximum``, and the row's best column to all of ``argmax``.
+    """Write each column block's largest value to ``maximum``, and the row's best column to all of ``argmax``.
 
     Both are ``[rows, blocks]``. The kernels write each block's own best column, and vLLM reads only the best block's.
-    One block is searched here, because PyTorch finds a maximum on a CPU many times faster than its place.
+    Only one block is searched for the place, because PyTorch on a CPU finds a maximum many times faster than its place.
     """
     columns = values.shape[1]
     whole = columns // block
@@ -148,14 +148,14 @@ def best_of_blocks(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) 
 
 
 def in_blocks(values: Tensor, blocks: int, block: int) -> Tensor:
-    """``[rows, columns]`` as ``[rows, blocks, block]``, minus infinity behind the last column."""
+    """Reshape ``[rows, columns]`` to ``[rows, blocks, block]``, with minus infinity after the last column."""
     return torch.nn.functional.pad(values, (0, blocks * block - values.shape[1]), value=float("-inf")).view(
         len(values), blocks, block
     )
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, size: int, float64: bool) -> Tensor:
-    """Gumbel noise of each token ``[rows, size]``, from int64 ``seeds`` and ``positions`` of the rows."""
+    """Return Gumbel noise of each token ``[rows, size]``, from int64 ``seeds`` and ``positions`` of the rows."""
     low = _hash(seeds, positions, size, 0)
     if float64:
         random53 = ((_hash(seeds, positions, size, SECOND_DOMAIN) << 21) | (low >> 11)) & ((1 << 53) - 1)
@@ -167,7 +167,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, size: int, float64: bool) -> 
 
 
 def _log1p_of_negative(value: Tensor) -> Tensor:
-    """``log(1 - value)`` in ``[0, 1)``: a series of degree 8 below 1/4, as in the kernel."""
+    """Return ``log(1 - value)`` in ``[0, 1)``: a series of degree 8 below 1/4, as in the kernel."""
     polynomial = torch.full_like(value, 1 / 8)
     for degree in range(7, 0, -1):
         polynomial = 1 / degree + value * polynomial
@@ -176,7 +176,7 @@ def _log1p_of_negative(value: Tensor) -> Tensor:
 
 
 def _hash(seeds: Tensor, positions: Tensor, size: int, domain: int) -> Tensor:
-    """The 32-bit hash of seed, position and token, int64 ``[rows, size]``."""
+    """Return the 32-bit hash of seed, position and token, int64 ``[rows, size]``."""
     state = torch.full_like(seeds, domain)
     for key in (seeds & WORD, (seeds >> 32) & WORD, positions & WORD):
         state = _mixed(state, _key(key))
@@ -198,11 +198,11 @@ def _key(key: Tensor) -> Tensor:
 
 
 def _rotated(value: Tensor, by: int) -> Tensor:
-    """32-bit words, as int64 without a sign, rotated to the left."""
+    """Return 32-bit words, as int64 without a sign, rotated to the left."""
     return ((value << by) & WORD) | (value >> (32 - by))
 
 
 @cache
 def _token_keys(size: int, device: str) -> Tensor:
-    """The part of the hash that depends on the token alone, int64 ``[size]``."""
+    """Return the part of the hash that depends only on the token, int64 ``[size]``."""
     return _key(torch.arange(size, device=device))

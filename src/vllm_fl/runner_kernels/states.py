@@ -1,8 +1,8 @@
 """Forms of the kernels that move states of requests between blocks, and clear blocks.
 
-A request's state lies in one block of vLLM's KV cache at a time. When the request outgrows it, the state goes on in
-the next block, and the old one keeps the state for the prefix cache. These kernels get addresses alone, and their forms
-read and write them, so they are for main memory. On a device nothing moves states, and blocks are cleared as tensors.
+A request's state is in one block of vLLM's KV cache at a time. When the request outgrows the block, the state moves to
+the next block, and the old one keeps a copy for the prefix cache. These kernels get only addresses, which their forms
+read and write, so they are for main memory. On a device no form moves states, and blocks are cleared as tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORD = 4
 
 
 def scatter_num_accepted(idx_mapping: Tensor, num_sampled: Tensor, num_accepted: Tensor) -> None:
-    """Keep how many tokens of each request were accepted, at least one."""
+    """Store the number of accepted tokens of each request, at least one."""
     _keep(idx_mapping, num_accepted, num_sampled[: len(idx_mapping)].clamp(min=1).to(num_accepted.dtype))
 
 
@@ -31,7 +31,7 @@ def fill_num_accepted(idx_mapping: Tensor, num_accepted: Tensor, num_sampled: in
 
 
 def _keep(idx_mapping: Tensor, num_accepted: Tensor, numbers: Tensor) -> None:
-    """Write the numbers of requests, without a wait for the device; -1 is none and goes to a place behind the last."""
+    """Write the numbers of requests without waiting for the device; -1 is none and goes to a place after the last."""
     longer = torch.cat((num_accepted, num_accepted[:1]))
     longer[idx_mapping.long()] = numbers
     num_accepted.copy_(longer[:-1])
@@ -47,7 +47,7 @@ def zero_kv_blocks(seg_addrs: Tensor, seg_block_strides: Tensor, seg_page_sizes:
 
 
 def clear_as_tensors(zeroer: Any) -> None:
-    """Have vLLM's ``KVBlockZeroer`` clear blocks on a device, where no form can use an address. Idempotent."""
+    """Make vLLM's ``KVBlockZeroer`` clear blocks as tensors where no form can use an address. Idempotent."""
     if not hasattr(zeroer.__init__, "__wrapped__"):
         zeroer.__init__ = _with_caches(zeroer.__init__)
         zeroer.zero_block_ids = _zero_block_ids
@@ -96,7 +96,7 @@ def preprocess_align(
     num_reqs: int,
     MAMBA_BLOCK_SIZE: int,
 ) -> None:
-    """Note where each request's state lies and advance to the block that the step ends in."""
+    """Record the block of each request's state, and advance to the block in which the step ends."""
     request = idx_mapping[:num_reqs].long()
     before, accepted = state_idx[request], num_accepted_tokens[request]
     src_col[request], src_off[request] = before, (accepted - 1).clamp(min=0)
@@ -132,8 +132,8 @@ class _State:
         Args:
             row: bytes from the first request's row of the table to its own.
             source, target: columns of the table.
-            ahead: accepted tokens behind the first: a convolution's window moves by them, and each of them has another
-                state's block.
+            ahead: accepted tokens after the first: a convolution's window moves by them, and other states have a block
+                for each.
         """
         to = self._block(row, target)
         if not self.window:
@@ -149,7 +149,7 @@ class _State:
 
 
 def _states(layout: Mapping[str, Tensor]) -> list[_State]:
-    """The states of all layers, from the kernels' arguments."""
+    """Return the states of all layers, from the kernels' arguments."""
     columns = (
         layout["block_table_ptrs"][layout["state_group_indices"].long()],
         *(layout[f"state_{name}"] for name in ("base_addrs", "block_strides")),
@@ -160,7 +160,7 @@ def _states(layout: Mapping[str, Tensor]) -> list[_State]:
 
 
 def _requests(idx_mapping: Tensor | None, num_reqs: int) -> Iterator[int]:
-    """The state slot of each request that is real."""
+    """Yield the state slot of each real request."""
     if idx_mapping is None:
         yield from range(num_reqs)
     else:
@@ -176,7 +176,7 @@ def precopy_align(
     num_reqs: int,
     **layout: Tensor,
 ) -> None:
-    """Copy the states of requests that go on in another block."""
+    """Copy the states of requests that continue in another block."""
     states = None
     for request in _requests(idx_mapping, num_reqs):
         source, target = int(src_col[request]), int(mamba_state_idx[request])
@@ -201,7 +201,7 @@ def postprocess(
     PRECOMPUTED_NEW_COMPUTED: bool = False,
     **layout: Tensor,
 ) -> None:
-    """Copy the states of requests if their accepted tokens end a block that the step went beyond."""
+    """Copy the states of requests if their accepted tokens end a block that the step passed."""
     states = None
     for request in _requests(idx_mapping, num_reqs):
         accepted, source = int(num_accepted_tokens[request]), int(mamba_state_idx[request])

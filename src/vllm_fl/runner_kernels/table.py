@@ -87,7 +87,7 @@ FORMS: Mapping[str, Callable[..., None]] = {
 
 
 def by_module() -> dict[str, tuple[str, ...]]:
-    """Module, below :data:`WORKER` → its kernels with forms."""
+    """Return module, below :data:`WORKER` → its kernels with forms."""
     found: dict[str, tuple[str, ...]] = {}
     for name in FORMS:
         module, _, kernel = name.rpartition(".")
@@ -96,16 +96,16 @@ def by_module() -> dict[str, tuple[str, ...]]:
 
 
 def names_of(name: str) -> list[str]:
-    """The names of the parameters of a kernel of :data:`FORMS`."""
+    """Return the names of the parameters of a kernel of :data:`FORMS`."""
     module, _, kernel = f"{WORKER}.{name}".rpartition(".")
     return launch.names_of(getattr(importlib.import_module(module), kernel))
 
 
 def register(main_memory: bool = False) -> None:
-    """Have vLLM launch the forms in place of the kernels, in this process. Idempotent.
+    """Make vLLM launch the forms in place of the kernels, in this process. Idempotent.
 
     Args:
-        main_memory: whether tensors lie there, where the forms of each decoding step have C++ in their place.
+        main_memory: whether tensors are in main memory, where C++ replaces the forms of each decoding step.
     """
     from vllm.triton_utils import triton
     from vllm.triton_utils.dispatcher import register_kernels
@@ -121,7 +121,7 @@ def register(main_memory: bool = False) -> None:
     embeddings: Any = importlib.import_module(f"{RUNNER}.model_states.prompt_embeds")
     embeddings.PromptEmbedsState.apply = prompts.overlay
     lookup: Any = importlib.import_module(f"{RUNNER}.spec_decode.ngram.speculator")
-    lookup.HAS_TRITON = True  # else it refuses to be made; its kernels have forms
+    lookup.HAS_TRITON = True  # otherwise it refuses to be made; its kernels have forms
     if not main_memory:
         buffers: Any = importlib.import_module(f"{RUNNER}.buffer_utils")
         buffers.UvaBackedTensor.copy_to_uva = sampling.remember(buffers.UvaBackedTensor.copy_to_uva)

@@ -1,7 +1,7 @@
 """PyTorch forms of the kernels that keep vLLM's block tables.
 
-A kernel gets tables by their addresses; a form gets the tensors themselves, which are remembered where vLLM writes the
-addresses down (:func:`remember`).
+A kernel gets tables by address; a form gets the tensors, which are kept where vLLM writes down the addresses
+(:func:`remember`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from .rows import flat, put, rows_of, take
 
 TENSORS = "fl_tensors"
-"""Attribute of a tensor of addresses: the tensors that have them."""
+"""Attribute of a tensor of addresses: the tensors at these addresses."""
 
 
 def remember(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap the method that writes addresses of tensors into a tensor, so that the result knows them."""
+    """Wrap the method that writes addresses of tensors into a tensor, so that the result keeps the tensors."""
 
     def made(self: Any, tensors: Iterable[Tensor]) -> Tensor:
         kept = tuple(tensors)
@@ -65,7 +65,7 @@ def gather_block_tables(
     block_sizes: Tensor | None = None,
     MASK_SLIDING_WINDOW: bool = False,
 ) -> None:
-    """Copy the rows of a batch's requests into the tables of the forward pass, and clear the rows behind them."""
+    """Copy the rows of a batch's requests into the tables of the forward pass, and clear the rows after them."""
     request = batch_idx_to_req_idx[:num_reqs].to(torch.int64)
     pairs = zip(getattr(src_block_table_ptrs, TENSORS), getattr(dst_block_table_ptrs, TENSORS), strict=True)
     for group, (source, target) in enumerate(pairs):
@@ -86,7 +86,7 @@ def gather_block_tables(
 def local_lengths(
     out: Tensor, seq_lens: Tensor, dcp_size: int, dcp_rank: int, cp_interleave: int, num_reqs: int, max_num_reqs: int
 ) -> None:
-    """Write how many of each request's tokens lie on a rank; 0 behind the batch."""
+    """Write the number of each request's tokens on a rank; 0 after the batch."""
     whole = seq_lens[:num_reqs] // (dcp_size * cp_interleave)
     rest = (seq_lens[:num_reqs] % (dcp_size * cp_interleave) - dcp_rank * cp_interleave).clamp(0, cp_interleave)
     out[:num_reqs] = (whole * cp_interleave + rest).to(out.dtype)
@@ -108,9 +108,9 @@ def compute_slot_mappings(
     PAD_ID: int,
     CP_INTERLEAVE: int = 1,
 ) -> None:
-    """The slot of each token's key and value, by group; ``PAD_ID`` where there is none.
+    """Write the slot of each token's key and value, by group; ``PAD_ID`` for none.
 
-    Of ``CP_SIZE`` ranks that divide a cache each has ``CP_INTERLEAVE`` tokens in turn.
+    If ``CP_SIZE`` ranks divide a cache, each has ``CP_INTERLEAVE`` tokens in turn.
     """
     tokens = min(len(pos), max_num_tokens)
     rows = rows_of(query_start_loc, len(idx_mapping), tokens)

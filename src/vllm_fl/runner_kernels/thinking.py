@@ -1,6 +1,6 @@
 """PyTorch forms of the kernels that end a request's thinking at its budget, by forcing the tokens of its end marker.
 
-Only requests with a budget are looked at, one by one: markers are a few tokens, and texts are searched once.
+Only requests with a budget are checked, one by one: markers are a few tokens, and texts are searched once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def update_committed_marker_cache(
     reasoning_start_token_ids: Tensor,
     natural_reasoning_end_token_ids: Tensor,
 ) -> None:
-    """Note where each request's text last begins and ends to think, from where it was searched before."""
+    """Record where each request's text last begins and ends to think, from the previous end of the search."""
     start, end = reasoning_start_token_ids.tolist(), natural_reasoning_end_token_ids.tolist()
     for state in req_ids.tolist():
         if int(thinking_token_budget[state]) < 0:
@@ -70,6 +70,6 @@ def thinking_budget(
 
 
 def _last(text: Sequence[int], marker: Sequence[int], first: int) -> int:
-    """The last place from ``first`` on where a text has a marker, or -1."""
+    """Return the last place from ``first`` on where a text has a marker, or -1."""
     places = range(len(text) - len(marker), max(first, 0) - 1, -1)
     return next((place for place in places if text[place : place + len(marker)] == marker), -1)

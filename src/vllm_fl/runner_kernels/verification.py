@@ -1,7 +1,7 @@
 """PyTorch forms of the kernels that accept or reject drafts (Leviathan et al., arXiv 2211.17192).
 
-Rows of logits stand request after request: one a draft, then one for the token behind the last draft. A draft is in
-``draft_sampled`` one row behind the logits that judge it; a negative one is never accepted.
+Rows of logits are ordered by request: one per draft, then one for the token after the last draft. A draft is in
+``draft_sampled`` one row after the logits that judge it; a negative one is never accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
 SCALE = 4.6566127342e-10
 """The step of Triton's random numbers in [0, 1)."""
 LEAST = 4.6566127342e-10
-"""The least random number that the kernel takes."""
+"""The smallest random number that the kernel takes."""
 
 
 def gather_draft_sampled(
@@ -33,7 +33,7 @@ def gather_draft_sampled(
     prefill_len: Tensor,
     num_logits: int,
 ) -> None:
-    """The token and position of each row of logits; -1 for drafts of a request that still reads its prompt."""
+    """Write the token and position of each row of logits; -1 for drafts of a request that still reads its prompt."""
     index = logits_indices[:num_logits].to(torch.int64)
     place, local = positions[index], expanded_local_pos[:num_logits]
     prompt = prefill_len[expanded_idx_mapping[:num_logits].to(torch.int64)]
@@ -64,7 +64,7 @@ def local_logits_stats(
     vocab_size: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Per row and block of the vocabulary the largest logit, its token, and the sum of exponentials below it."""
+    """Write per row and block of the vocabulary the largest logit, its token, and the sum of exponentials below it."""
     state = expanded_idx_mapping.to(torch.int64)
     values = target_logits[:, :vocab_size].float()
     best_of_blocks(values, target_local_argmax, target_local_max, BLOCK_SIZE)
@@ -106,11 +106,11 @@ def rejection(
 ) -> None:
     """Count the drafts of each request that are accepted, and write its tokens up to the first that is not.
 
-    A greedy request's first rejected draft is replaced by the target's token; the others' tokens are drawn afterwards,
-    for which the sums of exponentials at the last draft that was judged are written.
+    A greedy request's first rejected draft is replaced by the target's token. Other requests' tokens are drawn later,
+    from the written sums of exponentials at the last judged draft.
 
     Raises:
-        NotImplementedError: another method than the standard one, which the configuration refuses at start.
+        NotImplementedError: for a method other than the standard one, which the configuration refuses at start.
     """
     if USE_BLOCK_VERIFICATION or FLY_WINDOW_SIZE:
         raise NotImplementedError("vllm_fl verifies drafts one by one")
@@ -150,7 +150,7 @@ def rejection(
 
 
 def _logsumexp(maximum: Tensor, sums: Tensor) -> Tensor:
-    """The value of each row, from the maxima and the sums of its blocks."""
+    """Return the value of each row, from the maxima and the sums of its blocks."""
     largest = maximum.amax(-1, keepdim=True)
     return (largest + (sums * (maximum - largest).exp()).sum(-1, keepdim=True).log())[:, 0]
 
@@ -173,9 +173,9 @@ def resample(
     vocab_size: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Draw each request's token behind its accepted drafts: the largest of each block of the vocabulary.
+    """Draw each request's token after its accepted drafts: the largest of each block of the vocabulary.
 
-    Behind a rejected draft the distribution is what the target's has over the draft's.
+    After a rejected draft the distribution is the excess of the target's over the draft's.
 
     Raises:
         NotImplementedError: watermarks, which the configuration refuses at start.
@@ -214,9 +214,7 @@ def insert_resampled(
     expanded_idx_mapping: Tensor,
     temp: Tensor,
 ) -> None:
-    """Append the drawn token to each request's and count it; a greedy request keeps its last token if a draft was
-    replaced.
-    """
+    """Append the drawn token of each request and count it; a greedy one keeps its token if a draft was replaced."""
     length = num_sampled.to(torch.int64)
     row = cu_num_logits[:-1].to(torch.int64) + length
     heat = temp[expanded_idx_mapping[row].to(torch.int64)].float()
@@ -230,7 +228,7 @@ def insert_resampled(
 
 
 def uniform_float(seeds: Tensor, offsets: Tensor) -> Tensor:
-    """Triton's ``tl.rand`` of int64 seeds and offsets, at least :data:`LEAST`: Philox 4x32-10 (Salmon et al., 2011)."""
+    """Return Triton's ``tl.rand`` of int64 seeds and offsets, at least :data:`LEAST` (Salmon et al., 2011)."""
     seeds, offsets = torch.broadcast_tensors(seeds, offsets)
     counter = [offsets & WORD, (offsets >> 32) & WORD, torch.zeros_like(offsets), torch.zeros_like(offsets)]
     keys = [seeds & WORD, (seeds >> 32) & WORD]

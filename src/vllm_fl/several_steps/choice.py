@@ -1,4 +1,4 @@
-"""The choice whether an engine makes several steps for one scheduling."""
+"""Decide whether an engine makes several steps for one scheduling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULERS = {
 
 
 def adapt(vllm_config: VllmConfig) -> None:
-    """Have vLLM take our scheduler where several steps are asked for and possible; else log why not."""
+    """Make vLLM use our scheduler if several steps are requested and possible; otherwise log why not."""
     asked, scheduling = get_settings().steps, vllm_config.scheduler_config
     if asked == 1 or is_on(vllm_config) or vllm_config.model_config is None:
         return
@@ -40,7 +40,7 @@ def is_on(vllm_config: VllmConfig) -> bool:
 
 
 def why_single(vllm_config: VllmConfig) -> str:
-    """Why an engine cannot make several steps; empty if it can."""
+    """Return why an engine cannot make several steps; empty if it can."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     runner = model_runner.choice(vllm_config)
     reasons = {

@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 AHEAD = 3
-"""Steps that may wait on the device where an arriving request ends the others. They pass before its prompt is read, and
+"""Steps that may wait on the device when an arriving request ends the others. They run before its prompt is read, and
 the host has their time for the next scheduling."""
 
 
 class StepsRunner(GPUModelRunner):
-    """vLLM's V2 runner."""
+    """vLLM's V2 runner with several steps for one scheduling."""
 
     fl_steps = 1
-    """Steps of this scheduling."""
+    """Number of steps of this scheduling."""
     fl_is_posted = False
     """Whether the requests' states have the sampled tokens of this scheduling."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        alone = vllm_config.parallel_config.world_size == 1  # ranks would have to agree on an end
+        alone = vllm_config.parallel_config.world_size == 1  # ranks would have to agree on the end
         self.fl_made: Counter[int] = Counter()
-        """Steps of a scheduling → the number of schedulings that made as many."""
+        """Steps of a scheduling → the number of schedulings with that many steps."""
         self.fl_queue = Queue(device, detect_device().accelerator) if alone else None
 
     def fl_take(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """Take the placeholders out of a scheduling; what is left is its first step."""
+        """Remove the placeholders from a scheduling; the rest is its first step."""
         placeholders = scheduler_output.scheduled_spec_decode_tokens
         self.fl_steps = 1
         if not placeholders:
@@ -95,14 +95,14 @@ class StepsRunner(GPUModelRunner):
         return output, output.num_sampled, output.num_rejected
 
     def postprocess_sampled(self, *args: Any, **kwargs: Any) -> None:
-        """Enter the sampled tokens, unless each step has entered its own."""
+        """Store the sampled tokens, unless each step has stored its own."""
         if not self.fl_is_posted:
             super().postprocess_sampled(*args, **kwargs)
         self.fl_is_posted = False
 
     @cached_property
     def fl_reads_tensors(self) -> bool:
-        """Whether captured attention reads nothing but the batch's tensors, so that metadata needs no renewal."""
+        """Whether captured attention reads only the batch's tensors, so that metadata needs no update."""
         groups = (group for groups in self.attn_groups for group in groups)
         return all(group.backend.get_builder_cls() is AttentionFLMetadataBuilder for group in groups)
 
@@ -114,16 +114,16 @@ class StepsRunner(GPUModelRunner):
         )
 
     def _is_wanted(self) -> bool:
-        """Wait for room on the device; whether a request has arrived meanwhile, which wants it."""
+        """Wait for room on the device; return whether a request has arrived meanwhile, which must not wait."""
         if self.fl_queue is None:
             return False
         self.fl_queue.wait()
         return arrivals.has_come()
 
     def _step(self, batch: InputBatch, tokens: Tensor) -> Tensor:
-        """Run the model on the tokens ``[requests, 1]`` that were just sampled; everybody's position rises by one.
+        """Run the model on the tokens ``[requests, 1]`` that were just sampled; every position increases by one.
 
-        The batch's tensors lie where a captured graph reads them, and are written there.
+        The batch's tensors are written in place, where a captured graph reads them.
         """
         rows = batch.num_reqs
         batch.input_ids[:rows] = tokens.view(-1)
@@ -168,7 +168,7 @@ class StepsRunner(GPUModelRunner):
 
 
 def joined(outputs: list[SamplerOutput]) -> SamplerOutput:
-    """One output of several steps, request by request."""
+    """Join the outputs of several steps into one, request by request."""
     first, steps = outputs[0], len(outputs)
     if steps == 1:
         return first
@@ -190,11 +190,11 @@ def joined(outputs: list[SamplerOutput]) -> SamplerOutput:
 
 
 class Queue:
-    """The steps that the host has given to a device and that it has not made, at most :data:`AHEAD`.
+    """The steps that the host has queued on a device and that are not finished, at most :data:`AHEAD`.
 
     Args:
-        device: where the steps run.
-        waits: whether they run while the host goes on.
+        device: the device of the steps.
+        waits: whether steps run while the host goes on.
     """
 
     def __init__(self, device: torch.device, waits: bool) -> None:

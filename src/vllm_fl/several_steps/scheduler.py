@@ -1,7 +1,7 @@
-"""vLLM's schedulers, which give a batch that only decodes room for several steps.
+"""vLLM's schedulers, extended to give a batch that only decodes room for several steps.
 
-The room is placeholders for drafts, as vLLM's own asynchronous scheduling has them: blocks, limits, aborted and
-preempted requests, and steps that were not made after all are the host's.
+The room is placeholders for drafts, as in vLLM's own asynchronous scheduling: the host handles blocks, limits, aborted
+and preempted requests, and steps that were not made after all.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """The time of a step, as the time between two schedulings shows it.
+    """The time of a step, estimated from the time between two schedulings.
 
     Args:
         most: seconds that the steps of one scheduling may take.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,11 +37,11 @@ class Pace:
         self.begun, self.steps = 0.0, 0
 
     def fitting(self, steps: int) -> int:
-        """The steps that fit the time; one before a step was seen, and one at least."""
+        """Return the number of steps that fit the time: at least one, and one before a step was timed."""
         return 1 if self.step is None else max(1, min(steps, int(self.most / self.step)))
 
     def begin(self, steps: int) -> None:
-        """Note that ``steps`` begin; 0 for a scheduling that is no measure, because it does not only decode."""
+        """Record that ``steps`` begin; 0 for a scheduling that does not only decode, and is not timed."""
         now = self.clock()
         if steps and self.steps:
             seen = (now - self.begun) / self.steps
@@ -50,7 +50,7 @@ class Pace:
 
 
 class StepsScheduler(Scheduler):
-    """vLLM's scheduler."""
+    """vLLM's scheduler with several steps for one scheduling."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,12 +65,12 @@ class StepsScheduler(Scheduler):
         steps = self.fl_pace.fitting(most) if most else 1
         placeholders = [-1] * (steps - 1)
         for request in self.running:
-            request.spec_token_ids = placeholders  # vLLM reads the list, and puts another one there
+            request.spec_token_ids = placeholders  # vLLM reads the list, and replaces it by another one
         self.fl_pace.begin(steps if most else 0)
         return super().schedule(throttle_prefills)
 
     def make_spec_decoding_stats(self, spec_decoding_stats: SpecDecodingStats | None, **_: Any) -> None:
-        """Return nothing: placeholders are no drafts."""
+        """Return ``None``, because placeholders are not drafts."""
 
     def _most_steps(self) -> int:
         """The steps that requests, blocks and limits allow; 0 if a request waits, reads a prompt or needs the host."""
@@ -95,17 +95,17 @@ class StepsScheduler(Scheduler):
         return steps if steps <= 1 or self._has_blocks(steps) else 1
 
     def _has_blocks(self, steps: int) -> bool:
-        """Whether there are blocks for the steps without anybody's preemption."""
+        """Whether there are blocks for the steps without preempting a request."""
         pool, groups = self.kv_cache_manager.block_pool, self.kv_cache_config.kv_cache_groups
         blocks = sum(-(-steps // group.kv_cache_spec.block_size) + 1 for group in groups)
         return bool(len(self.running) * blocks <= pool.get_num_free_blocks())
 
 
 class AsyncStepsScheduler(StepsScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler."""
+    """vLLM's asynchronous scheduler with several steps for one scheduling."""
 
 
 def _needs_host(request: Request) -> bool:
-    """Whether the host has to see a token before the next one: grammars, stop strings, prompts that go on."""
+    """Whether the host must see a token before the next one: grammars, stop strings, prompts in chunks."""
     sampling = request.sampling_params
     return bool(request.use_structured_output or request.resumable or sampling is None or sampling.stop)

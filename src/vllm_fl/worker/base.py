@@ -1,7 +1,7 @@
 """The worker: one process with a device, a model, and the dispatch core.
 
-Here is what every device shares. :mod:`vllm_fl.worker.cpu` and :mod:`vllm_fl.worker.gpu` start the device, divide its
-memory, and decide when choices are fixed.
+This module has the part that all devices share. :mod:`vllm_fl.worker.cpu` and :mod:`vllm_fl.worker.gpu` start the
+device, divide its memory, and decide when choices are fixed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ logger = get_logger(__name__)
 
 
 class WorkerFL(Worker):
-    """vLLM's worker with the dispatch core in it."""
+    """vLLM's worker with the dispatch core."""
 
     fl_counts_before: Mapping[str, int]
     fl_eager_steps: eager_steps.EagerSteps | eager_steps.NoEagerSteps = eager_steps.NoEagerSteps()
     fl_weights: linear.Weights
     fl_pools: bool = False
-    """Whether weights and cache lie in pools of vLLM's allocator, on an out-of-tree platform."""
+    """Whether weights and cache are in pools of vLLM's allocator, on an out-of-tree platform."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         startup.adopt(vllm_config.additional_config)
@@ -115,12 +115,12 @@ class WorkerFL(Worker):
         self.fl_watched_steps = watched_steps.WatchedSteps(self.vllm_config, self.fl_models(), self.model_runner)
 
     def fl_dummy_options(self) -> dict[str, Any]:
-        """Options of the V1 runner's dummy batches: with every adapter, which the V2 runner's have anyway."""
+        """Return options of the V1 runner's dummy batches: with every adapter, as in the V2 runner's."""
         lora = self.vllm_config.lora_config
         return {} if self.use_v2_model_runner or lora is None else {"num_active_loras": lora.max_loras}
 
     def fl_models(self) -> nn.Module:
-        """The model; where another one drafts for it, a module that has both, the drafting one's parts as ``draft``."""
+        """Return the model; with a draft model, a module that has both, with the draft model's parts as ``draft``."""
         model = self.get_model()
         if (draft := self.get_draft_model()) is None:
             return model
@@ -133,7 +133,7 @@ class WorkerFL(Worker):
         super().initialize_from_config(kv_cache_config)
 
     def _leave_record(self) -> None:
-        """For ``fl doctor``, and the list of operators that FlagGems runs."""
+        """Write the record for ``fl doctor``, and the list of operators that FlagGems runs."""
         parallel, host = self.parallel_config, f"vLLM {versions.host_version()}"
         rank = self.rank + parallel.data_parallel_rank * parallel.world_size
         runner = str(model_runner.choice(self.vllm_config))
@@ -165,20 +165,20 @@ class WorkerFL(Worker):
         manifest = freeze_dispatch(compile.is_compiled(self.vllm_config))
         ranks.refuse_other_manifest(manifest, ranks.same_layers(self.model_config))
         compile.enter_cache_key(self.vllm_config, manifest.hash)
-        classes.bind_scopes(model)  # now to the implementations themselves
+        classes.bind_scopes(model)  # from now on to the bare implementations
         self.fl_counts_before = compile.counts()
         compile.start(self.get_model(), self.vllm_config)
 
     def _finish_start(self) -> None:
-        """From now on the ranks run in step, no kernel is timed, and random numbers begin anew."""
+        """Finish the start: ranks run in step, timing ends, and random numbers start over."""
         if compile.is_compiled(self.vllm_config):
             logger.info("compiled: %s", ", ".join(f"{name} {value}" for name, value in self._compiled().items()))
         get_default_manager().lockstep = get_world_group().world_size > 1
-        ranks.agree_on_replaced_operators()  # what came after the manifest: batches that compile, sizes of graphs
+        ranks.agree_on_replaced_operators()  # additions after the manifest: batches that compile, sizes of graphs
         ranks.agree_on_tactics()
         aten.seal()
         if aten.is_active():
-            self._leave_record()  # with what was called
+            self._leave_record()  # with the calls so far
         self.fl_eager_steps = eager_steps.of_worker(self.vllm_config, self.fl_models(), self.model_runner)
         set_random_seed(self.model_config.seed)
 
@@ -196,7 +196,7 @@ class WorkerFL(Worker):
         with self._step(), cache_slots.step(tokens), eager, self.fl_watched_steps.step():
             return super().execute_model(scheduler_output)
 
-    # vLLM's ways to new weights, however a backend of a transfer writes them.
+    # vLLM's methods for new weights, whichever transfer backend writes them.
 
     def update_weights(self, update_info: Any) -> None:
         super().update_weights(update_info)
@@ -211,7 +211,7 @@ class WorkerFL(Worker):
         weight_forms.weights_were_written()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        runs = self.fl_several_steps or self.vllm_config.speculative_config is not None  # the model, or that of drafts
+        runs = self.fl_several_steps or self.vllm_config.speculative_config is not None  # the model, or the draft model
         tokens = self.fl_tokens if self.fl_several_steps else 0
         with self._step() if runs else nullcontext(), cache_slots.step(tokens), self.fl_watched_steps.step():
             output = super().sample_tokens(grammar_output)
@@ -223,16 +223,16 @@ class WorkerFL(Worker):
             super().execute_dummy_batch()
 
     def _step(self) -> AbstractContextManager[None]:
-        """The context of a call that runs the model. Weights are only written between such calls.
+        """Return the context of a call that runs the model. Weights are written only between such calls.
 
-        vLLM's load balancing of experts moves them inside a call, on GPUs, where no forms of experts are kept.
+        On GPUs vLLM's load balancing moves experts inside a call; no forms of experts are kept there.
         """
         return self.fl_weights.settled() if weight_forms.in_use() else nullcontext()
 
     # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------
 
     def fl_set_counting(self, on: bool = True) -> None:
-        """Count calls from now on, starting at zero, or stop. Only the opaque calls of a compiled graph are seen."""
+        """Count calls from now on, starting at zero, or stop. In a compiled graph only opaque calls are counted."""
         manager = get_default_manager()
         manager.set_counting(on)
         manager.reset_counts()
@@ -240,12 +240,12 @@ class WorkerFL(Worker):
             classes.bind_scopes(self.fl_models(), untraced_only=True)
 
     def fl_report(self) -> dict[str, Any]:
-        """Report of this process's implementations, as plain data that vLLM can send between processes.
+        """Return the report of this process's implementations, as plain data that vLLM can send between processes.
 
         The core's report, ``model_runner`` (``V1``, ``V2``), the languages of V2's ``runner_kernels``, and ``layers``
-        and ``native_layers``: class name → how many run our forward, and vLLM's own.
-        For a compiled model ``compiled`` says what was done. Where a scheduling may make several steps, ``steps`` has
-        the number of steps → the number of schedulings that made as many.
+        and ``native_layers``: class name → number of layers with our forward, and with vLLM's. For a compiled model
+        ``compiled`` counts compilations. If a scheduling may make several steps, ``steps`` maps a number of steps to
+        the number of schedulings.
         """
         return {
             "rank": self.rank,

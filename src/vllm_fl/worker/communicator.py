@@ -1,9 +1,9 @@
 """Communication between the ranks of one group: vLLM's device communicator for every device that has a spec.
 
-The collectives themselves are in :mod:`fl_dispatch.hosting.ranks.collectives`; here they get vLLM's names and
-arguments, and tokens are exchanged between experts.
+The collectives are in :mod:`fl_dispatch.hosting.ranks.collectives`; this module gives them vLLM's names and arguments,
+and exchanges tokens between experts.
 
-Pipeline stages send their tensors through ``torch.distributed`` directly: vLLM has no hook there.
+Pipeline stages send their tensors directly through ``torch.distributed``, because vLLM has no hook there.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ class CommunicatorFL(DeviceCommunicatorBase):
     # -- the sum over the ranks, and its parts ------------------------------------------------------------------------
 
     def all_reduce(self, input_: Tensor) -> Tensor:
-        """The sum over the ranks. Overwrites ``input_`` where it is contiguous, as vLLM's own communicators may."""
+        """Return the sum over the ranks; a contiguous ``input_`` is overwritten, as vLLM's own communicators may do."""
         return self.communicator.all_reduce(input_)
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """This rank's part along ``dim`` of the sum over the ranks; the size of ``dim`` is a multiple of the ranks."""
+        """Return this rank's part along ``dim``, a multiple of the ranks, of the sum over the ranks."""
         return self.communicator.reduce_scatter(input_, dim)
 
     def reduce_scatterv(self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
-        """This rank's part, ``sizes[rank]`` along ``dim``, of the sum over the ranks; equal parts by default."""
+        """Return this rank's part, ``sizes[rank]`` along ``dim``, of the sum over the ranks; equal parts by default."""
         return self.communicator.reduce_scatter(input_, dim, sizes)
 
     # -- everybody's parts --------------------------------------------------------------------------------------------
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """All ranks' tensors of one shape, joined along ``dim``."""
+        """Return all ranks' tensors of one shape, joined along ``dim``."""
         return self.communicator.all_gather(input_, dim)
 
     def all_gatherv(
         self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> Tensor | list[Tensor]:
-        """All ranks' tensors, ``sizes[rank]`` along ``dim``, joined there; one result for each of several tensors."""
+        """Return all ranks' tensors, ``sizes[rank]`` along ``dim``, joined there; a list gives a list."""
         if isinstance(input_, Tensor):
             return self.communicator.all_gather(input_, dim, sizes)
         return [self.communicator.all_gather(tensor, dim, sizes) for tensor in input_]
@@ -80,7 +80,7 @@ class CommunicatorFL(DeviceCommunicatorBase):
     # -- from one rank to another -------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite ``tensor`` with the one of rank ``src`` of this group."""
+        """Overwrite ``tensor`` with that of rank ``src`` of this group."""
         self.communicator.broadcast(tensor, src)
         return tensor
 
@@ -96,15 +96,15 @@ class CommunicatorFL(DeviceCommunicatorBase):
     # -- tokens to the ranks that have their experts, and back --------------------------------------------------------
 
     def dispatch_router_logits(self, hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """All ranks' tokens and router logits."""
+        """Return all ranks' tokens and router logits."""
         return self._experts("dispatch").dispatch_router_logits(hidden_states, router_logits, *args, **kwargs)
 
     def dispatch(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """All ranks' tokens, with the weights and the ids of their experts."""
+        """Return all ranks' tokens, with the weights and the ids of their experts."""
         return self._experts("dispatch").dispatch(hidden_states, topk_weights, topk_ids, *args, **kwargs)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """The sums of all ranks' experts for this rank's tokens."""
+        """Return the sums of all ranks' experts for this rank's tokens."""
         result: Tensor = self._experts("combine").combine(hidden_states, is_sequence_parallel)
         return result
 
@@ -120,10 +120,10 @@ class CommunicatorFL(DeviceCommunicatorBase):
 
 
 def any_communicator(original: Capture) -> Capture:
-    """``GroupCoordinator.graph_capture`` for groups with any communicator.
+    """Wrap ``GroupCoordinator.graph_capture`` for groups with any communicator.
 
-    vLLM's asks the communicator for what it has to do before a capture, and knows two classes of them. Ours has nothing
-    to do, so vLLM's is entered as for a group without one.
+    vLLM's function asks the communicator for its work before a capture, and knows two communicator classes. Ours has no
+    such work, so the function runs as for a group without a communicator.
     """
 
     @wraps(original)

@@ -64,11 +64,11 @@ class CPUWorkerFL(WorkerFL):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache.
+        """Return the bytes for the KV cache.
 
-        The user's number; else what ``max_num_seqs`` requests of ``max_model_len`` can use, at most 4 GiB unless a
-        single one needs more, within this worker's share of the available memory. vLLM fills it with zeros at start,
-        so an unused part costs real memory, and time.
+        The size is the user's number; otherwise enough for ``max_num_seqs`` requests of ``max_model_len``, at most 4
+        GiB unless a single request needs more, within this worker's share of the available memory. vLLM fills it with
+        zeros at start, so an unused part costs memory and time.
         """
         available = detect_device().memory(0)[0]
         explicit = self.cache_config.kv_cache_memory_bytes
@@ -99,7 +99,8 @@ class CPUWorkerFL(WorkerFL):
         """Run one small batch, so that implementations have proven themselves before the first request.
 
         vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing. If the model is
-        compiled, the batch runs eagerly first: what fails there is out before the choices are fixed.
+        compiled, the batch first runs eagerly, so that implementations that fail are banned before the choices are
+        fixed.
         """
         with self.fl_weights.settled():
             with compile.uncompiled(self.fl_models()):
@@ -115,18 +116,18 @@ class CPUWorkerFL(WorkerFL):
         return CompilationTimes(language_model=self.compilation_config.compilation_time, encoder=0.0)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back: the cache's, at level 2 the weights' too, but those that the user keeps."""
+        """Release the cache's memory, at level 2 also the weights', except those that the user keeps."""
         if level == 2:
             kept = getattr(self.model_config, "sleep_preserve_parameter_names", ())
             self.fl_memory.give_back(sleep.WEIGHTS, sleep.weight_tensors(self.fl_models(), kept))
         self.discard((sleep.CACHE,))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Have memory again; weights that were given back are zeros until they are loaded."""
+        """Allocate memory again; released weights are zeros until they are loaded."""
         self.fl_memory.take(tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Give the cache's memory back without its contents."""
+        """Release the cache's memory without keeping its contents."""
         if sleep.CACHE in tags:
             layers = self.compilation_config.static_forward_context.values()
             self.fl_memory.give_back(sleep.CACHE, sleep.cache_tensors(layers))

@@ -1,7 +1,7 @@
-"""Eager steps for shadow mode: one step in N of a compiled or captured engine runs as it is written, so its calls show.
+"""Eager steps for shadow mode: one step in N of a compiled or captured engine runs eagerly, so that its calls are seen.
 
 In compiled code an operator is traced, and a graph replays kernels: neither makes a call. N is the reciprocal of the
-share. All of such a step counts as cost, so that steps are further apart where the budget asks for it.
+share. The whole time of such a step counts as cost, so steps are further apart if the budget requires it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EagerSteps:
     """Draws the steps.
 
     Args:
-        sampling: of shadow mode.
+        sampling: shadow mode's sampling.
         model: the loaded model.
         runner: vLLM's model runner, V1 or V2.
     """
@@ -41,7 +41,7 @@ class EagerSteps:
         self.left = next(self.gaps)
 
     def step(self, tokens: int) -> AbstractContextManager[None]:
-        """The context for a step of the scheduler with ``tokens`` tokens."""
+        """Return the context for a step of the scheduler with ``tokens`` tokens."""
         if not tokens:
             return nullcontext()
         self.left -= 1
@@ -64,7 +64,7 @@ class EagerSteps:
 
 
 class NoEagerSteps:
-    """Every step runs as vLLM runs it."""
+    """Stand-in without eager steps."""
 
     def step(self, tokens: int) -> AbstractContextManager[None]:
         """Return an empty context."""
@@ -72,7 +72,7 @@ class NoEagerSteps:
 
 
 def of_worker(vllm_config: VllmConfig, model: nn.Module, runner: Any) -> EagerSteps | NoEagerSteps:
-    """Eager steps, where shadow mode is on and could not see the calls of others."""
+    """Return eager steps if shadow mode is on and could not see the calls of other steps."""
     sampling, compilation = get_default_manager().shadow.sampling, vllm_config.compilation_config
     if sampling is None or not (compile.is_compiled(vllm_config) or compile.is_captured(vllm_config)):
         return NoEagerSteps()
@@ -90,7 +90,7 @@ def _told(reason: str) -> NoEagerSteps:
 
 @contextmanager
 def without_graphs(runner: Any) -> Iterator[None]:
-    """Let a model runner find no graph: V1 asks its dispatcher, V2 its manager."""
+    """Hide all graphs from a model runner: V1 asks its dispatcher, V2 its manager."""
     places = (
         (getattr(runner, "cudagraph_dispatcher", None), "keys_initialized"),
         (getattr(runner, "cudagraph_manager", None), "_graphs_captured"),

@@ -1,9 +1,8 @@
 """The worker on an accelerator: vLLM's own model runners (V1 and V2), memory profile, compilation and graphs.
 
-vLLM compiles in the first full batch, when it measures memory, and captures graphs when the KV cache is there. So the
-choices are fixed before the compilation, after some eager batches in which implementations have proven themselves.
-Those batches have no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error in
-it ends the start.
+vLLM compiles in the first full batch, when it measures memory, and captures graphs once the KV cache exists. So the
+choices are fixed before the compilation, after some eager batches in which implementations prove themselves. Those
+batches have no KV cache: attention is first called with fixed choices (``warm_up``), and an error in it ends the start.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ logger = get_logger(__name__)
 
 
 class GPUWorkerFL(WorkerFL):
-    """vLLM's worker."""
+    """vLLM's GPU worker."""
 
     def init_device(self) -> None:
         pooled = self.model_config.enable_sleep_mode or self.model_config.enable_cumem_allocator
@@ -58,7 +57,7 @@ class GPUWorkerFL(WorkerFL):
         self._init_foreign_device(device)
 
     def _init_foreign_device(self, device: DeviceSpec) -> None:
-        """The steps that vLLM does for devices that PyTorch calls ``cuda``, for one of any type."""
+        """Take vLLM's start-up steps for ``cuda`` devices on a device of any type."""
         parallel = self.parallel_config
         if parallel.distributed_executor_backend not in ("ray", "external_launcher"):
             replica = parallel.data_parallel_rank_local or 0
@@ -82,7 +81,7 @@ class GPUWorkerFL(WorkerFL):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, as vLLM measures them, less those for graphs of prompts; compiles the model."""
+        """Return the bytes for the KV cache that vLLM measures, less those for graphs of prompts; compile the model."""
         with self.fl_weights.settled():
             with compile.uncompiled(self.fl_models()):
                 single, *others = warm_up.token_counts(self.vllm_config)
@@ -93,7 +92,7 @@ class GPUWorkerFL(WorkerFL):
                         self._run_batch_without_cache(single)
                     if successors.known():
                         logger.info("%d products know the weight that the next one reads", successors.known())
-                        others.append(single)  # now they ask for it, in kernels compiled before a graph holds them
+                        others.append(single)  # now they run, in kernels compiled before a graph holds them
                 for tokens in others:
                     self._run_batch_without_cache(tokens)
             self._compare_ranks()
@@ -103,11 +102,11 @@ class GPUWorkerFL(WorkerFL):
             room = super().determine_available_memory()
             taken = self._add_prompt_graphs(room)
             if taken:
-                self.available_kv_cache_memory_bytes -= taken  # what vLLM's advice at the end of a start names
+                self.available_kv_cache_memory_bytes -= taken  # the number in vLLM's advice at the end of a start
             return room - taken
 
     def _add_prompt_graphs(self, room: int) -> int:
-        """Bytes to leave for graphs of prompts."""
+        """Return the bytes to leave for graphs of prompts."""
         # vLLM keeps layers of several kinds in pages of one size, so each may take as much as the largest.
         specs = self.model_runner.get_kv_cache_spec().values()
         needs = [spec.max_memory_usage_bytes(self.vllm_config) for spec in specs]
@@ -135,11 +134,11 @@ class GPUWorkerFL(WorkerFL):
         return times
 
     def _get_cudagraph_capture_context(self) -> AbstractContextManager[None]:
-        ranks.agree_on_tactics()  # vLLM has warmed its kernels, and what a graph holds stays
+        ranks.agree_on_tactics()  # vLLM has warmed its kernels, and graphs keep theirs
         return super()._get_cudagraph_capture_context()
 
     def _warm_up_replaced(self) -> None:
-        """Meet sizes of batches for which FlagGems' ATen operators may run, in the projection to the vocabulary too."""
+        """Run batch sizes for which FlagGems' ATen operators may run, including the projection to the vocabulary."""
         sizes = self.compilation_config.cudagraph_capture_sizes or []
         if not sizes or self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
             sizes = warm_up.token_counts(self.vllm_config)
@@ -151,7 +150,7 @@ class GPUWorkerFL(WorkerFL):
 
                     lora.forget_batch(self.model_runner, size)
                 model.compute_logits(torch.zeros(size, width, dtype=self.model_config.dtype, device=self.device))
-        for size in sizes:  # nothing is timed any more when vLLM captures them
+        for size in sizes:  # timing has ended when vLLM captures them
             self._run_batch_without_cache(size)
 
     def shutdown(self) -> None:
@@ -164,7 +163,7 @@ class GPUWorkerFL(WorkerFL):
         return generates and get_pp_group().is_last_rank
 
     def _run_drawn_batch(self, tokens: int) -> None:
-        """Tokens that are drawn, so that they go to experts as a prompt's do."""
+        """Run a batch of random tokens, so that they go to experts as a prompt's do."""
         self._run_batch_without_cache(tokens, skip_eplb=True, randomize_inputs=True)
 
     def _run_batch_without_cache(self, tokens: int, **options: bool) -> None:

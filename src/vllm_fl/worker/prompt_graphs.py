@@ -1,9 +1,8 @@
-"""Graphs of prompts: sizes beyond vLLM's own, as long as the device would wait for the host.
+"""Graphs of prompts: sizes beyond vLLM's own, up to the size at which the device no longer waits for the host.
 
-vLLM captures batches of up to 512 tokens. A larger one runs outside of graphs, and the host launches every kernel:
-for a model of many small kernels the host takes longer than the device. This module measures whether it does, on
-batches
-without attention, which no piecewise graph holds. A user who chooses sizes (``max_cudagraph_capture_size``,
+vLLM captures batches of up to 512 tokens. A larger one runs outside graphs, and the host launches every kernel: for a
+model with many small kernels the host takes longer than the device. This module measures that on batches without
+attention, which no piecewise graph holds. A user who chooses sizes (``max_cudagraph_capture_size``,
 ``cudagraph_capture_sizes``) gets those.
 """
 
@@ -29,35 +28,35 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PER_DOUBLING = 8
-"""Number of sizes between a number of tokens and twice that: from 2,048 on a batch is padded by an eighth at most."""
+"""Number of sizes between a number of tokens and its double: from 2,048 on a batch is padded by at most an eighth."""
 LEAST_STEP = 256
-"""Least tokens between sizes: capturing one takes a sixth of a second, and a waiting device has time for padding."""
+"""Smallest step between sizes: capturing one takes a sixth of a second, and a waiting device has time for padding."""
 TIMES_THE_HOST = 2.0
-"""A batch gets a graph up to this many times the time that the host takes to launch it.
+"""Ratio of a batch's time to the host's launch time up to which the batch gets a graph.
 
-Attention is launched as well, outside of graphs, and is not measured. All else of a batch of 1,024 tokens of
-Llama-3.1-8B takes an H100 22 ms, and its launches take the host 11 (docs/measured/gpu.md).
+Attention is also launched, outside graphs, and is not measured. The rest of a batch of 1,024 tokens of Llama-3.1-8B
+takes an H100 22 ms, and its launches take the host 11 (docs/measured/gpu.md).
 """
 LEAST_LIMIT = 512
-"""Fewer tokens are not tried by themselves: a device takes hardly longer for these."""
+"""Smaller limits are not tried separately, because a device takes hardly longer for fewer tokens."""
 PART = 16
-"""Graphs may take this part (1/16) of the memory that the KV cache would have."""
+"""Graphs may take 1/16 of the memory of the KV cache."""
 PART_BESIDE = 2
-"""Graphs may take this part (1/2) of the memory that is left beside a cache of a chosen size."""
+"""Graphs may take 1/2 of the memory that a cache of a chosen size leaves."""
 POOL = 1.5
-"""The memory of graphs is estimated as this multiple of the memory that their largest batch holds."""
+"""The estimated memory of graphs is this multiple of the memory of their largest batch."""
 RUNS = 3
 """Number of measurements of a batch; the median counts."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The time and the memory of a batch outside of graphs.
+    """The time and the memory of a batch outside graphs.
 
     Args:
         tokens: number of tokens.
-        seconds: from its first launch until the device had ended.
-        launching: seconds from the first launch to the last one.
+        seconds: time from its first launch until the device finished.
+        launching: seconds from the first launch to the last.
         memory: estimate of the bytes that its graphs take.
     """
 
@@ -68,7 +67,7 @@ class Batch:
 
 
 def sizes(captured: int, most: int) -> list[int]:
-    """Numbers of tokens to capture beyond ``captured``, up to and with ``most``; ascending."""
+    """Return numbers of tokens to capture beyond ``captured``, up to ``most`` inclusive; ascending."""
     found, size = [], captured
     while size < most:
         step = max(LEAST_STEP, (1 << size.bit_length() - 1) // PER_DOUBLING)
@@ -78,13 +77,13 @@ def sizes(captured: int, most: int) -> list[int]:
 
 
 def limits(captured: int, most: int) -> list[int]:
-    """Largest numbers of tokens of graphs to try: doublings of ``captured``, and ``most``; ascending."""
+    """Return the largest numbers of tokens of graphs to try: doublings of ``captured``, and ``most``; ascending."""
     doubled = (captured << times for times in range(1, most.bit_length()))
     return [*(tokens for tokens in doubled if LEAST_LIMIT <= tokens < most), *([most] if captured < most else [])]
 
 
 def why_none(vllm_config: VllmConfig, model: nn.Module) -> str | None:
-    """Why no graphs of prompts are to be captured for a model, or ``None``."""
+    """Return why no graphs of prompts are captured for a model, or ``None``."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     from vllm import envs
@@ -102,7 +101,7 @@ def why_none(vllm_config: VllmConfig, model: nn.Module) -> str | None:
         (vllm_config.speculative_config is not None, "drafting models capture all sizes too"),
         (ranks_differ, "ranks would have to agree on each batch"),
         (parallel.use_ubatching, "batches are cut in two (ubatching)"),
-        # vLLM's own backends plan memory for every captured size; of layers with a state nothing was measured.
+        # vLLM's own backends plan memory for every captured size; layers with a state were not measured.
         (not all(isinstance(impl, WarmableAttention) for impl in attention), "another backend's attention has limits"),
         (any(isinstance(module, StateLayer) for module in model.modules()), "layers have a state"),
         (vllm_config.model_config.original_max_model_len == -1, "the longest context takes all memory"),
@@ -119,14 +118,14 @@ def add(
     Call it when the model is compiled, and before the runner reads the sizes for its KV cache.
 
     Args:
-        vllm_config: of the worker; its sizes are extended.
-        model: with its layers.
+        vllm_config: the worker's configuration; its sizes are extended.
+        model: the model with its layers.
         run: runs a batch of a number of tokens, without attention.
         cache: bytes of the KV cache without such graphs.
-        longest_request: bytes of the cache that a request of the greatest length takes.
+        longest_request: bytes of the cache for a request of the maximum length.
 
     Returns:
-        Bytes of the cache to leave for graphs: none if the user chose the size of the cache.
+        Bytes of the cache to leave for graphs: 0 if the user chose the cache's size.
     """
     from . import ranks  # configurations are read before vLLM's groups can be imported
 
@@ -135,12 +134,12 @@ def add(
         return 0
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     captured = compilation.max_cudagraph_capture_size
-    # No batch of the scheduler's is larger, and one that vLLM makes up would have requests of more than they may have.
+    # The scheduler makes no larger batch, and a larger dummy batch would have requests beyond the maximum length.
     most = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * vllm_config.model_config.max_model_len)
     if captured >= most:
         return 0
     chosen = vllm_config.cache_config.kv_cache_memory_bytes
-    if chosen:  # PyTorch keeps what the profile's batch held, so that is not counted as free
+    if chosen:  # PyTorch keeps the memory of the profile's batch, so that is not counted as free
         room = (torch.accelerator.get_memory_info()[0] - chosen) // PART_BESIDE
     else:
         room = min(cache // PART, cache - longest_request)
@@ -156,7 +155,7 @@ def add(
         best = batch
     if best is None:
         return 0
-    # vLLM refuses a size that is compiled by itself and padded; graphs of decoding hold at most all requests.
+    # vLLM refuses a size that is both compiled separately and padded; graphs of decoding hold at most all requests.
     whole = (*(compilation.compile_sizes or ()), scheduler.max_num_seqs)
     more = sorted({*sizes(captured, best.tokens), *(size for size in whole if captured < size <= best.tokens)})
     compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
@@ -170,7 +169,7 @@ def add(
 
 
 def measure(run: Callable[[int], object], tokens: int) -> Batch:
-    """The median of :data:`RUNS` runs, after one that compiles kernels."""
+    """Return the median of :data:`RUNS` runs, after one that compiles kernels."""
     run(tokens)
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
@@ -181,7 +180,7 @@ def measure(run: Callable[[int], object], tokens: int) -> Batch:
 
 
 def _timed(run: Callable[[int], object], tokens: int) -> tuple[float, float]:
-    """Seconds until the device has ended, and until the host has launched everything."""
+    """Return seconds until the device has finished, and until the host has launched everything."""
     begun = time.perf_counter()
     run(tokens)
     launched = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The check of equal choices on all ranks: vLLM's groups for :mod:`fl_dispatch.hosting.ranks.agreement`."""
+"""Check for equal choices on all ranks: vLLM's groups for :mod:`fl_dispatch.hosting.ranks.agreement`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 def same_layers(model_config: ModelConfig) -> GroupCoordinator:
-    """The ranks that compute parts of this rank's layers together; another pipeline stage has other layers.
+    """Return the ranks that share this rank's layers; another pipeline stage has other layers.
 
-    Data-parallel ranks of a model with experts are among them, for they exchange tokens in every such layer.
+    They include data-parallel ranks of a model with experts, which exchange tokens in every such layer.
     """
     return get_ep_group() if model_config.is_moe else get_tp_group()
 
 
 def refuse_divergence(group: GroupCoordinator) -> None:
-    """Compare this rank's choices with all others', and those for layers within a group. Every rank must call it."""
+    """Compare this rank's choices with all ranks', and those for layers within a group. Every rank must call it."""
     agreement.refuse_divergence(get_world_group().cpu_group, group.cpu_group)
 
 
 def agree_on_replaced_operators() -> None:
-    """ATen operators that FlagGems gets wrong on one rank are PyTorch's on all. Every rank must call it."""
+    """Return to PyTorch on all ranks each ATen operator that FlagGems got wrong on one. Every rank must call it."""
     agreement.agree_on_replaced_operators(get_world_group().cpu_group)
 
 
 def agree_on_tactics() -> None:
-    """Have kernels that were timed run the same on all ranks from now on. Every rank must call it."""
+    """Choose the same configuration of timed kernels on all ranks from now on. Every rank must call it."""
     agreement.agree_on_tactics(get_world_group().cpu_group)
 
 
@@ -42,7 +42,7 @@ def refuse_other_manifest(manifest: Manifest, group: GroupCoordinator) -> None:
 
 
 def warn_of_unmatched_scopes() -> None:
-    """Log each rule that fits no layer of any pipeline stage; the first stage does. Every rank must call it."""
+    """Log on the first stage each rule that fits no layer of any pipeline stage. Every rank must call it."""
     agreement.warn_of_unmatched_scopes(get_pp_group().cpu_group)
 
 

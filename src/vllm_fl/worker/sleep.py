@@ -1,6 +1,6 @@
-"""Sleep mode where the device is the host: memory of the KV cache and of weights goes back to the system.
+"""Sleep mode with main memory as the device: the memory of the KV cache and of weights returns to the system.
 
-Tensors keep their identity and lose their storage, so layers, and compiled code that asks for addresses in every call,
+Tensors keep their identity and lose their storage, so layers, and compiled code that reads addresses in every call,
 find them again. vLLM's own allocators for sleep mode are CUDA's and XPU's.
 """
 
@@ -22,10 +22,10 @@ MIB = 1 << 20
 
 
 class Memory:
-    """Memory that a sleeping worker gives back, by vLLM's tags, and takes again when it wakes up.
+    """Memory that a sleeping worker releases, by vLLM's tags, and allocates again when it wakes up.
 
-    Level 1 gives the cache back: it keeps weights in main memory, where they are. Level 2 gives the weights back too;
-    the caller that wakes the worker loads them anew.
+    Level 1 releases the cache, and keeps the weights in main memory. Level 2 also releases the weights; the caller that
+    wakes the worker loads them again.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Memory:
 
 
 def cache_tensors(layers: Iterable[Any]) -> Iterator[Tensor]:
-    """The KV cache of a model's attention layers."""
+    """Yield the KV cache of a model's attention layers."""
     for layer in layers:
         found = getattr(layer, "kv_cache", None)
         for tensor in found if isinstance(found, list | tuple) else (found,):
@@ -61,7 +61,7 @@ def cache_tensors(layers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def weight_tensors(model: nn.Module, kept: Iterable[str] = ()) -> list[Tensor]:
-    """The parameters of a model, except those with a name that matches a pattern of ``kept``.
+    """Return the parameters of a model, except those with a name that matches a pattern of ``kept``.
 
     Raises:
         ValueError: no name matches a pattern.
@@ -69,7 +69,7 @@ def weight_tensors(model: nn.Module, kept: Iterable[str] = ()) -> list[Tensor]:
     parameters, names = dict(model.named_parameters()), set[str]()
     for pattern in kept:
         found = matching(parameters, pattern)
-        if not found and pattern != "draft.*":  # vLLM's word for all of a draft model, where there is one
+        if not found and pattern != "draft.*":  # vLLM's name for all of a draft model, if there is one
             raise ValueError(f"sleep_preserve_parameter_names: no parameter matches {pattern!r}")
         names.update(found)
     return [parameter for name, parameter in parameters.items() if name not in names]

@@ -1,9 +1,8 @@
-"""Batches of every kind before a GPU serves, so that no kernel is compiled during a request.
+"""Run batches of every kind before a GPU serves, so that no kernel is compiled during a request.
 
-vLLM's own warm-up has a few of the kinds of batches that :mod:`fl_dispatch.hosting.start.warm_batches` lists. The
-calls here have hardly any keys, whatever lengths they announce, so they take hardly any time on the device. They come
-before graphs are captured, because there an implementation's first failure could not be distinguished from a failed
-graph.
+vLLM's own warm-up has a few of the kinds of batches that :mod:`fl_dispatch.hosting.start.warm_batches` lists. The calls
+have hardly any keys, whatever lengths they announce, so they take hardly any device time. They come before the capture
+of graphs, in which an implementation's first failure would look like a failed graph.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ class WarmableAttention(Bindable, Protocol):
     """One layer's attention over several operators."""
 
     def fl_kind(self) -> tuple[Any, ...]:
-        """Layers of one kind call the operators with arguments of the same kind."""
+        """Return the layer's kind: layers of one kind call the operators with arguments of the same kind."""
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
         """Call the operators on a batch of requests with ``queries`` new tokens; the cache keeps its contents.
 
         Args:
-            kv_cache: of a layer.
-            queries: new tokens of each request; it has no others.
-            longest: the number of keys that is announced.
+            kv_cache: a layer's cache.
+            queries: new tokens of each request; requests have no earlier tokens.
+            longest: the announced number of keys.
         """
 
 
 @torch.inference_mode()
 def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
-    """Call attention and the cache write for each kind of layer and batch; returns the number of calls."""
+    """Call attention and the cache write for each kind of layer and batch; return the number of calls."""
     kinds: dict[Any, tuple[WarmableAttention, Tensor]] = {}
     for module in model.modules():
         impl = getattr(module, "impl", None)
@@ -65,10 +64,10 @@ def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
 
 @torch.inference_mode()
 def states(model: nn.Module, vllm_config: VllmConfig) -> int:
-    """Run each kind of layer with a state on each kind of batch, in a block that no request has; number of runs.
+    """Run each kind of layer with a state on each kind of batch, in an unused block; return the number of runs.
 
     Raises:
-        ValueError: some calls of a layer have no kernel, because of the limits that those declare.
+        ValueError: some calls of a layer have no kernel, because of the kernels' declared limits.
     """
     from vllm.forward_context import create_forward_context, override_forward_context
 
@@ -102,7 +101,7 @@ def states(model: nn.Module, vllm_config: VllmConfig) -> int:
 def _state_batches(
     layers: Iterable[StateLayer], vllm_config: VllmConfig
 ) -> Iterator[tuple[StateLayer, tuple[int, tuple[int, ...]]]]:
-    """Layers, each with batches that meet all of its implementations that the policy puts first."""
+    """Yield layers, each with batches that reach all of the implementations that the policy puts first."""
     scheduler = vllm_config.scheduler_config
     limits = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     for layer in layers:
@@ -111,11 +110,11 @@ def _state_batches(
 
 
 def token_counts(vllm_config: VllmConfig) -> list[int]:
-    """Tokens of the batches to run without a KV cache."""
+    """Return tokens of the batches to run without a KV cache."""
     return warm_batches.token_counts(vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def _batches(vllm_config: VllmConfig) -> Iterator[tuple[tuple[int, ...], int]]:
-    """New tokens of each request of a batch, and the number of keys that it announces."""
+    """Yield the new tokens of each request of a batch, and the number of keys that the batch announces."""
     scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     return warm_batches.attention_batches(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, length)

@@ -1,4 +1,4 @@
-"""Steps in which each call is looked at, because a request of theirs had NaN or infinity in its logits."""
+"""Steps with each call checked, because one of their requests had NaN or infinity in its logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class WatchedSteps:
-    """What one worker does about damaged requests.
+    """One worker's handling of damaged requests.
 
     Args:
         vllm_config: the engine's configuration.
@@ -39,19 +39,19 @@ class WatchedSteps:
         self.wrong = Wrong(self.shadow.findings)
         self.watches = False
         replaced = vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE  # the model's own forward
-        self.can_watch = not replaced and vllm_config.parallel_config.data_parallel_size == 1  # the others run graphs
+        self.can_watch = not replaced and vllm_config.parallel_config.data_parallel_size == 1  # other steps run graphs
         self.origins: list[origin.Origin] = []
 
     def begin(self, scheduler_output: Any) -> None:
-        """Watch a step if the scheduler says so, which it does on all ranks."""
+        """Watch a step if the scheduler marked it, as it does on all ranks."""
         self.watches, self.origins = self.can_watch and WATCH.find(scheduler_output) is not None, []
 
     def step(self) -> AbstractContextManager[None]:
-        """The context for a part of the step that runs the model."""
+        """Return the context for a part of the step that runs the model."""
         return self._watched() if self.watches and not self.origins else nullcontext()
 
     def tell(self, output: Any) -> None:
-        """Give the step's output what the scheduler has to know; nothing while all is right."""
+        """Attach to the step's output what the scheduler must know; nothing if all is right."""
         origins, wrong = None, self.wrong.new()
         if not self.watches and not wrong:
             return
