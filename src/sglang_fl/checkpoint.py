@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors and the model's parameters fit, and which of either SGLang may leave over."""
+"""Check that a checkpoint's tensors and the model's parameters match, except for leftovers that SGLang allows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 SHAPE = Allowed(r".*\.weight_shape", "the packed weight has the shape itself")
-"""The tensor of ``compressed-tensors`` that says a weight's shape, and the parameter of its name."""
+"""The tensor of ``compressed-tensors`` with a weight's shape, and the parameter of the same name."""
 UNFILLED = (
     SHAPE,
     Allowed(r".*\.position_ids", "positions are counted"),
@@ -35,19 +35,19 @@ UNFILLED = (
     Allowed(r"model\.layers\.\d+\.[qk]_norm\.weight", "SGLang's class of Falcon-H1 has norms that it never calls"),
     Allowed(r".*\.[kv]_scale", "scales of a KV cache are 1 where a checkpoint has none, and SGLang says so"),
 )
-"""Parameters and buffers of SGLang's models that a checkpoint need not have."""
+"""Parameters and buffers of SGLang's models that a checkpoint may lack."""
 UNTAKEN = (
     *rules.UNTAKEN,
     SHAPE,
     Allowed(r".*\.(q|prob)_scale", "SGLang quantizes no queries"),
 )
-"""Tensors of a checkpoint that SGLang's models need not take."""
+"""Tensors of a checkpoint that SGLang's models may ignore."""
 
 
 def untie(runner: ModelRunner) -> None:
-    """Have SGLang make a head of its own where a tied model's file has one that is another than the embedding.
+    """Make SGLang create a separate head if a tied model's file has one that differs from the embedding.
 
-    Hugging Face and vLLM serve the file's head then; SGLang's models go by the configuration alone, and drop it.
+    Hugging Face and vLLM then serve the file's head; SGLang's models follow only the configuration, and drop it.
     """
     model, args = runner.model_config, runner.server_args
     configs = [config for config in (model.hf_config, model.hf_text_config) if getattr(config, TIED, False)]
@@ -71,7 +71,7 @@ TIED = "tie_word_embeddings"
 
 
 class Load:
-    """One start's load of a runner's model, from its beginning to its account."""
+    """One load of a runner's model at start, from its beginning to its account."""
 
     def __init__(self, source: str, drafts: bool, quantized: bool, unfilled: tuple[Allowed, ...]) -> None:
         self.source, self.drafts, self.quantized, self.unfilled = source, drafts, quantized, unfilled
@@ -79,12 +79,12 @@ class Load:
 
 
 _LOAD = ContextVar[Load | None]("fl_load", default=None)
-"""The load that goes on. Weights that come later, into a running engine, are not counted."""
+"""The load in progress. Weights loaded later into a running engine are not counted."""
 
 
 @contextmanager
 def loads(runner: ModelRunner) -> Iterator[None]:
-    """Inside, SGLang makes and loads a runner's model; at the end every rank compares the tensors that are left.
+    """Let SGLang make and load a runner's model in this block; at the end every rank compares the leftover tensors.
 
     Raises:
         CheckpointError: a tensor of the checkpoint is left over on every rank.
@@ -98,7 +98,7 @@ def loads(runner: ModelRunner) -> Iterator[None]:
     finally:
         _LOAD.reset(token)
     if (account := load.account) is None or load.drafts or not config.is_generation:
-        return  # pooling models take the layers that their task asks for
+        return  # pooling models take only the layers of their task
     text = config.hf_text_config
     allowed, parallel = (*UNTAKEN, *rules.predictors(text)), get_parallel()
     if left := account.left(allowed):
@@ -111,7 +111,7 @@ def loads(runner: ModelRunner) -> Iterator[None]:
 def load_weights_only(
     original: Callable[..., None], model: nn.Module, weights: Iterable[tuple[str, Tensor]], target_device: Any
 ) -> None:
-    """Have SGLang load a model, then refuse parameters that the checkpoint did not fill.
+    """Let SGLang load a model, then refuse parameters that the checkpoint did not fill.
 
     Raises:
         CheckpointError: a parameter is not filled, or a tensor has another kind of numbers.
@@ -128,7 +128,7 @@ def load_weights_only(
 
 
 def note_files(original: Callable[..., tuple[str, list[str], bool]], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's choice of a checkpoint's files."""
+    """Record SGLang's choice of a checkpoint's files."""
     found = original(loader, *args, **kwargs)
     if (load := _LOAD.get()) is not None and load.account is not None:
         load.account.files += found[1]

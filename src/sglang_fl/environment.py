@@ -1,6 +1,6 @@
-"""Variables of the environment that are refused whatever the model. Importing it imports nothing of SGLang.
+"""Environment variables that are refused for every model. Importing this module imports nothing of SGLang.
 
-``fl doctor`` asks :func:`check`, too.
+``fl doctor`` calls :func:`check`, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIXES = ("SGLANG_FL_", "VLLM_FL_")
 
 
 def check(device: DeviceSpec) -> None:
-    """Refuse variables that would end every engine's start.
+    """Refuse variables with which no engine can start.
 
     Raises:
         ConfigError: the first variable that is wrong.
@@ -28,7 +28,7 @@ def check(device: DeviceSpec) -> None:
 
 
 def without_effect(device: DeviceSpec) -> list[str]:
-    """Settings that change nothing under this host, each in a sentence."""
+    """Return settings without effect under this host, each as a sentence."""
     if get_settings().native_platform:
         return [
             f"{get_settings().origin('native_platform')}: has no effect under SGLang, because it has no such platform"
@@ -37,7 +37,7 @@ def without_effect(device: DeviceSpec) -> list[str]:
 
 
 def refuse_ways_around() -> None:
-    """Refuse SGLang's own variables that would have it go around the operators.
+    """Refuse SGLang's own variables that would bypass the operators.
 
     Raises:
         ConfigError: one is set.

@@ -1,8 +1,8 @@
-"""Every place where SGLang is hooked or extended at run time: the top of the package, which imports every hook.
+"""All places where SGLang is hooked or extended at run time; this top module of the package imports every hook.
 
-Nothing else in this package replaces SGLang's attributes, except that :func:`.speculation.kernel_hooks.prepare` adds
-kernels where SGLang has none. :func:`all_hooks` lists the hooks with their reasons;
-:func:`~sglang_fl.compat.hooks.refuse_unhooked` refuses to serve where SGLang did not apply one.
+Only this module replaces SGLang's attributes; in addition :func:`.speculation.kernel_hooks.prepare` adds kernels if
+SGLang has none. :func:`all_hooks` lists the hooks with their reasons; :func:`~sglang_fl.compat.hooks.refuse_unhooked`
+refuses to serve if SGLang did not apply one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
 @cache
 def warn_of_untested_host() -> None:
-    """Log one WARNING on an SGLang that the tests did not run on, with the names we rely on that it lacks."""
+    """Log one WARNING for an SGLang version that tests did not run on, with the missing names that we rely on."""
     untested.warn_if_untested(HOST, host_version(), TESTED_HOSTS, smoke_tested=SMOKE_TESTED_HOSTS)
 
 
@@ -50,7 +50,7 @@ def _unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def dispatch_target() -> str:
-    """The function that this version's layers call to choose their forward."""
+    """Return the function that this version's layers call to choose their forward."""
     from sglang.kernels.fused_op import BaseFusedOp
     from sglang.srt.layers.layernorm import RMSNorm
 
@@ -64,13 +64,13 @@ def _reasons() -> dict[str, str]:
 
 
 def _hook(target: str, call: Any, kind: Kind) -> Hook:
-    """A hook with the reason that the facts have; ``target`` is ``module:Class.name`` or ``module.name``."""
+    """Return a hook with the reason from the facts; ``target`` is ``module:Class.name`` or ``module.name``."""
     return Hook(target.replace(":", "."), call, kind, _reasons()[target])
 
 
 @cache
 def all_hooks() -> tuple[Hook, ...]:
-    """The hooks of this package with targets that the installed SGLang should have."""
+    """Return the hooks of this package with targets that the installed SGLang should have."""
     version = host_version()
     targets = {f"{fact.owner}.{name}" for fact in hooked() if fact.concerns(version) for name in fact.plain_names}
     present = {target.replace(":", ".") for target in targets}
@@ -109,7 +109,7 @@ def _hooks() -> tuple[Hook, ...]:
 
 
 def _hooks_of_tested_hosts() -> Iterator[Hook]:
-    """Hooks of features that are served on tested versions only: another one may have renamed what they hook."""
+    """Yield hooks of features for tested versions only, because other versions may have renamed the targets."""
     from .attention import indexer
     from .compat import state_forms
     from .graphs import prompts
@@ -157,7 +157,7 @@ def register() -> None:
 
 
 def extend_host() -> None:
-    """Add to SGLang's own tables: our attention, methods for ``Engine.collective_rpc``, names of quantization."""
+    """Extend SGLang's own tables: our attention, methods for ``Engine.collective_rpc``, names of quantization."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.managers.scheduler import Scheduler

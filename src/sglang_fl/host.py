@@ -1,6 +1,6 @@
-"""The package's knowledge of SGLang, for ``tools/host_check.py`` and for the names in a user's lists.
+"""The plugin's knowledge of SGLang, for ``tools/host_check.py`` and for the names in a user's lists.
 
-Importing it imports nothing of SGLang.
+Importing this module imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ HOST = Host(
 
 
 def hooked() -> tuple[HostFact, ...]:
-    """Return the facts about hooks, of any version of SGLang; ``why`` is the reason in messages about a hook."""
+    """Return the facts about hooks, for any version of SGLang; ``why`` is the reason in messages about a hook."""
     return tuple(fact for section in yaml_file.written("sglang_fl") for fact in section.facts if fact.verb == "hooks")

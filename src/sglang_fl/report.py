@@ -1,6 +1,6 @@
 """Questions to the scheduler processes of a running ``sglang.Engine``.
 
-SGLang's ``Engine.collective_rpc`` calls a method of every scheduler and returns nothing, so the answers come as files.
+SGLang's ``Engine.collective_rpc`` calls a method of every scheduler and returns nothing, so the answers are files.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ PATIENCE = 60.0
 
 
 def own_rank() -> int:
-    """This process's number among the ranks of all pipeline stages and data-parallel replicas."""
+    """Return this process's number among the ranks of all pipeline stages and data-parallel replicas."""
     from sglang.srt.runtime_context import get_parallel
 
     here = get_parallel()
-    replica = (here.dp_rank or 0) // here.attn_dp_size  # ranks that attend for requests of their own are among tp_size
+    replica = (here.dp_rank or 0) // here.attn_dp_size  # ranks that attend for their own requests are part of tp_size
     return int(here.tp_rank + here.tp_size * (here.pp_rank + here.pp_size * replica))
 
 
 def graphs_of(runner: ModelRunner) -> dict[str, Any] | None:
-    """Batch sizes of a model runner's captured decode graphs, and the number of steps that replayed one."""
+    """Return batch sizes of a model runner's captured decode graphs, and the number of steps that replayed one."""
     found: Any = getattr(runner, "decode_cuda_graph_runner", None)
     if not getattr(found, "fl_captured", False):
         return None
@@ -47,7 +47,7 @@ def graphs_of(runner: ModelRunner) -> dict[str, Any] | None:
 
 
 def graphs_of_prompts(runner: ModelRunner) -> dict[str, Any] | None:
-    """Numbers of tokens for which a model runner has captured graphs of prompts, and how many steps replayed one."""
+    """Return the numbers of tokens of a model runner's prompt graphs, and the number of steps that replayed one."""
     found: Any = getattr(runner, "prefill_cuda_graph_runner", None)
     graphs = None if found is None else PROMPT_GRAPHS.find(found)
     if graphs is None or not graphs.captured:
@@ -56,7 +56,7 @@ def graphs_of_prompts(runner: ModelRunner) -> dict[str, Any] | None:
 
 
 def _drafter(worker: Any) -> dict[str, Any] | None:
-    """The layers of the model that drafts, and those its first pass missed; ``None`` without one."""
+    """Return the draft model's layers, and those its first pass missed; ``None`` without a draft model."""
     for runner in () if worker is None else worker._draft_model_runners():
         loaded = LOADED.of(runner)
         return {**loaded.survey.as_data(), "undispatched": loaded.undispatched}
@@ -64,14 +64,13 @@ def _drafter(worker: Any) -> dict[str, Any] | None:
 
 
 def worker_report(runner: ModelRunner) -> dict[str, Any]:
-    """Report the state of this process: the core's part, and the plugin's knowledge of the model.
+    """Return the report of this process: the core's part, and the plugin's knowledge of the model.
 
     ``layers`` and ``native_layers`` are class name → number of layers that run a bridge, and SGLang's own code.
-    ``fallen_through``
-    is ``"class: reason"`` → calls. ``graphs`` has the batch sizes of decode graphs, and the number of steps that
-    replayed one, ``None`` without graphs; ``prompt_graphs`` has the same for prompts, with numbers of tokens.
-    ``undispatched`` is operator → layers that the first pass missed, ``None`` before it. ``drafter`` has the layers of
-    a model that drafts, and those its first pass missed.
+    ``fallen_through`` is ``"class: reason"`` → calls. ``graphs`` has the batch sizes of decode graphs, and the number
+    of steps that replayed one, ``None`` without graphs; ``prompt_graphs`` has the same for prompts, with numbers of
+    tokens. ``undispatched`` is operator → layers that the first pass missed, ``None`` before it. ``drafter`` has a
+    draft model's layers, and those its first pass missed.
     """
     loaded = LOADED.of(runner)
     return {
@@ -87,7 +86,7 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
 
 
 def fl_report(scheduler: Scheduler, folder: str) -> None:
-    """Write :func:`worker_report` into a file of this rank's own in an existing folder."""
+    """Write :func:`worker_report` to this rank's own file in an existing folder."""
     data = worker_report(scheduler.tp_worker.model_runner)
     data["drafter"] = _drafter(getattr(scheduler, "draft_worker", None))
     part = Path(folder, f"{data['rank']}.part")
@@ -109,7 +108,7 @@ SCHEDULER_METHODS = (fl_report, fl_set_counting)
 
 
 def collect(engine: Engine) -> list[dict[str, Any]]:
-    """The :func:`worker_report` of every rank, in their order.
+    """Return the :func:`worker_report` of every rank, in order.
 
     Raises:
         RuntimeError: a rank did not answer within :data:`PATIENCE` seconds, or the engine has data-parallel ranks.
@@ -117,7 +116,7 @@ def collect(engine: Engine) -> list[dict[str, Any]]:
     _refuse_data_parallel(engine)
     ranks = engine.server_args.tp_size * engine.server_args.pp_size
     with tempfile.TemporaryDirectory(prefix="fl-report-") as folder:
-        engine.collective_rpc("fl_report", folder=folder)  # waits for the first pipeline stage, the others come later
+        engine.collective_rpc("fl_report", folder=folder)  # waits for the first pipeline stage; the others come later
         answers, late = [Path(folder, f"{rank}.json") for rank in range(ranks)], time.monotonic() + PATIENCE
         while not all(answer.exists() for answer in answers):
             if time.monotonic() > late:
@@ -138,7 +137,7 @@ def set_counting(engine: Engine, on: bool = True) -> None:
 
 
 def _refuse_data_parallel(engine: Engine) -> None:
-    """SGLang connects no scheduler of a data-parallel engine to ``collective_rpc``, which would wait for ever."""
+    """Raise, because SGLang connects no scheduler of a data-parallel engine to ``collective_rpc``, which would hang."""
     arguments = engine.server_args
-    if arguments.dp_size > 1 or getattr(arguments, "attn_dp_size", 1) > 1:  # it is in the second as of 0.5.23
+    if arguments.dp_size > 1 or getattr(arguments, "attn_dp_size", 1) > 1:  # the second place, as of 0.5.23
         raise RuntimeError("SGLang collects no reports from a data-parallel engine; fl doctor shows what its ranks ran")

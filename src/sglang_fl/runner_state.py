@@ -13,9 +13,9 @@ class LoadedModel:
     """A loaded model.
 
     Args:
-        survey: which of its layers are ours.
+        survey: its layers that are ours.
         undispatched: operator → layers that the first forward pass missed; ``None`` before it.
-        served: whether a batch of SGLang's scheduler has been run.
+        served: whether a batch of SGLang's scheduler has run.
     """
 
     survey: Survey
@@ -29,11 +29,11 @@ LOADED = Attached[LoadedModel]("fl_loaded")
 
 @dataclass
 class PromptGraphs:
-    """Graphs of prompts: whether they were captured, and how many steps replayed one."""
+    """Prompt graphs: whether they were captured, and how many steps replayed one."""
 
     captured: bool = False
     replays: int = 0
 
 
 PROMPT_GRAPHS = Attached[PromptGraphs]("fl_prompt_graphs")
-"""The prompts' graphs of SGLang's runner."""
+"""The prompt graphs of SGLang's runner."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib.metadata import version
 
 TESTED_HOSTS = ("0.5.23",)
-"""All engine tests run on these."""
+"""Versions that all engine tests run on."""
 
 SMOKE_TESTED_HOSTS = ("0.5.21",)
-"""On these small models ran on a CPU with right tokens; no other tests.
+"""Versions on which small models gave the right tokens on a CPU; no other tests ran.
 
-Older ones are known from their source alone: up to 0.5.16 layers choose their forward when they are made, in
+Older versions are known only from their source: up to 0.5.16 layers choose their forward when they are made, in
 ``MultiPlatformOp.dispatch_forward``.
 """
 
 
 def host_version() -> str:
-    """SGLang's version."""
+    """Return SGLang's version."""
     return version("sglang")

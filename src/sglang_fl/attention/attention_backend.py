@@ -1,6 +1,6 @@
 """Attention for SGLang over the operators ``kv_cache_write``, ``paged_attention``, ``mla_decode`` and ``mla_sparse``.
 
-SGLang's pool is one row a token; its table ``req_to_token`` names the row of each token of each request. Rows are
+SGLang's pool has one row per token; its table ``req_to_token`` names the row of each token of each request. Rows are
 grouped into pages, so a page is a block of the operators, and every ``page_size``-th entry of the table names one.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 MAY_SKIP = False
-"""No row is negative: SGLang writes padding to row 0, which no request has."""
+"""No row is negative, because SGLang writes padding to row 0, which belongs to no request."""
 
 
 class AttentionFLBackend(AttentionBackend):
@@ -44,7 +44,7 @@ class AttentionFLBackend(AttentionBackend):
                 f"sglang_fl does not support attention in chunks of {chunk} tokens yet: give --context-length {chunk}"
             )
         self.page_size: int = model_runner.page_size
-        self.req_to_token_pool = model_runner.req_to_token_pool  # SGLang's models ask the backend for both pools
+        self.req_to_token_pool = model_runner.req_to_token_pool  # SGLang's models read both pools from the backend
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.longest = min(length, int(getattr(self.token_to_kv_pool, "size", length)))
 
@@ -56,7 +56,7 @@ class AttentionFLBackend(AttentionBackend):
         requests = batch.seq_lens.shape[0]
         if mode.is_decode_or_idle():
             self._describe(batch, [1] * requests)
-        elif mode.is_target_verify():  # the drafts that are checked are not counted yet
+        elif mode.is_target_verify():  # the drafts to verify are not counted yet
             drafts, branches = batch.spec_info.draft_token_num, getattr(batch.spec_info, "topk", 1)
             if branches > 1:
                 sees = batch.spec_info.custom_mask.view(requests, drafts, drafts)
@@ -67,7 +67,7 @@ class AttentionFLBackend(AttentionBackend):
             self._describe(batch, list(batch.extend_seq_lens_cpu))
 
     def describe_draft(self, forward_batch: ForwardBatch, number: int, branches: int) -> None:
-        """Describe the batch that drafts a token after ``number`` drafts; SGLang has counted none of them."""
+        """Describe the batch that drafts a token after ``number`` drafts, none of which SGLang has counted."""
         batch, requests = forward_batch, forward_batch.seq_lens.shape[0]
         if branches == 1:
             self._describe(batch, [1] * requests, number)
@@ -85,7 +85,7 @@ class AttentionFLBackend(AttentionBackend):
 
         Args:
             queries: new tokens of each request.
-            uncounted: tokens of each request in the cache, beside those in the batch's lengths.
+            uncounted: tokens of each request in the cache that the batch's lengths do not include.
         """
         requests, longest_query = len(queries), max(queries, default=0)
         if len({*queries}) <= 1:
@@ -107,29 +107,29 @@ class AttentionFLBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """The layout of masks: columns for drafts alone, in a tensor for each step."""
+        """Return the layout of masks: columns for drafts only, in a tensor for each step."""
         from sglang.srt.layers.attention.verify_mask import VerifyMask
         from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
         return VerifyMask(torch.empty(0, dtype=torch.bool), TreeMaskMode.QLEN_ONLY, max_bs=0, is_read=False)
 
     def _pages(self, batch: ForwardBatch, longest: int) -> Tensor:
-        """Numbers of the pages of each request ``[requests, pages of the longest]``."""
+        """Return the page numbers of each request, ``[requests, pages of the longest]``."""
         table = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : longest : self.page_size]
         return table if self.page_size == 1 else table // self.page_size
 
     # -- graphs -------------------------------------------------------------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make room for the batches of captured graphs."""
+        """Allocate tensors for the batches of captured graphs."""
         table = self.req_to_token_pool.req_to_token
         self.graph_batch = GraphBatch.make(max_bs, -(-table.shape[1] // self.page_size), table.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Describe the batch of a step that is captured, or replayed next, in the tensors that its graph reads.
+        """Describe the batch of a captured or replayed step in the tensors that its graph reads.
 
-        A graph holds the choices for the longest sequence at capture, so that is the longest that may come. It would
-        also hold numbers of the host, so it gets none.
+        A graph keeps the choices for the longest sequence at capture, so capture announces the longest possible one. A
+        graph would also keep host numbers, so it gets none.
         """
         batch = forward_batch
         assert self.graph_batch is not None
@@ -139,12 +139,12 @@ class AttentionFLBackend(AttentionBackend):
         self.forward_metadata = AttentionFLMetadata(starts, seq_lens, table, 1, self.longest)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1  # SGLang also pads eager batches with it
+        return 1  # SGLang also pads eager batches with this number
 
     # -- a layer ------------------------------------------------------------------------------------------------------
 
     def attends(self, layer: RadixAttention) -> bool:
-        """Whether a model that has this layer calls it."""
+        """Whether a model with this layer calls it."""
         return True
 
     def keys(self, layer: RadixAttention) -> Tensor:
@@ -152,16 +152,16 @@ class AttentionFLBackend(AttentionBackend):
         return keys
 
     def _caches(self, layer: RadixAttention) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as views ``[pages, page_size, kv_heads, size]``."""
+        """Return keys and values of a layer as views ``[pages, page_size, kv_heads, size]``."""
         keys = self.keys(layer)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        if keys.dim() == 4:  # pages already: another layout than SGLang's
+        if keys.dim() == 4:  # already pages, in another layout than SGLang's
             return keys, values
         return keys.unflatten(0, (-1, self.page_size)), values.unflatten(0, (-1, self.page_size))
 
     @staticmethod
     def scales(layer: RadixAttention, cache: Tensor) -> tuple[float | None, float | None]:
-        """Scales of keys and values: the checkpoint's, or 1; none of a cache that is not quantized."""
+        """Return the scales of keys and values: the checkpoint's, or 1; ``None`` for an unquantized cache."""
         if cache.dtype is not torch.float8_e4m3fn:
             return None, None
         key, value = layer.k_scale_float, layer.v_scale_float
@@ -182,7 +182,7 @@ class AttentionFLBackend(AttentionBackend):
 
         Args:
             q: ``[tokens, heads * head_size]``.
-            k, v: ``[tokens, kv_heads, size]``; ``None`` where another layer has stored them.
+            k, v: ``[tokens, kv_heads, size]``; ``None`` if another layer has stored them.
             sinks: ``[heads]``.
 
         Returns:
@@ -225,15 +225,15 @@ class AttentionFLBackend(AttentionBackend):
 
 
 class MLAFLBackend(AttentionFLBackend):
-    """Our backend for latent attention, in its absorbed form: one latent row a token serves all heads.
+    """Our backend for latent attention, in its absorbed form: one latent row per token serves all heads.
 
-    A row is ``[rank + rope]``: the latent part, which is the value, too, then the rotary part. A row in
-    fp8 has the scale of the layer's keys. In models with an indexer a query attends to listed rows alone.
+    A row is ``[rank + rope]``: the latent part, which is also the value, then the rotary part. An fp8 row has the scale
+    of the layer's keys. In models with an indexer a query attends only to listed rows.
     """
 
     operator = "mla_decode"
     lists: Tensor | None = None
-    """The lists that the last indexer made, ``[tokens, topk]``; a layer without an indexer reads them too."""
+    """The lists of the last indexer, ``[tokens, topk]``, also read by layers without an indexer."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
@@ -247,9 +247,7 @@ class MLAFLBackend(AttentionFLBackend):
             indexer.reserve(model_runner.model, self.token_to_kv_pool.get_key_buffer, self.page_size, self)
 
     def attends(self, layer: RadixAttention) -> bool:
-        """Whether a layer attends here: DeepSeek's blocks have one more, for keys that are not absorbed and fit no row
-        of the pool.
-        """
+        """Whether a layer attends here, unlike the layer of DeepSeek's blocks for unabsorbed keys, which fit no row."""
         return (layer.tp_k_head_num, layer.qk_head_dim) == tuple(self.keys(layer).shape[1:])
 
     def _run(
@@ -267,7 +265,7 @@ class MLAFLBackend(AttentionFLBackend):
 
         Args:
             q: ``[tokens, heads, rank + rope]``, or flattened.
-            k: ``[tokens, 1, rank + rope]``; ``None`` where the rows are stored already.
+            k: ``[tokens, 1, rank + rope]``; ``None`` if the rows are already stored.
             v: the latent part of ``k``.
 
         Returns:
@@ -328,12 +326,12 @@ class MLAFLBackend(AttentionFLBackend):
 
 
 def create(model_runner: ModelRunner) -> AttentionFLBackend:
-    """SGLang's factory of the backend."""
+    """Create the backend for SGLang's factory."""
     return (MLAFLBackend if model_runner.use_mla_backend else AttentionFLBackend)(model_runner)
 
 
 def absorb_always(attention: Any, forward_batch: ForwardBatch) -> Any:
-    """The form of latent attention, which DeepSeek's layers ask a backend for each batch: ours has the absorbed one."""
+    """Return the absorbed form of latent attention, when DeepSeek's layers ask a backend for each batch."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     if getattr(attention, "learnable_sink_param", None) is not None:
@@ -342,7 +340,7 @@ def absorb_always(attention: Any, forward_batch: ForwardBatch) -> Any:
 
 
 def ours(backend: AttentionBackend) -> AttentionFLBackend | None:
-    """Our backend: this one, or the one that SGLang's backend hands some layers or batches to."""
+    """Return our backend: this one, or the one to which SGLang's backend delegates some layers or batches."""
     if isinstance(backend, AttentionFLBackend):
         return backend
     inner = (vars(backend).get(name) for name in ("prefill_backend", "decode_backend", "full_attn_backend", "primary"))

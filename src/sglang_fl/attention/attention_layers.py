@@ -1,4 +1,4 @@
-"""The attention layers of a model: which can be served, and the operators of each, bound for its prefix."""
+"""The attention layers of a model: whether they can be served, and their operators, bound for the layers' prefixes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ OPERATORS = Attached[BoundOperators]("fl_operators")
 
 
 def bind(layer: RadixAttention, scope: str | None) -> None:
-    """Bind a layer's operators, again for its prefix."""
+    """Bind a layer's operators for its prefix."""
     OPERATORS.give(layer, BoundOperators(scope, *(bind_op(name, scope) for name in NAMES)))
 
 
 def refusal(layer: RadixAttention) -> str | None:
-    """Why a layer's attention cannot run here, or ``None``."""
+    """Return why a layer's attention cannot run here, or ``None``."""
     if layer.is_cross_attention:
         return "cross attention"
     if layer.attn_type is AttentionType.DECODER_BIDIRECTIONAL:
@@ -51,9 +51,9 @@ def refusal(layer: RadixAttention) -> str | None:
 
 
 def kept_aside(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
-    """The layers of ``--model-impl transformers``; the model has them in a dictionary beside its modules.
+    """Yield the layers of ``--model-impl transformers``, which the model keeps in a dictionary outside its modules.
 
-    Each has its prefix as if it lay below the attention of Hugging Face that calls it.
+    Each gets a prefix below the Hugging Face attention that calls it.
     """
     aside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
     for prefix, module in model.named_modules():
@@ -62,7 +62,7 @@ def kept_aside(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
-    """Every attention layer with a prefix."""
+    """Yield every attention layer with a prefix."""
     for prefix, module in model.named_modules():
         if isinstance(module, RadixAttention):
             yield prefix, module
@@ -73,18 +73,18 @@ def layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
 
 
 def window(layer: RadixAttention) -> int | None:
-    """Tokens that a token of the layer sees, itself among them; ``None`` for all before it."""
-    before = layer.sliding_window_size  # the tokens before a token's own
+    """Return the number of tokens that a token of the layer sees, including itself; ``None`` for all before it."""
+    before = layer.sliding_window_size  # the tokens before the token itself
     return None if before is None or before < 0 else int(before) + 1
 
 
 def give_windows(model: nn.Module, config: Any, host_backends: list[str]) -> None:
-    """Give causal layers the window that the configuration states, where SGLang's class gives them none.
+    """Give causal layers the window that the configuration states, if SGLang's class gives them none.
 
     Args:
         model: a loaded model.
         config: its text model's configuration.
-        host_backends: SGLang's own attention backends in force, which have made no room for these windows.
+        host_backends: SGLang's own attention backends in force, which are not prepared for these windows.
 
     Raises:
         ValueError: a window is missing, and one of SGLang's own backends attends.

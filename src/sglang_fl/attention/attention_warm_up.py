@@ -1,4 +1,4 @@
-"""Attention before graphs are captured: each kind of layer meets batches of every kind, and each kernel is compiled."""
+"""Warm-up of attention before graphs are captured: each kind of layer runs batches of every kind."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def warm_up(backend: AttentionFLBackend, runner: ModelRunner) -> int:
 def _try(
     backend: AttentionFLBackend, layer: RadixAttention, queries: Sequence[int], longest: int, dtype: torch.dtype
 ) -> None:
-    """Call the layer's operators on a batch; keys go to SGLang's row for padding.
+    """Call the layer's operators on a batch; keys are written to SGLang's padding row.
 
     Args:
         queries: new tokens of each request.
-        longest: the number of keys that is announced.
+        longest: the announced number of keys.
     """
     tokens, options = sum(queries), {"device": backend.req_to_token_pool.req_to_token.device}
     starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, **options)

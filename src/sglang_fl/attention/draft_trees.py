@@ -1,4 +1,4 @@
-"""Trees of drafts for operators without masks: each new token is a request of its own, with what it sees in its row."""
+"""Trees of drafts for operators without masks: each new token is treated as a request with the tokens that it sees."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .metadata import AttentionFLMetadata
 
 
 def seen_by_branches(slots: Tensor, number: int, branches: int) -> Tensor:
-    """The drafts that each branch has in slots of its own, also where another branch has taken its place.
+    """Return the drafts of each branch in its own slots, also if another branch has replaced it.
 
     Args:
         slots: ``[requests, drafts]``.
-        number: drafts of a branch so far.
+        number: number of drafts of a branch so far.
 
     Returns:
         bool ``[requests, branches, drafts]``.
@@ -29,14 +29,14 @@ def describe(seq_lens: Tensor, known: Tensor, longest: int, sees: Tensor, slots:
 
     Args:
         seq_lens: ``[requests]``, tokens without drafts.
-        known: ``[requests, at most longest]``, their slots, because pages have one.
-        longest: tokens of the longest request, with all drafts.
+        known: ``[requests, at most longest]``, the tokens' slots, because pages have one slot.
+        longest: tokens of the longest request, including all drafts.
         sees: bool ``[requests, new tokens, drafts]``.
         slots: ``[requests, drafts]``.
     """
     requests, tokens, drafts = sees.shape
     seen, lengths = sees.sum(2), seq_lens[:, None]
-    first = sees.to(torch.int8).argsort(dim=2, descending=True, stable=True)  # those that are seen, in their order
+    first = sees.to(torch.int8).argsort(dim=2, descending=True, stable=True)  # visible drafts, in their order
     own = slots[:, None].expand(-1, tokens, -1).gather(2, first)
     columns = lengths[..., None] + torch.arange(drafts, device=slots.device)
     known = known.to(torch.int32)

@@ -1,4 +1,4 @@
-"""A decoding batch in tensors at addresses that captured graphs hold: a replay reads their latest content."""
+"""A decoding batch in tensors at the addresses that captured graphs hold: a replay reads their latest content."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GraphBatch:
-    """Room for the largest batch that is captured.
+    """Tensors for the largest captured batch.
 
     Args:
         query_start_loc: ``[requests + 1]`` int32; each request has one new token, so it never changes.
         seq_lens: ``[requests]`` int32.
-        block_table: ``[requests, pages]`` int32; behind a request's pages stand those of earlier batches.
+        block_table: ``[requests, pages]`` int32; entries after a request's pages are stale.
     """
 
     query_start_loc: Tensor
@@ -31,7 +31,7 @@ class GraphBatch:
         )
 
     def write(self, seq_lens: Tensor, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Take over a batch; views of the parts that its graph reads, in the order of the fields.
+        """Write a batch; return views of the parts that its graph reads, in the order of the fields.
 
         Args:
             seq_lens: ``[requests]`` of any integer type.

@@ -1,8 +1,8 @@
-"""The indexer of sparse latent attention over ``index_key_write`` and ``index_topk``, in the place of SGLang's.
+"""The indexer of sparse latent attention over ``index_key_write`` and ``index_topk``, replacing SGLang's.
 
-SGLang lists tokens by kernels for its own devices, and chooses pages, a cache and attention that go with them. So it
-takes these models for others with latent attention, and each layer gets this indexer afterwards. Every batch
-lists tokens: of a short context all of them. Index keys have the model's dtype.
+SGLang lists tokens with kernels for its own devices, and chooses matching pages, cache and attention. So these models
+are presented to SGLang as other latent-attention models, and each layer gets this indexer afterwards. Every batch lists
+tokens, in a short context all of them. Index keys have the model's dtype.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .metadata import AttentionFLMetadata
 MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Models with an indexer that are served."""
 SHARED = "shared"
-"""The name that a configuration has for a layer with the lists of a layer before it."""
+"""A configuration's word for a layer that uses the lists of an earlier layer."""
 
 
 def topk_of(config: Any) -> int | None:
-    """The most tokens that a query of the model attends to, or ``None`` for all of them."""
+    """Return the largest number of tokens that a query of the model attends to, or ``None`` for all of them."""
     return getattr(config, "index_topk", None)
 
 
 def is_hosts_own(original: Callable[[Any], bool], config: Any) -> bool:
-    """Whether a model gets SGLang's own sparse latent attention: never."""
+    """Return ``False``: no model gets SGLang's own sparse latent attention."""
     return False
 
 
@@ -41,11 +41,11 @@ class Reader(Protocol):
 
 
 class IndexerFL(nn.Module):
-    """Writes a small key of each token, and lists the tokens that each query attends to."""
+    """Write an index key of each token, and list the tokens that each query attends to."""
 
     reader: Reader
     cache: Tensor
-    """``[pages, page_size, dim]``, once there is a pool."""
+    """Index keys ``[pages, page_size, dim]``, once there is a pool."""
 
     def __init__(self, attention: Any, config: Any, rope_scaling: Any, prefix: str) -> None:
         from sglang.srt.layers.layernorm import LayerNorm
@@ -76,16 +76,16 @@ class IndexerFL(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of index keys."""
+        """Return the dtype of index keys."""
         return next(self.weights_proj.parameters()).dtype
 
     def reserve(self, rows: Tensor, page_size: int, reader: Reader) -> None:
-        """Make room for as many keys as there are ``rows`` of latents ``[slots, 1, width]``."""
+        """Allocate as many keys as there are ``rows`` of latents ``[slots, 1, width]``."""
         self.reader = reader
         self.cache = torch.zeros(len(rows) // page_size, page_size, self.dim, dtype=self.dtype, device=rows.device)
 
     def forward(self, *, x: Tensor, q_lora: Tensor, positions: Tensor, forward_batch: Any, layer_id: int) -> None:
-        """Leave lists with the attention, which its layer reads next; SGLang's indexer has them as its result."""
+        """Store lists in the attention, which its layer runs next; SGLang's indexer returns them."""
         query = self.wq_b(q_lora)[0].view(-1, self.heads, self.dim)
         key = self.k_norm(self.wk(x)[0])
         weights = self.weights_proj(x)[0].float() * self.scale
@@ -111,25 +111,25 @@ class IndexerFL(nn.Module):
 def add(
     result: None, attention: Any, config: Any, *args: Any, rope_scaling: Any = None, prefix: str = "", **kwargs: Any
 ) -> None:
-    """Give a layer of latent attention its indexer, where the model has one and the layer no other's lists."""
+    """Give a latent-attention layer its indexer, if the model has one and the layer uses no other layer's lists."""
     kinds = getattr(config, "indexer_types", None)
     if topk_of(config) is None or (kinds is not None and kinds[attention.layer_id] == SHARED):
         return
     attention.indexer = IndexerFL(attention, config, rope_scaling, f"{prefix}.indexer")
-    attention.use_dsa = True  # its forward asks the indexer
+    attention.use_dsa = True  # its forward calls the indexer
 
 
 def bytes_of_token(original: Callable[..., int], sizes: Any, configurator: Any, layers: int) -> int:
-    """What a token takes of a rank's memory: SGLang's number, and the index keys beside its pool."""
+    """Return a token's bytes on a rank: SGLang's number, and the index keys outside its pool."""
     indexers = (module for module in configurator.model.modules() if isinstance(module, IndexerFL))
     return original(sizes, configurator, layers) + sum(one.dim * one.dtype.itemsize for one in indexers)
 
 
 def reserve(model: nn.Module, rows_of: Callable[[int], Tensor], page_size: int, reader: Reader) -> None:
-    """Make room for the index keys of a rank's layers; ``rows_of``: a layer's number → its rows of latents.
+    """Allocate the index keys of a rank's layers; ``rows_of``: a layer's number → its rows of latents.
 
     Raises:
-        ValueError: its first layer takes the list of a layer that another rank has.
+        ValueError: the rank's first layer uses the list of another rank's layer.
     """
     attending = [module for module in model.modules() if hasattr(module, "use_dsa") and hasattr(module, "indexer")]
     if attending and attending[0].indexer is None:

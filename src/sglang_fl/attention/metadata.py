@@ -1,4 +1,4 @@
-"""A step's batch, as all attention layers see it."""
+"""A step's batch for all attention layers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class AttentionFLMetadata:
 
     Args:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
-        seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
+        seq_lens: ``[requests]`` int32; tokens of each request in the cache, including the new ones.
         block_table: ``[requests, pages]`` int32.
-        query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where SGLang's copies on the host
-            are not exact.
+        query_start_loc_host, seq_lens_host: the numbers in these tensors; ``None`` if SGLang's host copies are not
+            exact.
     """
 
     query_start_loc: Tensor

@@ -1,4 +1,4 @@
-"""SGLang's key-value pools and page allocators, as they run on any device: without Triton kernels where none run."""
+"""SGLang's key-value pools and page allocators for any device, without Triton kernels if none can run."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..compat import native_kernels
 logger = get_logger(__name__)
 
 DEFAULT = KVLayout.parse("(NHD|NHD)")
-"""SGLang's own: a tensor of keys and a tensor of values for each layer."""
+"""SGLang's own layout: a tensor of keys and a tensor of values for each layer."""
 
 _in_force = DEFAULT
 _hosts_own: tuple[str, ...] = ()
-"""Attention backends in force that are SGLang's."""
+"""SGLang's own attention backends in force."""
 
 
 def choose(page_size: int, hosts_own: Sequence[str] = ()) -> KVLayout:
-    """Decide how the cache lies, from the policy, and state it to the dispatch core with the pages' size.
+    """Decide the cache's layout from the policy, and state it to the dispatch core with the page size.
 
     Args:
         page_size: slots of a page.
-        hosts_own: attention backends in force that are SGLang's, which read its own layout alone.
+        hosts_own: SGLang's own attention backends in force, which read only its own layout.
     """
     global _in_force, _hosts_own
     _hosts_own = tuple(hosts_own)
@@ -58,7 +58,7 @@ class KVPoolFL(MHATokenToKVPool):
     """Keys and values ``[slots, kv_heads, size]`` of each layer; attention writes them by ``kv_cache_write``.
 
     If implementations need another layout, they are views ``[pages, page_size, kv_heads, size]`` of one tensor, which
-    nothing else of what is served reads.
+    no other served code reads.
     """
 
     def _create_buffers_normal(self) -> None:
@@ -66,18 +66,18 @@ class KVPoolFL(MHATokenToKVPool):
         if _in_force == DEFAULT:
             super()._create_buffers_normal()
             return
-        pages, sizes = self.size // self.page_size + 1, (self.head_dim, self.v_head_dim)  # one page takes padding
+        pages, sizes = self.size // self.page_size + 1, (self.head_dim, self.v_head_dim)  # one page for padding
         shape = (pages, self.page_size * self.head_num * sum(sizes))
         layers = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
         views = [_in_force.split(memory, self.page_size, self.head_num, *sizes) for memory in layers]
         self.k_buffer, self.v_buffer = ([pair[part] for pair in views] for part in (0, 1))
 
     def _init_kv_copy_and_warmup(self) -> None:
-        """Prepare nothing: no kernel of SGLang copies within this cache."""
+        """Skip SGLang's preparation, because none of its kernels copies within this cache."""
         self._kv_copy_config = None
 
     def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Copy slots, of pages of one."""
+        """Copy slots, for pages of one slot."""
         for buffer in (*self.k_buffer, *self.v_buffer):
             buffer[tgt_loc] = buffer[src_loc]
 
@@ -101,31 +101,31 @@ class MLAPoolFL(MLATokenToKVPool):
         _refuse_fp8_for_hosts_own(self.dtype)
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Copy slots, of pages of one."""
+        """Copy slots, for pages of one slot."""
         for buffer in self.kv_buffer:
             buffer[tgt_loc] = buffer[src_loc]
 
 
 class SparsePoolFL(DSATokenToKVPool):
-    """Latent keys with an index: refused when one is made, because SGLang asks for the class whatever the model."""
+    """Latent keys with an index: refused on construction, because SGLang asks for the class for every model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(SPARSE)
 
 
 POOLS: dict[str, type] = {"mha": KVPoolFL, "mla": MLAPoolFL, "dsa": SparsePoolFL}
-"""By SGLang's kind."""
+"""Pool class by SGLang's kind."""
 
 
 class TokenAllocatorFL(TokenToKVPoolAllocator):
-    """Slots one by one: pages of one token."""
+    """Allocator of single slots: pages of one token."""
 
     def __init__(self, size: int, page_size: int, **kwargs: Any) -> None:
         super().__init__(size, **kwargs)
 
 
 class PagedAllocatorFL(PagedTokenToKVPoolAllocator):
-    """Whole pages for each request, with tensor operations instead of SGLang's Triton kernels."""
+    """Allocator of whole pages for each request, with tensor operations instead of SGLang's Triton kernels."""
 
     free_pages: Tensor  # numbers of the free pages, int64
 
@@ -139,7 +139,7 @@ class PagedAllocatorFL(PagedTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> Tensor | None:
-        """Slots ``[extend_num_tokens]`` int64 for the tokens from ``prefix_lens`` to ``seq_lens``, or ``None``."""
+        """Return slots ``[extend_num_tokens]`` int64 for tokens from ``prefix_lens`` to ``seq_lens``, or ``None``."""
         if num_new_pages is None:
             num_new_pages = get_num_new_pages(
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
@@ -154,12 +154,12 @@ class PagedAllocatorFL(PagedTokenToKVPoolAllocator):
         return slots
 
     def alloc_decode(self, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor) -> Tensor | None:
-        """One slot a request ``[requests]`` int64, for the last token of ``seq_lens``; ``None``: no room."""
+        """Return one slot per request ``[requests]`` int64, for the last token of ``seq_lens``, or ``None``."""
         return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens))
 
 
 def make_allocator(size: int, page_size: int, **kwargs: Any) -> TokenAllocatorFL | PagedTokenToKVPoolAllocator:
-    """The allocator for pages of this size; SGLang calls it as a class."""
+    """Make the allocator for pages of this size; SGLang calls it as a class."""
     if page_size == 1:
         return TokenAllocatorFL(size, page_size=page_size, **kwargs)
     pages = PagedTokenToKVPoolAllocator if native_kernels.start_triton() else PagedAllocatorFL

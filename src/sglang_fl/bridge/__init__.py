@@ -1,8 +1,8 @@
-"""SGLang's layers over our operators: one row a class, one module a family.
+"""SGLang's layers over our operators: one row per class, and one module per family.
 
-SGLang asks each layer once which function is its forward. A layer gets the bridge of the first class in its method
-resolution order that has a row; the walk ends at a class that computes in a way of its own (``forward_native`` and so
-on) and has none. A class that only wraps ``forward`` and calls its base's is bridged inside that wrapper.
+SGLang asks each layer once for its forward function. A layer gets the bridge of the first class in its method
+resolution order with a row; the search ends at a class with its own computation (``forward_native`` and so on) and no
+row. A class that only wraps ``forward`` and calls its base's is bridged inside that wrapper.
 
 Some classes replace ``forward`` itself and are never asked. Their rows say so, and the function is hooked instead.
 """
@@ -45,9 +45,9 @@ class Row:
     """One class of SGLang and its bridge.
 
     Args:
-        module, name: where the class is.
+        module, name: the class's module and name.
         bridge: the bridge that runs instead.
-        own_forward: the class replaces ``forward`` itself, so SGLang never asks it for a function.
+        own_forward: whether the class replaces ``forward`` itself, so that SGLang never asks it for a function.
     """
 
     module: str
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def facts(self) -> tuple[HostFact, ...]:
-        """The facts that the bridge relies on: the class with its forward, an activation's attributes."""
+        """Return the facts that the bridge relies on: the class with its forward, an activation's attributes."""
         owner, user = f"{self.module}:{self.name}", self.bridge.__module__.removeprefix("sglang_fl.")
         read = self.bridge.activation.facts(owner, user) if issubclass(self.bridge, ActivationBridge) else ()
         _, *parameters = (p.replace(annotation=p.empty) for p in signature(self.bridge.forward).parameters.values())
@@ -98,7 +98,7 @@ STATES = (
     Row("sglang.srt.models.lfm2", "Lfm2ShortConv", ShortConvBridge, own_forward=True),
     Row("sglang.srt.models.lfm2_moe", "Lfm2MoeShortConv", ShortConvBridge, own_forward=True),
 )
-"""Layers with a state and the norms behind them, which SGLang has as kernels for its own devices alone."""
+"""Layers with a state and the norms after them, for which SGLang has kernels only on its own devices."""
 ROWS = (*BRIDGES, *STATES)
 
 _BEHIND_A_FUNCTION = "a kernel behind a function, not a layer; layers that call it in their own forward are ours"
@@ -135,19 +135,19 @@ NATIVE = {
     "FusedQKNorm": _FUSED,
     "sglang.multimodal_gen": "models that make images and videos; they are not served",
 }
-"""Classes that stay SGLang's, or all of a module, and why."""
+"""Classes, or all classes of a module, that stay SGLang's, and why."""
 
 PENDING = {
     "FusedMuseSparkRouting": "its routing could run grouped_topk with a bias; its model calls it as a function",
     "FusedRMSNormGate": "with its norm it could run rms_norm_gated; its model also uses it without one",
 }
-"""Classes that could run our operators and do not yet, and the missing part."""
+"""Classes that could run our operators but do not yet, and the missing part."""
 
 _TABLE = {(row.module, row.name): row for row in ROWS}
 
 
 def find(layer_class: type) -> Row | None:
-    """The row of a layer's class, or ``None`` where SGLang's own code must run."""
+    """Return the row of a layer's class, or ``None`` if SGLang's own code must run."""
     for base in layer_class.__mro__:
         row = _TABLE.get((base.__module__, base.__name__))
         if row is not None:

@@ -31,8 +31,8 @@ def activation_bridge(name: str) -> type[ActivationBridge]:
 class XIELUBridge(Bridge):
     """``forward(input)``.
 
-    The operator takes numbers where the layer has tensors of one element. They are read once, when the layer first runs
-    and its weights are loaded: reading them in each call would wait for the device.
+    The operator takes numbers, but the layer has one-element tensors. They are read once, when the layer first runs
+    with loaded weights, because reading them in each call would wait for the device.
     """
 
     fl_operator = "xielu"

@@ -14,7 +14,7 @@ from fl_dispatch.logger_manager import get_logger
 logger = get_logger(__name__)
 
 fallen_through: Counter[tuple[str, str]] = Counter()
-"""(class, reason) → calls that SGLang's own code ran, because no operator takes them."""
+"""(class, reason) → calls that SGLang's own code ran because no operator takes them."""
 
 
 class Bridge(BoundLayer):
@@ -23,11 +23,11 @@ class Bridge(BoundLayer):
     Args:
         layer: SGLang's layer. Its weights are read at each call, because SGLang may replace them.
         native: SGLang's forward.
-        scope: the layer's prefix in the model, or ``None`` while it is not known.
+        scope: the layer's prefix in the model, or ``None`` while it is unknown.
 
     Raises:
-        Unbridged: this instance computes something that no operator does, and SGLang's own code does it right.
-        ValueError: no operator does, and SGLang's own code would leave it out without a word.
+        Unbridged: this instance computes something that no operator does, and SGLang's own code is right.
+        ValueError: no operator computes it, and SGLang's own code would silently omit it.
     """
 
     def __init__(self, layer: nn.Module, native: Callable[..., Any], scope: str | None = None) -> None:
@@ -36,14 +36,14 @@ class Bridge(BoundLayer):
         self.fl_bind(scope)
 
     def place(self, model: nn.Module, prefix: str) -> None:
-        """Called once when the model is loaded: the layer is its submodule ``prefix``."""
+        """Receive the model when it is loaded; the layer is its submodule ``prefix``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward, with SGLang's parameters."""
+        """Run the layer's forward, with SGLang's parameters."""
         raise NotImplementedError
 
     def fall_through(self, reason: str, *args: Any, **kwargs: Any) -> Any:
-        """Run SGLang's own code for a call that no operator takes; said once, counted always."""
+        """Run SGLang's own code for a call that no operator takes; log it once, and always count it."""
         key = (type(self.layer).__name__, reason)
         if not fallen_through[key]:
             logger.warning("%s: SGLang's own code runs %s", *key)

@@ -13,7 +13,7 @@ from .mixture import Mixture, unsupported
 class FusedMoEBridge(Bridge):
     """``forward(layer, dispatch_output)``; ``layer`` holds the weights.
 
-    ``inplace`` only permits to overwrite the input.
+    ``inplace`` only permits overwriting the input.
     """
 
     fl_operator = "fused_moe"
@@ -32,7 +32,7 @@ class FusedMoEBridge(Bridge):
         self.mixture.place(model, self.fl_scope(prefix))
 
     def forward(self, layer: Any, dispatch_output: Any) -> Any:
-        """SGLang's ``StandardCombineInput``."""
+        """Return SGLang's ``StandardCombineInput``."""
         if (reason := self.mixture.refusal(dispatch_output)) is not None:
             return self.fall_through(reason, layer, dispatch_output)
         biases = (getattr(layer, f"{name}_weight_bias", None) for name in ("w13", "w2"))

@@ -1,11 +1,11 @@
 """SGLang's linear layers over the operator ``linear``: products with weights that are not quantized.
 
-A layer calls its ``quant_method`` for the product. That object stays SGLang's, because SGLang asks for its class; its
-``apply`` becomes a call of the operator. The product stays SGLang's if PyTorch's is the first choice; then SGLang
-chooses among its own kernels as it does without us. A product that is written into the caller's memory stays
-SGLang's, too.
+A layer calls its ``quant_method`` for the product. That object stays SGLang's, because SGLang checks its class; its
+``apply`` becomes a call of the operator. The product stays SGLang's if PyTorch's is the first choice; SGLang then
+chooses among its own kernels as without the plugin. A product that is written into the caller's memory stays SGLang's,
+too.
 
-The projection to the vocabulary is no such layer: SGLang multiplies by it elsewhere.
+The projection to the vocabulary is not such a layer, because SGLang computes it elsewhere.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ NAMES = (
     "RowParallelLinear",
     "MergedColumnParallelRepeatedLinear",
 )
-"""SGLang's classes of linear layers, by which lists of out-of-tree layers name them."""
+"""SGLang's classes of linear layers, by the names in lists of out-of-tree layers."""
 METHOD = "UnquantizedLinearMethod"
 UNREGISTERED = "the settings leave it to SGLang"
 PACKED = "its weight is packed for SGLang's own kernel"
 PYTORCHS = "nothing comes before PyTorch's product, which is SGLang's own"
 PLAIN_BACKENDS = ("auto", "torch")
-"""SGLang's choices of a kernel for products that are PyTorch's product."""
+"""SGLang's kernel choices for products that are PyTorch's product."""
 
 
 class Product(LayerKernel):
@@ -49,28 +49,28 @@ class Product(LayerKernel):
 
     def __init__(self) -> None:
         super().__init__()
-        # A graph would hold a form's address, and SGLang does not announce that a weight was written.
+        # A graph would hold a form's address, and SGLang does not announce weight updates.
         self.fl_weights = () if detect_device().graphs else ("weight",)
 
     def fl_name(self, layer: nn.Module) -> str:
         return type(layer).__name__
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
+        """Return the product."""
         return self.fl_call(x, layer.weight, bias)
 
 
 def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product that ``UnquantizedLinearMethod.apply`` computes."""
+    """Return the product that ``UnquantizedLinearMethod.apply`` computes."""
     result: Tensor = vars(layer)[KERNEL.name].apply_weights(layer, x, bias)
     return result
 
 
 def install(layer: nn.Module) -> LayerChoice | None:
-    """Let a layer multiply by the operator, if its weight is not quantized.
+    """Make a layer multiply with the operator, if its weight is not quantized.
 
     Returns:
-        SGLang's choice beside ours; ``None`` if this is no such layer.
+        SGLang's choice and ours; ``None`` for other layers.
     """
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -78,7 +78,7 @@ def install(layer: nn.Module) -> LayerChoice | None:
 
     method: Any = getattr(layer, "quant_method", None)
     if not isinstance(layer, LinearBase) or type(method) is not UnquantizedLinearMethod or layer.weight.dim() != 2:
-        return None  # models keep weights of convolutions in such layers, and never call them
+        return None  # models keep convolution weights in such layers, and never call them
     kept, backend = "", _backend()
     names = [base.__name__ for base in type(layer).__mro__ if base.__name__ in NAMES]
     if not get_settings().registers(*names, Product.fl_operator):
@@ -96,7 +96,7 @@ def install(layer: nn.Module) -> LayerChoice | None:
 
 
 def _backend() -> str:
-    """SGLang's choice of a kernel for products in bfloat16, by its name for it."""
+    """Return SGLang's kernel choice for products in bfloat16, by its own name."""
     from sglang.srt.layers.quantization.unquant import get_bf16_gemm_backend
 
     return str(get_bf16_gemm_backend().value)

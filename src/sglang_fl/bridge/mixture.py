@@ -1,7 +1,7 @@
-"""SGLang's layer of experts without its weights, whichever code multiplies with them.
+"""SGLang's layer of experts except its weights, for any code that multiplies with them.
 
-SGLang's native experts know gated SiLU and GELU and gpt-oss's SwiGLU, and read nothing else of the layer's
-configuration. Everything else is done here, or refused.
+SGLang's native experts support gated SiLU and GELU and gpt-oss's SwiGLU, and ignore the rest of the layer's
+configuration. This module implements the rest, or refuses it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ ACTIVATIONS = {
 }
 SCALING_BLOCKS = frozenset({"DeepseekV2MoE", "Glm4MoeSparseMoeBlock", "Glm4MoeLiteSparseMoeBlock"})
 """Blocks that multiply their experts' sum by ``routed_scaling_factor`` themselves, except where SGLang's ``is_cuda()``
-is true. The others leave it to the experts, and SGLang's native ones do not do it."""
+is true. Other blocks leave it to the experts, and SGLang's native ones omit it."""
 
 
 def unsupported(feature: str) -> str:
-    """The sentence that refuses experts."""
+    """Return the sentence that refuses experts."""
     return f"sglang_fl does not support {feature} in a mixture of experts yet"
 
 
 def activation(config: Any) -> str:
-    """The operator's name of a layer's activation.
+    """Return the operator's name of a layer's activation.
 
     Raises:
-        Unbridged, ValueError: as :class:`.base.Bridge` says.
+        Unbridged, ValueError: see :class:`.base.Bridge`.
     """
     name = ACTIVATIONS.get((config.activation, config.is_gated))
     if name is None:
@@ -54,7 +54,7 @@ def activation(config: Any) -> str:
 
 
 def _native(config: Any, feature: str) -> Exception:
-    """SGLang's native experts compute it, unless something else is asked for that they leave out."""
+    """Return the error of a feature: stay native, or refuse if SGLang's experts would omit another feature."""
     if config.routed_scaling_factor in (None, 1.0):
         return Unbridged(feature)
     return ValueError(unsupported(f"{feature}, scaled by {config.routed_scaling_factor},"))
@@ -64,7 +64,7 @@ class Mixture:
     """Everything but the weights, read from a layer's configuration (SGLang's ``MoeRunnerConfig``).
 
     Raises:
-        Unbridged, ValueError: as :class:`.base.Bridge` says.
+        Unbridged, ValueError: see :class:`.base.Bridge`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -81,7 +81,7 @@ class Mixture:
         self.names_experts = TopKOutputChecker.format_is_standard
 
     def place(self, model: nn.Module, prefix: str) -> None:
-        """Called once when the model is loaded: the experts are its submodule ``prefix``."""
+        """Receive the model when it is loaded; the experts are its submodule ``prefix``."""
         from sglang.srt.utils.common import is_cuda
 
         block = model.get_submodule(prefix.rpartition(".")[0])
@@ -89,7 +89,7 @@ class Mixture:
             self.factor = 1.0
 
     def refusal(self, dispatch_output: Any) -> str | None:
-        """Why these tokens cannot be computed, or ``None``."""
+        """Return why these tokens cannot be computed, or ``None``."""
         if not dispatch_output.format.is_standard() or not self.names_experts(dispatch_output.topk_output):
             return "tokens dispatched in a format of their own"
         if dispatch_output.hidden_states_scale is not None:
@@ -97,17 +97,17 @@ class Mixture:
         return None
 
     def routing(self, dispatch_output: Any) -> tuple[Tensor, Tensor, str, bool, None]:
-        """The arguments of our operators from ``topk_weights`` to ``expert_map``.
+        """Return the arguments of our operators from ``topk_weights`` to ``expert_map``.
 
-        Expert numbers are the rank's own already, -1 for one elsewhere.
+        Expert numbers are already the rank's own, -1 for experts of other ranks.
         """
         chosen, on_input = dispatch_output.topk_output, self.config.apply_router_weight_on_input
         return chosen.topk_weights, chosen.topk_ids, self.activation, on_input, None
 
     def combine(self, total: Tensor) -> Any:
-        """SGLang's ``StandardCombineInput``."""
+        """Return SGLang's ``StandardCombineInput``."""
         return self.combine_input(total if self.factor == 1.0 else total.mul_(self.factor))
 
 
 MIXTURE = Attached[Mixture]("fl_mixture")
-"""The mixture of a layer with quantized experts; bridges keep theirs themselves."""
+"""The mixture of a layer with quantized experts; bridges hold theirs directly."""

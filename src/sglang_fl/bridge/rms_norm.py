@@ -1,7 +1,7 @@
 """``RMSNorm`` and ``RMSNormWithoutScale`` over the operator ``rms_norm``, Gemma's norms over ``gemma_rms_norm``.
 
-SGLang's compiled kernels write the results into ``x`` and ``residual`` where a residual is given, so its models treat
-both as consumed, and implementations may do the same.
+With a residual SGLang's compiled kernels write the results into ``x`` and ``residual``, so its models treat both as
+consumed, and implementations may overwrite them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OTHER_TYPE = "a residual of another type than its input"
 class RMSNormBridge(Bridge):
     """``forward(x, residual=None, post_residual_addition=None, quant_linear=None)``.
 
-    ``cast_x_before_out_mul`` only says where to round. ``quant_linear`` only permits a quantized result, and SGLang's
+    ``cast_x_before_out_mul`` only sets where to round. ``quant_linear`` only permits a quantized result, and SGLang's
     own forward ignores it. ``post_residual_addition`` without a residual has no effect.
     """
 
@@ -34,7 +34,7 @@ class RMSNormBridge(Bridge):
         self.reasons: dict[tuple[torch.dtype, torch.dtype | None], str] = {}
 
     def reason(self, dtype: torch.dtype, residual_dtype: torch.dtype | None) -> str:
-        """Why the operator does not take tensors of these types here; empty where it does."""
+        """Return why the operator does not take tensors of these dtypes here; empty if it does."""
         layer: Any = self.layer
         result = layer.override_orig_dtype or dtype
         if layer.cast_x_before_out_mul:
@@ -173,7 +173,7 @@ class StateSpaceNormBridge(Bridge):
 def rms_norm_bridge(
     layer: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The bridge as a function of SGLang's layer. Engines keep one :class:`RMSNormBridge` a layer, which is faster."""
+    """Run the bridge as a function of SGLang's layer. Engines keep one :class:`RMSNormBridge` per layer: faster."""
     try:
         bridge = RMSNormBridge(layer, layer.forward_native)
     except Unbridged:

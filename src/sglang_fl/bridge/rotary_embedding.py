@@ -1,8 +1,8 @@
 """``RotaryEmbedding`` and its subclasses over the operator ``rotary_embedding``.
 
-SGLang's compiled kernels rotate in place, so its models treat query and key as consumed; Llama 4 even relies on it, and
-reads the rotated parts from the projection that they are views of. So the operator is called in place. The table is
-passed as SGLang keeps it, which may be in float32 beside half types.
+SGLang's compiled kernels rotate in place, so its models treat query and key as consumed. Llama 4 even relies on it, and
+reads the rotated parts from the projection of which they are views. So the operator is called in place. SGLang's table
+is passed unchanged; it may be in float32 when query and key are half types.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RotatingBridge(Bridge):
     halves: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
 
     def table(self) -> tuple[Tensor, Tensor]:
-        """Both halves of the layer's table ``[positions, cos | sin]``; SGLang replaces it when it has to grow."""
+        """Return both halves of the layer's table ``[positions, cos | sin]``, which SGLang replaces to grow it."""
         cache = getattr(self.layer, self.table_name)
         if cache is not self.halves[0]:
             self.halves = (cache, *cache.chunk(2, dim=-1))
@@ -36,11 +36,11 @@ class RotatingBridge(Bridge):
     def rotate(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, interleaved: bool
     ) -> tuple[Tensor, Tensor]:
-        """Call the operator on heads, which SGLang may have flattened, and give back SGLang's shapes."""
+        """Call the operator on heads, which SGLang may have flattened, and return SGLang's shapes."""
         if not rows.shape[0]:
             return query, key
         heads = (rows.shape[0], -1, self.layer.head_size)
-        if key is query:  # models do so where they need one of them only; in place it would turn twice
+        if key is query:  # models pass the same tensor if they need only one; in place it would be rotated twice
             rotated, _ = self.fl_call(query.reshape(heads), None, cos, sin, rows, interleaved)
             return (result := rotated.reshape(query.shape)), result
         rotated, rotated_key = self.fl_call(query.reshape(heads), key.reshape(heads), cos, sin, rows, interleaved)
@@ -67,8 +67,9 @@ class RotaryBridge(RotatingBridge):
 class LongRopeBridge(RotatingBridge):
     """``Phi3LongRoPEScaledRotaryEmbedding``: ``forward(positions, query, key, offsets=None)``.
 
-    The table for short texts lies before that for long ones. Positions are rows where each request has its own table
-    (:mod:`sglang_fl.layers.rotations`); else the first position that only the latter has moves a whole step to it.
+    The table for short texts comes before the one for long texts. If each request has its own table
+    (:mod:`sglang_fl.layers.rotations`), positions are rows; otherwise the first position beyond the short table moves a
+    whole step to the long one.
     """
 
     table_name = "long_short_cos_sin_cache"
@@ -91,7 +92,7 @@ class MRotaryBridge(RotatingBridge):
     """
 
     def axes(self) -> Tensor | None:
-        """The axis of each frequency, ``[frequencies]``, int64; ``None`` if the model gives no sections."""
+        """Return the axis of each frequency, ``[frequencies]``, int64; ``None`` if the model gives no sections."""
         return self.layer.axis_map
 
     def forward(

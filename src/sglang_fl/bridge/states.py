@@ -1,7 +1,7 @@
-"""SGLang's layers that keep a state for each request, over the operators of prompts and those of single tokens.
+"""SGLang's layers with a state for each request, over the operators for prompts and for single tokens.
 
-SGLang keeps the states in a pool of its own, a slot for each request and each remembered prefix, and describes a step
-to all such layers at once. Its description and its copies of states stay; what computes with a state is ours.
+SGLang keeps the states in a separate pool, with a slot for each request and each cached prefix, and describes a step to
+all such layers at once. Its description and its copies of states stay; the computation with a state is ours.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NO_ACTIVATION = "none"
 
 @dataclass(frozen=True)
 class Step:
-    """A step as these layers read it: new tokens of each request, of which a decoding one has a single token.
+    """A step for these layers: the new tokens of each request; a decoding request has one.
 
     Args:
         convolved: the last inputs of a layer's convolution, ``[slots, channels, width - 1]``.
-        states: its other states, ``[slots, ...]``; of no use to a convolution alone.
-        slots: that of each request, int32.
-        starts: the first row of each request and the end, int32; ``None`` where each has one row and a state.
+        states: its other states, ``[slots, ...]``; unused by a layer with only a convolution.
+        slots: the slot of each request, int32.
+        starts: the first row of each request and the end, int32; ``None`` if each has one row and a state.
         has_state: whether a request's slot holds a state already; ``None`` with ``starts``.
     """
 
@@ -40,7 +40,7 @@ class Step:
 
     @classmethod
     def of(cls, number: int, batch: Any) -> Step:
-        """The step of the layer with this number, from SGLang's attention backend."""
+        """Return the step of the layer with this number, from SGLang's attention backend."""
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
         backend = get_attn_backend().linear_attn_backend
@@ -50,13 +50,13 @@ class Step:
 
     @classmethod
     def described(cls, cache: Any, metadata: Any, has_state: Tensor | None) -> Step:
-        """The step that SGLang's description is of, with the layer's states."""
+        """Return the step in SGLang's description, with the layer's states."""
         starts = None if has_state is None else metadata.query_start_loc
         return cls(cache.conv[0], cache.temporal, metadata.mamba_cache_indices.int(), starts, has_state)
 
 
 class StateBridge(Bridge):
-    """A layer with operators of prompts, and as many of single tokens that have the same arguments but for a step's."""
+    """A layer with operators for prompts, and one for single tokens for each of them."""
 
     fl_parts: ClassVar[tuple[str, ...]]
     """The attributes that hold the bound operators, in the order of ``fl_choices``."""
@@ -116,7 +116,7 @@ class ScanBridge(StateBridge):
         mup_vector: Tensor | None = None,
         use_triton_causal_conv: bool = False,
     ) -> tuple[Tensor, None, None]:
-        # All requests of a batch read a prompt, or all have one new token.
+        # In a batch all requests read a prompt, or all have one new token.
         prompts = metadata.mixed_metadata if metadata.num_prefills else None
         step = Step.described(layer_cache, metadata, None if prompts is None else prompts.has_initial_states)
         projected = self.layer.in_proj(hidden_states)[0]
@@ -128,23 +128,23 @@ class ScanBridge(StateBridge):
         return result, None, None
 
     def mix(self, step: Step, projected: Tensor) -> Tensor:
-        """What is projected back."""
+        """Return the tensor to project back."""
         raise NotImplementedError
 
     def convolve_inputs(self, step: Step, x: Tensor) -> Tensor:
-        """Convolve by the layer's own weight."""
+        """Convolve with the layer's own weight."""
         layer = self.layer
         return self.convolve(step, x, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation)
 
     def scan(self, step: Step, operands: tuple[Tensor | None, ...]) -> Tensor:
-        """Scan the tokens of a step, which the operands are of."""
+        """Scan the tokens of a step, to which the operands belong."""
         if step.starts is None:
             return self.fl_update(*operands, step.states, step.slots)
         return self.fl_scan(*operands, step.states, step.slots, step.starts, step.has_state)
 
 
 class StateSpaceBridge(ScanBridge):
-    """``MambaMixer2``: its norm has the gate."""
+    """``MambaMixer2``; its norm includes the gate."""
 
     def mix(self, step: Step, projected: Tensor) -> Tensor:
         layer = self.layer

@@ -1,7 +1,7 @@
 """``TopK`` over the operators ``topk_softmax``, ``topk_sigmoid`` and ``grouped_topk``.
 
 Steps after the choice are SGLang's: its capture of routed experts, the placement of experts, its recorder. On an
-out-of-tree platform its own code leaves placement and padding out or stops there; here they work as on its GPUs.
+out-of-tree platform its own code omits placement and padding or fails; here they work as on its GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLACEMENTS = ("static", "dynamic")
 
 
 def refusal(layer: Any) -> str | None:
-    """Why none of our operators computes a layer's routing, or ``None``."""
+    """Return why no operator of this project computes a layer's routing, or ``None``."""
     from sglang.srt.environ import envs
 
     config = layer.topk_config
@@ -39,12 +39,12 @@ def refusal(layer: Any) -> str | None:
 
 
 def _scales_all_weights() -> bool:
-    """Older versions of SGLang scale normalized weights of groups, and those by sigmoid on their GPUs."""
+    """Whether this older version of SGLang scales normalized weights of groups, and those by sigmoid on its GPUs."""
     return release(host_version()) >= release("0.5.23")
 
 
 def _shared_slots(config: Any) -> int:
-    """Columns of the result that are shared experts; 0.5.23 renamed them."""
+    """Return the result's columns that are shared experts; 0.5.23 renamed the field."""
     name = "num_shared_topk_slots" if hasattr(config, "num_shared_topk_slots") else "num_fused_shared_experts"
     return int(getattr(config, name))
 
@@ -70,7 +70,7 @@ class TopKBridge(Bridge):
         super().__init__(layer, *args)
 
     def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and logical numbers of the experts, ``[tokens, top_k]``."""
+        """Return weights and logical numbers of the experts, ``[tokens, top_k]``."""
         config = self.layer.topk_config
         bias, scaled = config.correction_bias, config.apply_routed_scaling_factor_on_output
         if config.use_grouped_topk:
@@ -80,7 +80,7 @@ class TopKBridge(Bridge):
                 config.num_expert_group,
                 config.topk_group,
                 config.renormalize,
-                "sigmoid" if bias is not None else config.scoring_func,  # with a bias SGLang knows only this one
+                "sigmoid" if bias is not None else config.scoring_func,  # with a bias SGLang supports only this one
                 self.factor if scaled and (config.renormalize or self.scales_all) else 1.0,
                 bias,
             )
@@ -88,9 +88,9 @@ class TopKBridge(Bridge):
         return weights * self.factor if scaled else weights, ids
 
     def inputs(self, unpadded: Tensor | None, placement: Any) -> tuple[Tensor | None, Any]:
-        """The number of tokens without padding, and the experts' placement, if it moves any.
+        """Return the number of tokens without padding, and the experts' placement, if it moves any.
 
-        From 0.5.23 on the layer finds them itself where its model gives none.
+        From 0.5.23 on the layer finds them itself if its model does not pass them.
         """
         find = getattr(self.layer, "_resolve_routing_inputs", None)
         if find is None:
@@ -112,7 +112,7 @@ class TopKBridge(Bridge):
         dynamic_expert_bias: Tensor | None = None,
         **newer: Any,
     ) -> Any:
-        """SGLang's ``StandardTopKOutput``; padding tokens go to expert -1."""
+        """Return SGLang's ``StandardTopKOutput``; padding tokens go to expert -1."""
         layer: Any = self.layer
         config = layer.topk_config
         given = {
@@ -144,6 +144,6 @@ class TopKBridge(Bridge):
 
 
 def _fits(experts: int, config: Any) -> bool:
-    """Whether the groups that a token may use are equal and have enough experts for it."""
+    """Whether the groups that a token may use are equal and have enough experts."""
     size, rest = divmod(experts, config.num_expert_group)
     return not rest and config.top_k <= config.topk_group * size and (config.correction_bias is None or size > 1)

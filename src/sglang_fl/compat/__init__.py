@@ -1,1 +1,1 @@
-"""SGLang's own choices and kernels beside our operators, and every difference between its versions."""
+"""SGLang's own choices and kernels next to our operators, and every difference between its versions."""

@@ -1,9 +1,9 @@
-"""SGLang's own choice among the backends of a layer, and the ways by which it would go around ours.
+"""SGLang's own choice among the backends of a layer, and the ways in which it could bypass ours.
 
-SGLang's layers have several forwards: one in PyTorch, some for kernels, some for devices. It asks in this order: an
-argument of the call, a backend forced for all layers, the function that we hook, its own priorities. The first two
-would run another forward than the one that our reports name, so they are refused; the variable that forces one is
-refused in :mod:`sglang_fl.platform.startup`.
+SGLang's layers have several forwards: one in PyTorch, some for kernels, some for devices. The order of precedence is:
+an argument of the call, a backend forced for all layers, the function that we hook, its own priorities. The first two
+would run another forward than the one in our reports, so they are refused; :mod:`sglang_fl.platform.startup` refuses
+the variable that forces a backend.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ INSTEAD = "choose with SGLANG_FL_PREFER or SGLANG_FL_PER_OP, which fl explain sh
 
 
 def force(original: Callable[[Any], None], backend: Any) -> None:
-    """Around SGLang's ``set_fused_op_backend``: ``None``, which forces nothing, alone is taken.
+    """Wrap SGLang's ``set_fused_op_backend`` to accept only ``None``, which forces no backend.
 
     Raises:
-        ValueError: a backend.
+        ValueError: a backend is named.
     """
     if backend is not None:
         raise ValueError(f"set_fused_op_backend({str(backend)!r}) would go around sglang_fl; {INSTEAD}")
@@ -29,18 +29,18 @@ def force(original: Callable[[Any], None], backend: Any) -> None:
 
 
 def name_of(forward: Callable[..., Any]) -> str:
-    """A forward by SGLang's name for it, such as ``forward_native``."""
+    """Return SGLang's name of a forward, such as ``forward_native``."""
     return str(getattr(forward, "__name__", type(forward).__name__))
 
 
 def keep(layer: Any, forward: Callable[..., Any]) -> None:
-    """Let a layer run this forward, however SGLang's code calls it.
+    """Make a layer run this forward, however SGLang's code calls it.
 
     OLMo 2 calls ``forward_native`` of its norms itself.
     """
     own = vars(layer)
     own["forward_native"] = forward
-    if type(layer).forward is BaseFusedOp.forward:  # else the argument is not taken
+    if type(layer).forward is BaseFusedOp.forward:  # otherwise the argument is not accepted
         own["forward"] = MethodType(_forward, layer)
 
 

@@ -1,7 +1,7 @@
-"""SGLang's own code for a device that the plugin serves: at import of each module it asks a function, not the platform.
+"""Disable SGLang's own code for a served device: its modules ask a function at import, not the platform.
 
-That code needs SGLang's kernels for the device. So under the plugin the function says no, from the first import on that
-finds it: SGLang asks for platforms while the function's own module is being imported, and most of its modules ask the
+That code needs SGLang's kernels for the device. So under the plugin the function returns no from the first import on
+that finds it: SGLang asks for platforms while the function's module is being imported, and most of its modules call the
 function during their import.
 """
 
@@ -21,9 +21,9 @@ def _no() -> bool:
 
 
 class _Answer:
-    """A finder of modules that finds none: it exchanges a function's code as soon as that is there.
+    """A module finder that finds nothing: it replaces a function's code as soon as the function exists.
 
-    The code and not the name, because modules bind the function.
+    It replaces the code and not the name, because modules bind the function.
     """
 
     def __init__(self, question: str) -> None:
@@ -38,9 +38,9 @@ class _Answer:
 
 
 def leave(device: DeviceSpec) -> None:
-    """Let the questions about the device (:attr:`DeviceSpec.host_questions`) be answered with no.
+    """Make the host's questions about the device (:attr:`DeviceSpec.host_questions`) return no.
 
-    SGLang means any device of a PyTorch type, so a package's chip has the questions of the others of its type.
+    SGLang means any device of a PyTorch type, so a package's chip shares the questions of its type.
     """
     alike = [spec for spec in device_specs() if spec.torch_type == device.torch_type]
     for question in {spec.host_questions[HOST.name] for spec in alike if HOST.name in spec.host_questions}:

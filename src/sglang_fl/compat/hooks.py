@@ -1,6 +1,6 @@
 """Hooks in SGLang: rows of data, registered through SGLang's own ``HookRegistry``.
 
-SGLang logs a hook that does not apply and goes on without it. So :func:`unapplied` asks afterwards.
+SGLang logs a hook that does not apply and continues without it, so :func:`unapplied` checks afterwards.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Kind = Literal["around", "after", "replace"]
 
 @dataclass(frozen=True)
 class Hook:
-    """One function or method of SGLang that we run around, after, or instead of.
+    """One function or method of SGLang that we wrap, follow, or replace.
 
     Args:
         target: its dotted path; resolving it imports the module.
         call: ``around``: called with the original function before the arguments; ``after``: with the result before the
             arguments, and a result of ``None`` keeps it; ``replace``: with the arguments.
         kind: see ``call``.
-        reason: the damage without it.
+        reason: the problem without the hook.
     """
 
     target: str
@@ -41,7 +41,7 @@ def register(hooks: Iterable[Hook]) -> None:
     """Register each hook once in this process; SGLang applies them when all plugins are loaded.
 
     Raises:
-        RuntimeError: SGLang has applied another package's hooks to a target before, and does so once for each.
+        RuntimeError: SGLang has already applied another package's hooks to a target, and applies hooks only once.
     """
     for hook in hooks:
         _registered[hook.target] = hook
@@ -55,12 +55,12 @@ def register(hooks: Iterable[Hook]) -> None:
 
 
 def unapplied(hooks: Iterable[Hook]) -> list[Hook]:
-    """The hooks that SGLang did not apply."""
+    """Return the hooks that SGLang did not apply."""
     return [hook for hook in hooks if hook.target not in HookRegistry._patched]
 
 
 def refuse_unhooked() -> None:
-    """Raise ``RuntimeError`` if SGLang did not apply a hook: it logs that and would go on without it."""
+    """Raise ``RuntimeError`` if SGLang did not apply a hook, because it only logs that and would continue."""
     missing = unapplied(_registered.values())
     if len(missing) == len(_registered):
         raise RuntimeError(

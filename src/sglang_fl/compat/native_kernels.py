@@ -1,8 +1,8 @@
-"""SGLang's own kernels for the device, and its runner of graphs, beside our operators.
+"""SGLang's own kernels for the device, and its graph runner, together with our operators.
 
-On a device that SGLang serves by itself (:attr:`DeviceSpec.host_kernels`) layers without our operators run
-SGLang's kernels for it. On other devices none of these is started. SGLang has kernels for several layers together; such
-a kernel is not used if any of its layers is ours, because it would hide that the operator is never called.
+On a device that SGLang supports (:attr:`DeviceSpec.host_kernels`) layers without our operators run SGLang's kernels. On
+other devices none of these run. SGLang has kernels that fuse several layers; such a kernel is not used if any of its
+layers is ours, because the operator would silently never be called.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from ..host import HOST
 from .runtime import ATTENTION, hosts_own_attention
 
 NATIVE_KEY = "fl"
-"""SGLang looks for methods ``forward_<key>`` of its layers; none has this one, so what is not bridged is native."""
+"""Suffix of ``forward_<key>`` methods that no SGLang layer has, so that unbridged layers run their native forward."""
 
 
 def key() -> str:
-    """Suffix of the forwards that SGLang's layers run if no operator replaces them."""
+    """Return the suffix of the forwards that SGLang's layers run if no operator replaces them."""
     return detect_device().host_kernels.get(HOST.name, NATIVE_KEY)
 
 
 @cache
 def start_triton() -> bool:
-    """Whether SGLang's own Triton kernels are started."""
+    """Whether SGLang's own Triton kernels run."""
     return HOST.name in detect_device().host_kernels and not why_unserved()
 
 
 def capture() -> bool:
-    """Whether SGLang's runner of graphs captures the decoding of our operators."""
+    """Whether SGLang's graph runner captures decoding with our operators."""
     device = detect_device()
     return device.graphs and HOST.name in device.host_kernels
 
 
 def rotate_and_write(original: Callable[[Any], bool], batch: Any) -> bool:
-    """Whether SGLang's kernel rotates and writes the cache in one: only if neither is our operator."""
+    """Whether SGLang's kernel fuses the rotation and the cache write: only if neither is our operator."""
     ours = get_settings().registers("RotaryEmbedding", "rotary_embedding") or not hosts_own_attention()
     return not ours and bool(original(batch))
 
 
 def norm_queries_and_keys(original: Callable[..., bool], head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether SGLang's kernel computes the norms of queries and keys in one: only if norms are not our operators."""
+    """Whether SGLang's kernel fuses the norms of queries and keys: only if norms are not our operators."""
     return not get_settings().registers("RMSNorm", "rms_norm") and bool(original(head_dim, dtype))
 
 
 def multiply_and_activate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """How SGLang's kernel multiplies and activates in one; ``None``, not at all, if the activation is ours.
+    """Return how SGLang's kernel fuses product and activation; ``None`` for no fusion, if the activation is ours.
 
-    Only Blackwell GPUs have that kernel, but SGLang imports its compiler on all of NVIDIA's to find that out.
+    Only Blackwell GPUs have that kernel, but SGLang imports its compiler on all NVIDIA GPUs to find that out.
     """
     return None if get_settings().registers("SiluAndMul", "silu_and_mul") else original(*args, **kwargs)
 
 
 def supports_triton(original: Callable[[str], bool], backend: str) -> bool:
-    """Whether SGLang takes an attention backend for one in Triton; ours is where SGLang starts Triton kernels."""
+    """Whether SGLang treats an attention backend as Triton; ours is one if SGLang's Triton kernels run."""
     return (backend != ATTENTION or start_triton()) and bool(original(backend))
 
 
 def last_locations(original: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-    """The slots of the last tokens in the cache, by a Triton kernel or by PyTorch."""
+    """Return the slots of the last tokens in the cache, by a Triton kernel or by PyTorch."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     find = original if start_triton() else get_last_loc_torch
@@ -75,5 +75,5 @@ def last_locations(original: Any, req_to_token: Any, req_pool_indices: Any, pref
 
 
 def cap_logits(original: Callable[[Tensor, float], Tensor], logits: Tensor, cap: float) -> Tensor:
-    """Logits with a soft cap, overwritten where no Triton kernel runs."""
+    """Return logits with a soft cap, overwritten if no Triton kernel runs."""
     return logits.div_(cap).tanh_().mul_(cap) if why_unserved() else original(logits, cap)

@@ -7,16 +7,16 @@ ATTENTION = "fl"
 
 
 def hosts_own_attention() -> list[str]:
-    """The attention backends in force that are SGLang's own."""
+    """Return SGLang's own attention backends in force."""
     from sglang.srt.runtime_context import attention_backends
 
     return sorted({*attention_backends()} - {ATTENTION})
 
 
 def largest_step() -> int:
-    """Tokens of the largest step, in a scheduler process."""
+    """Return the tokens of the largest step, in a scheduler process."""
     from sglang.srt.runtime_context import get_schedule
 
     schedule = get_schedule()
-    chunk = schedule.chunked_prefill_size or -1  # -1: prompts are not divided
+    chunk = schedule.chunked_prefill_size or -1  # -1: prompts are not split
     return int(chunk if chunk > 0 else schedule.max_prefill_tokens)

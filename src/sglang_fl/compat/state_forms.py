@@ -1,7 +1,7 @@
-"""SGLang's Triton kernels beside a layer with a state, in PyTorch, where no Triton kernels of SGLang's are started.
+"""PyTorch forms of SGLang's Triton kernels next to a layer with a state, if SGLang's Triton kernels do not run.
 
-Also its choice how the prefix cache remembers states: at the ends of prompts and answers, because in the midst of a
-prompt its own kernels alone put a state aside.
+The module also sets how the prefix cache stores states: at the ends of prompts and answers, because only SGLang's own
+kernels can store a state within a prompt.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ STATES = "layers with a state for each request"
 
 
 def remembers_within(original: Callable[..., bool], view: Any, hf_config: Any) -> bool:
-    """Whether the prefix cache remembers states within a prompt (SGLang's strategy ``extra_buffer``): never.
+    """Return ``False``: the prefix cache stores no states within a prompt (SGLang's strategy ``extra_buffer``).
 
     Raises:
-        ValueError: such a model is asked for on an accelerator. SGLang would end for its cache's pages before we are
-            asked about the model.
+        ValueError: such a model is requested on an accelerator. SGLang would fail on its cache's pages before it asks
+            us about the model.
     """
     device = detect_device()
     if device.accelerator:
@@ -33,9 +33,9 @@ def remembers_within(original: Callable[..., bool], view: Any, hf_config: Any) -
 
 
 def keep_model_type(dtype: torch.dtype) -> None:
-    """Let convolutions keep their last inputs as the model computes them, where the user chose no type for them.
+    """Keep the last inputs of convolutions in the model's dtype, unless the user chose one.
 
-    SGLang keeps them in bfloat16 whatever the model's type is.
+    SGLang keeps them in bfloat16 whatever the model's dtype.
     """
     from sglang.srt.environ import envs
 
@@ -44,7 +44,7 @@ def keep_model_type(dtype: torch.dtype) -> None:
 
 
 KERNELS = ("causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_fn_triton", "causal_conv1d_update_triton")
-"""Names of SGLang's module of Mamba 2 that it has on its own devices alone, and its module of Mamba 1 imports."""
+"""Names that SGLang's Mamba 2 module has only on its own devices, and that its Mamba 1 module imports."""
 
 
 def name_kernels() -> None:
@@ -64,7 +64,7 @@ def split_groups(
     head_qk: int,
     head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort projections that have the parts of each head of keys together.
+    """Split projections that store the parts of each key head together.
 
     Returns:
         Queries, keys and values ``[tokens, channels]``, the norm's gate ``[tokens, heads_v, head_v]``, and the gates of
@@ -88,7 +88,7 @@ def split_parts(
     head_qk: int,
     head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`split_groups` where the projections have one part after the other."""
+    """Split projections as :func:`split_groups` does, for projections that store one part after the other."""
     if start_triton():
         return original(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
     values = num_heads_v * head_v
@@ -100,7 +100,7 @@ def split_parts(
 def gate_attention(
     original: Callable[..., Any], attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False
 ) -> Any:
-    """The product of attention's output and the sigmoid of a gate; a quantized one is SGLang's alone."""
+    """Return the product of attention's output and the sigmoid of a gate; a quantized product stays SGLang's."""
     if start_triton() or quant:
         return original(attn_output, gate, inplace, quant)
     product = attn_output * gate.reshape(attn_output.shape).sigmoid()
@@ -108,7 +108,7 @@ def gate_attention(
 
 
 def gate_shared(original: Callable[..., Tensor], hidden_states: Tensor, gate_weight: Tensor, shared: Tensor) -> Tensor:
-    """The output of shared experts times the sigmoid of their gate."""
+    """Return the output of shared experts times the sigmoid of their gate."""
     if start_triton():
         return original(hidden_states, gate_weight, shared)
     return shared * (hidden_states @ gate_weight)[:, None].sigmoid()
@@ -117,7 +117,7 @@ def gate_shared(original: Callable[..., Tensor], hidden_states: Tensor, gate_wei
 def add_gated_shared(
     original: Callable[..., None], hidden_states: Tensor, gate_weight: Tensor, shared: Tensor, total: Tensor
 ) -> None:
-    """Add what :func:`gate_shared` gives to the output of the other experts."""
+    """Add the result of :func:`gate_shared` to the output of the other experts."""
     if start_triton():
         original(hidden_states, gate_weight, shared, total)
     else:

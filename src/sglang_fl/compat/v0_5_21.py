@@ -1,4 +1,4 @@
-"""The questions of SGLang up to 0.5.21 to a platform. This file can be deleted with the support of these versions."""
+"""Platform questions of SGLang up to 0.5.21. This file can be deleted with the support of these versions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Choices before SGLang captures graphs: no graph waits for the device, kernels are warm, and dispatch is frozen.
 
-A captured graph keeps its kernels, and a failure during capture could not be distinguished from a failed graph. So
-implementations prove themselves in eager batches first; then the choices are fixed. SGLang captures graphs of prompts
-before those of decoding, and one step makes the choices of both.
+A captured graph keeps its kernels, and a failure during capture would look like a failed graph. So implementations
+first prove themselves in eager batches; then the choices are fixed. SGLang captures graphs of prompts before those of
+decoding, and one step fixes the choices of both.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ logger = get_logger(__name__)
 
 
 def of_layers(runner: ModelRunner) -> set[str]:
-    """The operators of a model's layers, without attention's."""
+    """Return the operators of a model's layers, without attention's."""
     return {operator for operator, _ in LOADED.of(runner).survey.ours.values()}
 
 
 def of_attention(backend: AttentionBackend) -> set[str]:
-    """The operators of attention, if it is ours."""
+    """Return the operators of attention, if it is ours."""
     found = ours(backend)
     return set() if found is None else {"kv_cache_write", found.operator}
 
 
 def fix(operators: Set[str], graphs: str, not_compared: str, warm_up: Callable[[], None]) -> bool:
-    """Freeze the choices, if graphs can hold the first choices for operators.
+    """Freeze the choices, if graphs can hold the operators' first choices.
 
     Args:
         operators: operators to capture.
-        graphs: the kind of graphs, for the WARNING about implementations that none can hold.
+        graphs: the kind of graphs, for the WARNING about implementations that graphs cannot hold.
         not_compared: the WARNING of shadow mode.
-        warm_up: runs every kind of batch that may come; it is not needed again once dispatch is frozen.
+        warm_up: runs every kind of batch that may come; unnecessary once dispatch is frozen.
 
     Returns:
         Whether graphs can be captured.
@@ -59,7 +59,7 @@ def fix(operators: Set[str], graphs: str, not_compared: str, warm_up: Callable[[
     manager = get_default_manager()
     if not manager.frozen:
         warm_up()
-        if not _can_be_held(operators, graphs):  # one that failed in a batch was replaced by another implementation
+        if not _can_be_held(operators, graphs):  # an implementation that failed in a batch was replaced by another one
             return False
         communicator.check_manifest(freeze_dispatch(compiling=False))
     communicator.agree_on_tactics()
@@ -77,11 +77,11 @@ def _can_be_held(operators: Set[str], graphs: str) -> bool:
 
 
 def warm_up(runner: BaseCudaGraphRunner, most_requests: int, buffers: Any) -> None:
-    """Meet the kernels of every kind of batch: attention and products, other layers where they decode.
+    """Run the kernels of every kind of batch: attention and products, and other layers when they decode.
 
     Args:
-        runner: of either kind of graphs.
-        most_requests: of a batch that decodes; 0 if none does.
+        runner: the runner of either kind of graphs.
+        most_requests: largest number of requests of a decoding batch; 0 if none decodes.
         buffers: SGLang's tensors of such a batch.
     """
     calls, model_runner = 0, runner.model_runner

@@ -1,4 +1,4 @@
-"""SGLang's own runner of decode graphs over our operators; their choices are fixed before it captures."""
+"""SGLang's own runner of decode graphs over our operators; the choices are fixed before the capture."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NOT_COMPARED = (
 
 
 class GraphRunnerFL(DecodeCudaGraphRunner):
-    """SGLang's runner; it captures nothing, and says so, if what comes first in the policy can be in no graph.
+    """SGLang's runner; if graphs cannot hold the policy's first choices, it logs that and captures nothing.
 
     Attributes:
         fl_captured: whether graphs were captured.
-        fl_replays: steps that replayed one.
+        fl_replays: steps that replayed a graph.
     """
 
     fl_captured = False

@@ -1,7 +1,7 @@
-"""Products with weights before graphs are captured, in batches of every size up to that of a prompt's step.
+"""Warm-up of products with weights before graphs are captured, for every batch size up to a prompt's step.
 
-A batch that decodes has few tokens, and the products of prompts run kernels of their own. From the capture on choices
-are fixed, and a failure ends the engine, so each kernel is met before.
+A decoding batch has few tokens, and the products of prompts run other kernels. From the capture on choices are fixed,
+and a failure ends the engine, so each kernel runs before.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..bridge.mixture import MIXTURE
 
 
 def warm_up(model: nn.Module, most_tokens: int, dtype: torch.dtype) -> int:
-    """Multiply zeros by the weights of each kind; returns the number of calls.
+    """Multiply zeros by the weights of each kind; return the number of calls.
 
     Args:
-        most_tokens: of a step.
-        dtype: of the model.
+        most_tokens: largest number of tokens of a step.
+        dtype: the model's dtype.
     """
     layers: dict[Any, tuple[nn.Module, LayerKernel]] = {}
     for _, layer, kernel in kernels(model):
@@ -35,9 +35,9 @@ def warm_up(model: nn.Module, most_tokens: int, dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def keep_forms(model: nn.Module) -> None:
-    """Multiply once by each plain weight, so that the forms that implementations keep take their memory now.
+    """Multiply once by each plain weight, so that implementations allocate their weight forms now.
 
-    SGLang measures what is left for its cache after the model is loaded, and calls no layer before.
+    SGLang measures the memory for its cache after the model is loaded, before it calls any layer.
     """
     for _, layer, kernel in kernels(model):
         if isinstance(kernel, Product) and kernel.fl_weights:
@@ -46,13 +46,13 @@ def keep_forms(model: nn.Module) -> None:
 
 
 def _kind(layer: nn.Module, kernel: LayerKernel) -> tuple[Any, ...]:
-    """Layers of one kind call the operators with arguments of the same kind."""
+    """Return a layer's kind: layers of one kind call the operators with arguments of the same kind."""
     tensors = [(name, value.shape, value.dtype) for name, value in layer.named_parameters(recurse=False)]
     return type(kernel), str(tensors), *warm_batches.rules((kernel.fl_operator, "quantize"), kernel.fl_scope)
 
 
 def _try(layer: Any, kernel: Any, tokens: int, dtype: torch.dtype) -> int:
-    """Multiply zeros; returns the number of calls."""
+    """Multiply zeros; return the number of calls."""
     if isinstance(kernel, Product):  # a router's may be wider than the model, and ranks but the first pass no bias
         x = layer.weight.new_zeros(tokens, layer.weight.shape[1])
         biases = (None,) if layer.bias is None else (layer.bias, None)

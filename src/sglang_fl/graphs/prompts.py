@@ -1,12 +1,12 @@
-"""Hooks of SGLang's runner of prompts' graphs: pieces hold our operators, and attention runs eagerly between them.
+"""Hooks of SGLang's runner of prompt graphs: pieces hold our operators, and attention runs eagerly between them.
 
-A graph of prompts has one piece more than the model has attention layers: SGLang ends a piece in
-``RadixAttention``, calls the attention backend for the tokens without padding, and begins the next piece. The step
-is eager again behind the last layer. So a batch is described like an eager step's, and operators of attention may
-run code that no graph can hold. SGLang asks no platform for the class of this runner, so its methods are hooked.
+A prompt graph has one piece more than the model has attention layers: SGLang ends a piece in ``RadixAttention``, calls
+the attention backend for the tokens without padding, and begins the next piece. After the last layer the step is eager
+again. So a batch is described like an eager step's, and attention operators may run code that graphs cannot hold.
+SGLang asks no platform for the class of this runner, so its methods are hooked.
 
-SGLang captures these graphs before those of decoding, and no step is eager before them. So the choices of both are
-fixed here, and our own batch is the first forward pass, which is watched.
+SGLang captures these graphs before those of decoding, with no eager step before them. So the choices of both are fixed
+here, and our own batch is the first forward pass, which is watched.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def execute(original: Callable[..., Any], prompts: PrefillCudaGraphRunner, *args
 
 @torch.no_grad()
 def _warm_up(prompts: PrefillCudaGraphRunner) -> None:
-    """Meet every kernel: what graphs of decoding need to be met before, and layers where they read prompts."""
+    """Run every kernel: those needed before graphs of decoding, and layers that read prompts."""
     model_runner = prompts.model_runner
     requests = (prompts._widest_decode_rows() or 0) if model_runner.is_generation else 0
     buffers = prompts._alloc_dummy_decode_buffers(requests, allocate_logits_buffer=False) if requests else None

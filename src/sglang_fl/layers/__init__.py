@@ -1,1 +1,1 @@
-"""SGLang's layers over our operators: which classes, the first forward pass, adapters and rotations."""
+"""SGLang's layers over our operators: their classes, the first forward pass, adapters and rotations."""

@@ -1,8 +1,7 @@
-"""The layers of a model that run our operators: bridges where SGLang asks for a forward, bound to prefixes after
-loading.
+"""Install bridges where SGLang's layers ask for a forward, and bind them to prefixes after loading.
 
-:func:`resolve` is the hook that SGLang's layers ask once each. After the model is loaded every layer is prepared with
-its prefix as scope.
+Each SGLang layer calls the hook :func:`resolve` once. After the model is loaded every layer is prepared with its prefix
+as scope.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ logger = get_logger(__name__)
 
 
 def resolve(original: Callable[[BaseFusedOp], Callable[..., Any]], layer: BaseFusedOp) -> Callable[..., Any]:
-    """The forward of a layer that SGLang asks for: our bridge's, or SGLang's own."""
+    """Return the forward of a layer that asks SGLang for it: our bridge's, or SGLang's own."""
     native = original(layer)
     row = find(type(layer))
     bridge = None if row is None or row.own_forward else _bridge(layer, native)
@@ -49,11 +48,11 @@ def resolve(original: Callable[[BaseFusedOp], Callable[..., Any]], layer: BaseFu
 BRIDGE = Attached[Bridge]("fl_bridge")
 """The bridge of a layer that runs our operator."""
 KEPT = Attached[str]("fl_kept")
-"""Why a layer that was asked for a bridge has none."""
+"""Why a layer that asked for a bridge has none."""
 
 
 def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
-    """The layer's bridge, made at the first question; ``None`` where SGLang's own code runs."""
+    """Return the layer's bridge, made at the first question; ``None`` if SGLang's own code runs."""
     if (present := BRIDGE.find(layer)) is not None:
         return present
     row = find(type(layer))
@@ -77,15 +76,15 @@ def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
 
 
 def _installed(layer: Any) -> Bridge | None:
-    """The bridge of a layer, which runs from now on; ``None`` where SGLang's own code runs."""
+    """Install and return the bridge of a layer; ``None`` if SGLang's own code runs."""
     row = find(type(layer))
     assert row is not None
-    if row.own_forward:  # SGLang never asks this layer
+    if row.own_forward:  # this layer never asks SGLang
         bridge = _bridge(layer, layer.forward)
         if bridge is not None:
             vars(layer)["forward"] = bridge.forward
         return bridge
-    if layer._forward_method is None:  # else its constructor has pinned SGLang's own code, or it was called before
+    if layer._forward_method is None:  # otherwise its constructor has pinned SGLang's own code, or it was called before
         layer._forward_method = layer._resolve_forward_method()
     bridge = BRIDGE.find(layer)
     if bridge is not None:
@@ -94,7 +93,7 @@ def _installed(layer: Any) -> Bridge | None:
 
 
 def _choice(layer: Any, bridge: Bridge | None, unused: str | None) -> LayerChoice:
-    """SGLang's choice for one layer beside ours; ``unused`` is why the model never calls it."""
+    """Return SGLang's choice for one layer with ours; ``unused`` is why the model never calls the layer."""
     name, row = type(layer).__name__, find(type(layer))
     assert row is not None
     if bridge is not None:
@@ -114,7 +113,7 @@ def _say_unbridged(name: str, reason: str) -> None:
 # -- a loaded model ---------------------------------------------------------------------------------------------------
 
 UNUSED = {("Gemma3Attention", "rotary_emb"): "Gemma 3 rotates with tables of its own"}
-"""Layers that a model has and never calls, and what it does instead: class of the module above, name → reason."""
+"""Layers that a model has but never calls, and why: class of the module above, name → reason."""
 
 
 def _unused(model: nn.Module, prefix: str) -> str | None:
@@ -128,7 +127,7 @@ def is_called(model: nn.Module, prefix: str) -> bool:
 
 
 def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Every bridged class and attention layer, with all its prefixes: layers may share a module."""
+    """Yield every bridged class and attention layer, with all its prefixes, because layers may share a module."""
     prefixes: dict[nn.Module, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RadixAttention) or find(type(module)) is not None:
@@ -142,7 +141,7 @@ def prepare(model: nn.Module) -> Survey:
     """Bind every layer of a loaded model for its prefix, and count which are ours.
 
     Raises:
-        ValueError: an attention layer that cannot be served, or a rule for one of several layers that share a module.
+        ValueError: an attention layer cannot be served, or a rule names some of the layers that share a module.
     """
     ours: dict[str, tuple[str, int]] = {}
     native: Counter[str] = Counter()

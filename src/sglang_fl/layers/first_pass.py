@@ -1,6 +1,6 @@
-"""The first forward pass of a loaded model: calls are counted, so that an operator that it never dispatches shows.
+"""Count calls in the first forward pass of a loaded model, to find operators that are never dispatched.
 
-If the pass reached an operator's layers and never dispatched it, SGLang's own code runs in its place unseen.
+If the pass reached an operator's layers but never dispatched it, SGLang's own code runs silently in its place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FirstPass:
     """A check of one forward pass: whether the claimed operators run.
 
     Args:
-        claims: layer's prefix → the operator that it is to run.
+        claims: layer's prefix → the operator that it should run.
     """
 
     claims: dict[str, str]
@@ -43,10 +43,9 @@ class FirstPass:
 
     @classmethod
     def watch(cls, model: nn.Module, backend: AttentionBackend, inside: nn.Module | None = None) -> FirstPass:
-        """Start counting, and record which modules with a claimed layer are entered.
+        """Start counting, and record the entered modules with a claimed layer.
 
-        The model counts as entered, and so does ``inside``: the pass calls that module's forward directly, so no hook
-        sees it.
+        The model and ``inside`` count as entered: the pass calls their forward directly, so no hook sees it.
         """
         modules = dict(model.named_modules())
         claims = {
@@ -73,7 +72,7 @@ class FirstPass:
         return dict(calls)
 
     def finish(self) -> dict[str, list[str]]:
-        """Stop watching. Operators that were claimed, reached, and never dispatched, each with its layers."""
+        """Stop watching; return operators that were claimed and reached but never dispatched, each with its layers."""
         for handle in self._handles:
             handle.remove()
         dispatched = {op for op, calls in self._calls().items() if calls > self._before.get(op, 0)}
@@ -90,9 +89,7 @@ def _parent(prefix: str) -> str:
 
 
 def watched(runner: ModelRunner, run: Callable[[], Any], inside: nn.Module | None = None) -> Any:
-    """Run a forward pass, and record the first one's misses; ``inside`` is the module that it calls the forward of
-    itself.
-    """
+    """Run a forward pass, and record the first one's misses; the pass calls the forward of ``inside`` directly."""
     loaded = LOADED.of(runner)
     if loaded.undispatched is not None:
         return run()
@@ -106,19 +103,19 @@ def watched(runner: ModelRunner, run: Callable[[], Any], inside: nn.Module | Non
 
 
 def missed(runner: ModelRunner) -> dict[str, list[str]]:
-    """Operator → layers that the first pass missed."""
+    """Return operator → layers that the first pass missed."""
     return LOADED.of(runner).undispatched or {}
 
 
 class UndispatchedError(RuntimeError):
-    """An operator that we claim was never dispatched, in strict mode."""
+    """A claimed operator that was never dispatched, in strict mode."""
 
 
 def judge(missed: dict[str, list[str]], strict: bool) -> None:
     """Report the operators that the first pass missed.
 
     Raises:
-        UndispatchedError: something was missed, and mode is strict.
+        UndispatchedError: an operator was missed, and the mode is strict.
     """
     if not missed:
         return

@@ -1,7 +1,7 @@
-"""LoRA under SGLang where no memory can be pinned, and the adapters that SGLang would serve wrongly.
+"""LoRA under SGLang on machines that cannot pin memory, and refusals of adapters that SGLang would serve wrongly.
 
-SGLang pins the memory of adapters without asking, and PyTorch refuses that on a machine without an accelerator. There
-its backend :data:`BACKEND` runs, which knows less than those in Triton.
+SGLang pins the memory of adapters unconditionally, which PyTorch refuses on a machine without an accelerator. There its
+backend :data:`BACKEND` runs, which supports less than the Triton backends.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 BACKEND = "torch_native"
-"""SGLang's LoRA backend that is written in PyTorch."""
+"""SGLang's LoRA backend in PyTorch."""
 PINNING = ("fetch_new_loras", "load_lora_adapter", "load_lora_adapter_from_tensors", "prepare_lora_batch")
-"""The methods of SGLang's manager of adapters that its model runner calls and that pin memory."""
+"""Methods of SGLang's adapter manager that its model runner calls and that pin memory."""
 MERGED = {("q_proj", "v_proj"): ("k_proj",), ("gate_proj",): ("up_proj",)}
-"""Projections that are one product in SGLang: without the first ones it finds no place for the others."""
+"""Projections that SGLang fuses into one product: without the first ones it finds no place for the others."""
 NOT_PROJECTIONS = {"embed_tokens", "lm_head"}
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 BY_TRITON = "experts (SGLang multiplies their factors by Triton kernels alone, in FusedMoEWithLoRA of lora/layers.py)"
 
 
 def init_lora_manager(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:
-    """Make SGLang's manager of adapters; where memory cannot be pinned, neither it nor its methods do.
+    """Make SGLang's adapter manager; if memory cannot be pinned, stop it and its methods from pinning.
 
     Raises:
-        ValueError: the model's layers have adapters in Triton only.
+        ValueError: the model's layers support adapters only in Triton.
     """
     device, path = detect_device(), runner.model_config.model_path
     asked = {*(runner.server_args.lora_target_modules or ())}
@@ -61,10 +61,10 @@ def _has_experts(model: nn.Module) -> bool:
 def validate_new_adapter(
     original: Callable[..., None], manager: LoRAManager, lora_config: LoRAConfig, lora_ref: LoRARef
 ) -> None:
-    """SGLang's check of an adapter, at the start and while it serves, and ours.
+    """Run SGLang's check of an adapter and ours, at the start and while serving.
 
     Raises:
-        ValueError: SGLang would load the adapter and compute something else, or end at its first request.
+        ValueError: SGLang would load the adapter and compute something else, or crash at its first request.
     """
     for what in _unserved(lora_config.hf_config, _has_experts(manager.base_model)):
         raise ValueError(f"sglang_fl does not support adapters with {what} yet (adapter {lora_ref.lora_name})")
@@ -72,10 +72,10 @@ def validate_new_adapter(
 
 
 def _unserved(said: Mapping[str, Any], experts: bool) -> Iterator[str]:
-    """Everything in an adapter's configuration (PEFT's ``adapter_config.json``) that is not served, in words.
+    """Yield in words the unserved parts of an adapter's configuration (PEFT's ``adapter_config.json``).
 
     Args:
-        experts: whether the model has some.
+        experts: whether the model has experts.
     """
     targets = said["target_modules"]
     if experts and (isinstance(targets, str) or {target.rpartition(".")[2] for target in targets} & OF_EXPERTS):

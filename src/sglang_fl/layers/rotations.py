@@ -1,9 +1,9 @@
-"""Rotations of a loaded model: tables as the configuration states them, and the tables of LongRoPE a request.
+"""Rotations of a loaded model: tables as the configuration states them, and LongRoPE's table chosen per request.
 
-LongRoPE has a table for texts up to the original length and one for longer ones. SGLang chooses for each step, by its
-positions, so a prompt that is read in parts, or a text that grows, is turned by both. Here a request has one table from
-its first token to its last, chosen by the tokens that it may reach. Positions of requests with the second table are
-moved behind the first one, so a position is a row of both together. Their prefixes are kept apart from the others'.
+LongRoPE has a table for texts up to the original length and one for longer texts. SGLang chooses for each step by its
+positions, so a prompt that is read in parts, or a growing text, would use both. Here a request uses one table from its
+first token to its last, chosen by the length that it may reach. Positions of requests with the second table are shifted
+past the first table, so a position is a row of the concatenated tables. Their cached prefixes are kept apart.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 SPLIT = Attached[int]("fl_long_rope_split")
-"""Rows of a model runner's first table, where requests choose theirs."""
+"""Rows of a model runner's first table, if requests choose their table."""
 SHIFTED = Attached[Tensor]("fl_shifted_positions")
-"""A batch's positions, once they are rows."""
+"""A batch's positions as table rows."""
 SECOND = "longrope"
-"""A mark of prefixes that are turned by the second table, which keeps them apart."""
+"""A mark of prefixes with the second table, which keeps them apart."""
 _second: WeakValueDictionary[str, Req] = WeakValueDictionary()
-"""Requests that are turned by the second table, by their names."""
+"""Requests with the second table, by their names."""
 
 
 def without_scaling(
@@ -53,7 +53,7 @@ def without_scaling(
     partial_rotary_factor: float = 1.0,
     device: str | None = None,
 ) -> Any:
-    """The rotation of latent attention on a CPU; SGLang's has no tables that are not stretched."""
+    """Return the rotation of latent attention on a CPU, because SGLang's class lacks unscaled tables."""
     of_all = head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor
     if rope_scaling is not None:
         return original(*of_all, device)
@@ -63,7 +63,7 @@ def without_scaling(
 
 
 def prepare(runner: ModelRunner) -> None:
-    """Correct the tables of a loaded model, and let requests choose between those of LongRoPE."""
+    """Correct the tables of a loaded model, and let requests choose between LongRoPE's tables."""
     model, config, length = runner.model, stated(runner), runner.model_config.context_len
     rotary_tables.correct(_with(model, "cos_sin_cache"), config, length)
     long = [*_with(model, "long_short_cos_sin_cache")]
@@ -89,7 +89,7 @@ def prepare(runner: ModelRunner) -> None:
 
 
 def stated(runner: ModelRunner) -> Any:
-    """The text model's configuration as Transformers reads it, unless the user has changed it."""
+    """Return the text model's configuration as Transformers reads it, unless the user has changed it."""
     model = runner.model_config
     overridden = runner.server_args.json_model_override_args not in ("", "{}")
     if overridden:
@@ -98,7 +98,7 @@ def stated(runner: ModelRunner) -> Any:
 
 
 def _with(model: nn.Module, table: str) -> Iterator[tuple[str, Any]]:
-    """Layers that the model calls, with a table that begins with position 0; once for each prefix."""
+    """Yield layers that the model calls with a table starting at position 0, once for each prefix."""
     for prefix, layer in model.named_modules(remove_duplicate=False):
         found = getattr(layer, table, None)
         from_zero = isinstance(found, Tensor) and found.ndim == 2 and not getattr(layer, "position_start", 0)
@@ -107,7 +107,7 @@ def _with(model: nn.Module, table: str) -> Iterator[tuple[str, Any]]:
 
 
 def choose(original: Callable[..., Any], scheduler: Scheduler, req: Req) -> Any:
-    """Limit a request's new tokens as SGLang does, then choose its table by the tokens that it may reach."""
+    """Limit a request's new tokens as SGLang does, then choose its table by the length that it may reach."""
     result = original(scheduler, req)
     split = SPLIT.find(scheduler.tp_worker.model_runner)
     # the last new token is never read
@@ -119,7 +119,7 @@ def choose(original: Callable[..., Any], scheduler: Scheduler, req: Req) -> Any:
 
 
 def shift(runner: ModelRunner, batch: ForwardBatch) -> None:
-    """Make rows of a batch's positions, before SGLang's forward pass."""
+    """Convert a batch's positions to rows, before SGLang's forward pass."""
     split, names = SPLIT.find(runner), batch.rids
     if split is None or not names or batch.positions is None or SHIFTED.find(batch) is batch.positions:
         return
@@ -135,6 +135,6 @@ def shift(runner: ModelRunner, batch: ForwardBatch) -> None:
     elif positions.shape[0] > len(names):
         moves = moves.repeat_interleave(positions.shape[0] // len(names))
     rows = positions.clone()
-    rows[: moves.shape[0]] += moves  # what follows is padding
+    rows[: moves.shape[0]] += moves  # the rest is padding
     batch.positions = rows
     SHIFTED.give(batch, rows)

@@ -1,4 +1,4 @@
-"""Defaults of the plugin in SGLang's server arguments, each logged with its reason, before a process starts."""
+"""Set the plugin's defaults in SGLang's server arguments, each logged with its reason, before a process starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
-    """Set defaults for this device, where the user chose nothing."""
+    """Set defaults for this device if the user chose nothing."""
     multiple = kv_layout.wish().multiple
     defaults = {
         "device": device.torch_type,
@@ -55,9 +55,9 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
 
 
 def _take_back_attention(args: ServerArgs, host: str) -> None:
-    """Our attention in the place of the backend that SGLang set for the device, before it asked us.
+    """Replace the attention backend that SGLang chose for the device, before it asked us, by ours.
 
-    For an NPU its ``set_default_server_args`` does, for a CPU its ``handle_cpu_backends``.
+    SGLang chooses it in ``set_default_server_args`` for an NPU, and in ``handle_cpu_backends`` for a CPU.
     """
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, field) == host:
@@ -65,9 +65,9 @@ def _take_back_attention(args: ServerArgs, host: str) -> None:
 
 
 def _adapt_graphs(args: ServerArgs, device: DeviceSpec) -> None:
-    """The graphs that SGLang's own runners capture of our operators, and no others.
+    """Enable only the graphs of our operators that SGLang's own runners can capture.
 
-    SGLang has read its flags about graphs when it asks us, and reads this.
+    SGLang has already read its graph flags when it asks us, and reads these values later.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
@@ -82,7 +82,7 @@ def _adapt_graphs(args: ServerArgs, device: DeviceSpec) -> None:
 
 
 def _graphs_of(phase: str, args: ServerArgs, device: DeviceSpec) -> tuple[str, str]:
-    """The kind of graphs that is captured of a phase, and why it is no other."""
+    """Return the kind of graphs to capture for a phase, and why not another kind."""
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 
     for absent, reason in (
@@ -107,7 +107,7 @@ def _graphs_of(phase: str, args: ServerArgs, device: DeviceSpec) -> tuple[str, s
 
 
 def _cpu_defaults(args: ServerArgs) -> None:
-    """SGLang binds the threads of several ranks to cores by a variable that it demands."""
+    """Set the variable that SGLang requires to bind the threads of several ranks to cores."""
     ranks, cores = args.tp_size * args.pp_size * args.dp_size, sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // ranks)
     parts = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
@@ -117,7 +117,7 @@ def _cpu_defaults(args: ServerArgs) -> None:
 
 
 _variables: dict[str, str] = {}
-"""Variables that :func:`_set_variable` has set, for the engine that this process started before: they are no user's."""
+"""Variables that :func:`_set_variable` has set for an earlier engine of this process, not for the user."""
 
 
 def _set_variable(name: str, value: str | None) -> None:

@@ -1,7 +1,7 @@
-"""SGLang's rules for models that it ties to a list of its own attention backends, with ours beside that list.
+"""SGLang's rules for models that it ties to a list of its own attention backends, extended by ours.
 
-SGLang reads the list after it has asked the platform, and ends where the backend is none of it. Such a model gets the
-name of a backend that computes what ours does while SGLang applies its rules, and ours again afterwards.
+SGLang reads the list after it has asked the platform, and fails if the backend is not listed. While SGLang applies its
+rules, such a model gets the name of a listed backend with the same features as ours, and ours again afterwards.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..compat.runtime import ATTENTION
 TIED = ("GptOssForCausalLM",)
 """The models with such a list that are served."""
 LISTED = "triton"
-"""A backend of all lists: it has windows and sinks, as ours."""
+"""A backend in all lists, with windows and sinks like ours."""
 KEPT = ("dtype", "moe_runner_backend")
-"""Arguments that SGLang's rules for gpt-oss set for kernels of its own."""
+"""Arguments that SGLang's rules for gpt-oss set for its own kernels."""
 
 
 def name_listed(args: Any, config: Any) -> Mapping[str, Any]:
-    """The arguments of a tied model: a backend of the list, and the rest as they are before SGLang's own rules."""
+    """Return the arguments of a tied model: a listed backend, and the rest as before SGLang's own rules."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view = resolving_view(args)
@@ -31,7 +31,7 @@ def name_listed(args: Any, config: Any) -> Mapping[str, Any]:
 
 
 def keep_ours(args: Any, apply: Callable[[Any], None]) -> None:
-    """Have SGLang apply its rules for a model, and keep our attention."""
+    """Let SGLang apply its rules for a model, and keep our attention."""
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     before = resolving_view(args).attention_backend
@@ -43,7 +43,7 @@ def keep_ours(args: Any, apply: Callable[[Any], None]) -> None:
 
 @cache
 def register() -> None:
-    """Register both with SGLang. Idempotent."""
+    """Register both rules with SGLang. Idempotent."""
     from sglang.srt.arg_groups.overrides import register_model_override
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 

@@ -25,7 +25,7 @@ DEVICE = detect_device()
 
 
 def _capabilities() -> Any:
-    """SGLang's ``PlatformCapabilities``; ``None`` for a version that asks :class:`OlderPlatform` instead."""
+    """Return SGLang's ``PlatformCapabilities``; ``None`` for a version that asks :class:`OlderPlatform` instead."""
     kind = getattr(interface, "PlatformCapabilities", None)
     if kind is None:
         return None
@@ -35,8 +35,8 @@ def _capabilities() -> Any:
 class PlatformFL(OlderPlatform, SRTPlatform):
     """An out-of-tree platform for any device that has a spec.
 
-    Its ``capabilities`` claim nothing where SGLang has nothing of its own for the device: no graphs are captured, and
-    SGLang's own Triton kernels are not started.
+    Its ``capabilities`` claim nothing if SGLang has no code for the device: no graphs are captured, and SGLang's own
+    Triton kernels do not run.
     """
 
     _enum = PlatformEnum.OOT
@@ -48,7 +48,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
     # -- the device ---------------------------------------------------------------------------------------------------
 
     def get_device(self, device_id: int | None = 0) -> str:
-        """The device with this index; without one, the current device."""
+        """Return the device with this index; without an index, the current device."""
         return DEVICE.torch_type if device_id is None else DEVICE.place(device_id)
 
     def set_device(self, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         return ATTENTION
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """For the functions that SGLang compiles by itself, such as the choice of experts; models are not compiled."""
+        """Return the backend for functions that SGLang compiles, such as the choice of experts, not for models."""
         return "eager" if DEVICE.inductor is None else "inductor"
 
     def get_kv_pool_cls(self, *, kind: str) -> type:
@@ -128,20 +128,20 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         return GraphRunnerFL
 
     def get_quantization_config(self, quantization: str) -> type | None:
-        """Ours for a method that is served; others were refused before a model loads."""
+        """Return our configuration for a served method; other methods were refused before a model loads."""
         return config_class(quantization)
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return speculation.serves(algorithm)
 
     def get_speculative_worker_cls(self, algorithm: str) -> None:
-        """Return no class of our own: SGLang's workers run, once they are prepared."""
+        """Return ``None``, because SGLang's own workers run once they are prepared."""
         from ..speculation import kernel_hooks
 
         kernel_hooks.prepare(algorithm)
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor] | None:
-        """Slots of the tokens that are checked; SGLang's own are a Triton kernel."""
+        """Return a function for the slots of tokens to verify, because SGLang's own is a Triton kernel."""
         return None if native_kernels.start_triton() else forms.slots_of_window
 
     def get_group_coordinator_device(self, local_rank: int) -> torch.device:
@@ -151,7 +151,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
 
     @startup.START.refusing()
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """The parent's last step before processes start: raises what is wrong, sets defaults, leaves our settings."""
+        """Run the parent's last step before processes start: raise errors, set defaults, leave our settings."""
         startup.activate()
         startup.START.warn_of_unverified_device()
         for sentence in environment.without_effect(DEVICE):
@@ -161,7 +161,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         config.hand_over()
 
     def init_backend(self) -> None:
-        """SGLang's model runner is imported: raise what an entry point found wrong in this process.
+        """Raise errors that an entry point kept in this process, when SGLang's model runner is imported.
 
         SGLang imports its models next.
         """

@@ -1,4 +1,4 @@
-"""Features that cannot be served, each refused in one sentence that names it, before weights load."""
+"""Refusals: one sentence each that names a feature that cannot be served, before weights load."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ BY_HOST: Mapping[str, str] = {
     "pdmux": "divides the processors of an NVIDIA GPU (initialize_stream_groups in multiplex/pdmux_context.py)",
     "saver": "gives memory back by a library for GPUs (create in utils/torch_memory_saver_adapter.py)",
 }
-"""The line of SGLang's that forbids something on a CPU, with its function and file."""
+"""SGLang's line that forbids a feature on a CPU, with its function and file."""
 
 
 def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]]:
-    """``(present, feature, line of SGLang's)``."""
+    """Return ``(present, feature, SGLang's line)``."""
     asked, cache = args.quantization, f"a KV cache of type {args.kv_cache_dtype}"
     plain, fp8 = args.kv_cache_dtype in PLAIN_CACHE_DTYPES, args.kv_cache_dtype == quantization.FP8_CACHE
     kernels = HOST.name in device.host_kernels
@@ -93,7 +93,7 @@ def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:
 
 
 def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
-    """Refuse, before weights load, what only the resolved configuration says, because SGLang asks us before.
+    """Refuse features that only the resolved configuration shows, before weights load; SGLang asks us earlier.
 
     Raises:
         ValueError: for the first feature of the model that cannot be served.
@@ -142,7 +142,7 @@ STATES = (
     "Qwen3_5Config",
     "Qwen3_5MoeConfig",
 )
-"""Configurations of the models with states that are served, by name; derived ones have their base's."""
+"""Configurations of served models with states, by name; derived classes count as their base."""
 
 
 def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
@@ -157,7 +157,7 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     quantized = runner.model_config.quantization is not None
     return [
         (not served, f"{what} of {type(found).__name__}"),
-        (device.accelerator, what),  # references of prompts wait for the device in each layer
+        (device.accelerator, what),  # references for prompts wait for the device in each layer
         (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
         (
             quantized and groups % args.tp_size != 0,

@@ -1,6 +1,6 @@
 """From SGLang's entry points to an active platform, and the settings of a parent process.
 
-An error that is kept is raised where SGLang does not wrap: in the parent when it completes its server arguments
+A kept error is raised where SGLang does not catch it: in the parent when it completes its server arguments
 (:func:`activate`), in a scheduler process when it imports the model runner. Both are before a model loads.
 """
 
@@ -27,7 +27,7 @@ PLATFORM = "sglang_fl.platform.out_of_tree.PlatformFL"
 
 @cache
 def detect() -> str | None:
-    """The platform's class path, or ``None`` where SGLang's own platform should run. Never raises."""
+    """Return the platform's class path, or ``None`` if SGLang's own platform should run. Never raises."""
     try:
         with START.reading():
             reset_settings(prefixes=environment.PREFIXES)
@@ -37,9 +37,9 @@ def detect() -> str | None:
         if not START.decide(_judge):
             return None
         device_branches.leave(detect_device())
-    except Exception as error:  # SGLang would swallow it: kept, and raised by activate()
+    except Exception as error:  # SGLang would swallow it, so it is kept, and raised by activate()
         START.keep(error)
-        # Said at once, because SGLang may stop for a reason of its own before activate() runs.
+        # Logged at once, because SGLang may stop for another reason before activate() runs.
         START.logger.error("start-up will stop, because of %s: %s", type(error).__name__, error)
     return PLATFORM
 
@@ -48,7 +48,7 @@ def _judge(settings: Settings) -> tuple[bool, str]:
     """Return that the plugin runs, and why.
 
     Raises:
-        ConfigError: a variable would have SGLang go around the operators.
+        ConfigError: a variable would make SGLang bypass the operators.
     """
     environment.refuse_ways_around()
     state = "" if settings.policy.enabled else "; dispatch is switched off, so operators run their references"
@@ -57,7 +57,7 @@ def _judge(settings: Settings) -> tuple[bool, str]:
 
 def run_if_active(step: Callable[[], None]) -> None:
     """Run a step of the start unless another platform runs, and keep its error. Never raises."""
-    # After an error SGLang would log the same one again for hooks that it cannot apply.
+    # After an error SGLang would log the same error again for hooks that it cannot apply.
     if detect() is None or START.error is not None:
         return
     try:

@@ -1,8 +1,8 @@
 """Quantized checkpoints in SGLang: its configurations and loaders, with our quantized layers and experts.
 
-:mod:`.configs` reads what a checkpoint says and gives each layer one of the kinds of :mod:`.layers` or
-:mod:`.experts`; the products are those of :mod:`fl_dispatch.hosting.quantized`. Importing this package imports nothing
-of SGLang.
+:mod:`.configs` reads a checkpoint's configuration and gives each layer one of the kinds of :mod:`.layers` or
+:mod:`.experts`; :mod:`fl_dispatch.hosting.quantized` has the products. Importing this package imports nothing of
+SGLang.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ SERVED: Mapping[str, str] = MappingProxyType(
         "quark": "QuarkConfigFL",
     }
 )
-"""The methods that are served, by SGLang's names → the class in :mod:`.configs`; checkpoints say ``modelopt`` alone.
+"""Served methods by SGLang's names → the class in :mod:`.configs`; checkpoints only say ``modelopt``.
 
-``mxfp8`` is SGLang's name for that of ``modelopt`` too.
+``mxfp8`` is SGLang's name also for that of ``modelopt``.
 """
 
 
 CONVERTED: Mapping[str, str] = MappingProxyType({"awq_marlin": "awq", "gptq_marlin": "gptq"})
-"""SGLang's methods for NVIDIA GPUs, which it takes for checkpoints of others → those. They run kernels of its own."""
+"""SGLang's methods for NVIDIA GPUs, with its own kernels → the methods of the checkpoints that it takes for them."""
 LATENT_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",
 )
-"""Models with latent attention that are served: SGLang's loader of others splits a weight by code of its own."""
+"""Served models with latent attention: for other models SGLang's loader splits a weight with its own code."""
 GPT_OSS = "GptOssForCausalLM"
-"""Model with experts that ``mxfp4`` quantizes; no other has them."""
+"""The model with experts that ``mxfp4`` quantizes; no other model has them."""
 FP8_CACHE = "fp8_e4m3"
-"""SGLang's name of the one type of quantized cache that is served."""
+"""SGLang's name of the only served type of quantized cache."""
 
 
 def refused(what: str, remedy: str = "") -> ValueError:
-    """The error for an unserved feature of a checkpoint; ``remedy``: a feature that works."""
+    """Return the error for an unserved feature of a checkpoint; ``remedy``: a feature that works."""
     return ValueError(f"sglang_fl does not support {what} yet{remedy and f'; {remedy}'}")
 
 
 def config_class(method: str) -> type | None:
-    """The configuration of a method that is served; ``None`` for another one."""
+    """Return the configuration of a served method; ``None`` for other methods."""
     if method not in SERVED:
         return None
     from . import configs
@@ -66,15 +66,15 @@ def config_class(method: str) -> type | None:
 
 
 def check_experts(original: Callable[[Any], None], runner: Any) -> None:
-    """SGLang's check of experts in blocks, for methods that are not ours: ours take a short last block."""
+    """Run SGLang's check of experts in blocks for methods other than ours, which take a short last block."""
     if runner.model_config.quantization not in SERVED:
         original(runner)
 
 
 def announce() -> None:
-    """Add the methods to SGLang's list of those that exist: it lists GPTQ for the platforms alone that it knows.
+    """Add the methods to SGLang's list, because it lists GPTQ only for platforms that it knows.
 
-    In that list each class is asked whether it takes a checkpoint of another method, so those that do are exchanged.
+    SGLang asks each listed class whether it takes a checkpoint of another method, so classes that do are replaced.
     """
     from sglang.srt.layers import quantization
 
@@ -83,7 +83,7 @@ def announce() -> None:
     for method in SERVED:
         if method not in quantization.QUANTIZATION_METHODS:
             quantization.QUANTIZATION_METHODS[method] = config_class(method)
-    for method in remedies.METHODS:  # SGLang would say that it does not know one; we say what works
+    for method in remedies.METHODS:  # SGLang would report an unknown method; our error names one that works
         quantization.QUANTIZATION_METHODS.setdefault(method, quantization.QUANTIZATION_METHODS["fp8"])
     for converted, method in CONVERTED.items():
         quantization.QUANTIZATION_METHODS[converted] = quantization.QUANTIZATION_METHODS[method]

@@ -1,4 +1,4 @@
-"""SGLang's quantization configurations: they read a checkpoint's, and give layers and experts our kinds."""
+"""SGLang's quantization configurations: they read a checkpoint's, and assign our kinds to layers and experts."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Served:
-    """The part that all have in common: models of any dtype."""
+    """The common part of all: models of any dtype."""
 
     fl_format: str
-    """The name that checkpoints have for the format."""
+    """The format's name in checkpoints."""
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -54,7 +54,7 @@ class Served:
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """The least of any GPU."""
+        """Return the smallest capability of any GPU."""
         return 0
 
     @classmethod
@@ -63,10 +63,10 @@ class Served:
         return super().from_config(config)  # type: ignore[misc]
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of a layer, bound for its prefix; ``None`` for SGLang's own.
+        """Return the method of a layer, bound for its prefix; ``None`` for SGLang's own.
 
         Raises:
-            ValueError: a quantized head or cache, or a kind of weights, that is not served, or not on this device.
+            ValueError: a quantized head or cache, or a kind of weights, is not served, or not on this device.
         """
         if isinstance(layer, ParallelLMHead) and self.fl_quantizes_head(prefix):
             raise refused(f"a quantized head ({prefix})")
@@ -87,12 +87,12 @@ class Served:
         return QuantizedMethod(layer.scheme, self)
 
     def get_cache_scale(self, name: str) -> str | None:
-        """The model's name for a scale of the cache: Granite asks for it, and few of SGLang's configurations answer."""
+        """Return the model's name for a scale of the cache, which Granite asks for."""
         asked = getattr(super(), "get_cache_scale", None)
         return asked(name) if asked else None
 
     def _cache_method(self, prefix: str) -> CacheScales | None:
-        """The method that loads scales of keys and values, if the cache is in fp8."""
+        """Return the method that loads scales of keys and values, if the cache is in fp8."""
         given, scheme = get_server_args().kv_cache_dtype, getattr(self, "kv_cache_scheme", None) or {}
         if given != FP8_CACHE and not (given == "auto" and self.fl_quantizes_cache()):
             return None
@@ -116,15 +116,15 @@ class Served:
         return kind
 
     def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
-        """The scheme of a linear layer or experts; a string where the checkpoint leaves them as they are."""
+        """Return the scheme of a linear layer or experts; a string if the checkpoint leaves them unquantized."""
         raise NotImplementedError
 
     def fl_quantizes_head(self, prefix: str) -> bool:
-        """Whether the product that gives logits is named as quantized too."""
+        """Whether the product that makes logits is also named as quantized."""
         return False
 
     def fl_quantizes_cache(self) -> bool:
-        """Whether the checkpoint has scales for a cache in fp8; SGLang then takes one unless the user names another."""
+        """Whether the checkpoint has scales for an fp8 cache; SGLang then uses one unless the user names another."""
         algorithm = getattr(self, "kv_cache_quant_algo", None)
         return isinstance(algorithm, str) and algorithm.upper() == "FP8"
 
@@ -141,7 +141,7 @@ class Fp8ConfigFL(Served, Fp8Config):
 
 
 class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
-    """``compressed-tensors``: weights of 4 bits, and of 8 with inputs of 8 or as they are."""
+    """``compressed-tensors``: weights of 4 bits, and of 8 bits with inputs of 8 bits or unquantized inputs."""
 
     fl_format = "compressed-tensors"
 
@@ -154,7 +154,7 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
 
     @classmethod
     def _quantization_scheme_map_from_config(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """SGLang's reading, with inputs in forms of weights for which SGLang drops them."""
+        """Return SGLang's reading, including inputs of weight formats for which SGLang drops them."""
         found: dict[str, Any] = super()._quantization_scheme_map_from_config(config)
         for group in config.get("config_groups", {}).values():
             if inputs := group.get("input_activations"):
@@ -166,9 +166,9 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         return self._products(layer, prefix) if isinstance(layer, FusedMoE) else self._scheme(layer, prefix)
 
     def _scheme(self, layer: Any, prefix: str) -> Scheme | str:
-        """The scheme of a layer by the library's rules: names and expressions before classes.
+        """Return the scheme of a layer by the library's rules: names and expressions before classes.
 
-        SGLang knows the parts of joined layers for some models alone, and takes plain names for ends of names.
+        SGLang knows the parts of joined layers only for some models, and treats plain names as suffixes.
         """
         parts = layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
         owner = type(layer).__name__.lower()
@@ -176,11 +176,11 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         return layer_parts.agreed(self._named, prefix, parts, next(classes, LEFT), str, refused)
 
     def _targets(self) -> list[str]:
-        """The targets in the library's order."""
+        """Return the targets in the library's order."""
         return sorted(self.target_scheme_map, key=lambda target: (target.startswith(EXPRESSION), target))
 
     def _named(self, name: str) -> Scheme | str | None:
-        """A layer's scheme by its name, or ``None`` if nothing names it."""
+        """Return a layer's scheme by its name, or ``None`` if no target names it."""
         if any(_matches(name, target) for target in self.ignore):
             return LEFT
         return next((self._read(target) for target in self._targets() if _matches(name, target)), None)
@@ -191,7 +191,7 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         return LEFT if weights is None else schemes.compressed(weights, found["input_activations"], form)
 
     def _products(self, layer: Any, prefix: str) -> Scheme | str:
-        """The scheme of the products of a layer's experts, which must be the same."""
+        """Return the scheme of the products of a layer's experts, which must be equal."""
         self._add_fused_moe_to_target_scheme_map()
         found, *others = (self._scheme(layer, f"{prefix}.0.{product}") for product in PRODUCTS)
         if any(other != found for other in others):
@@ -203,11 +203,11 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
 
 
 ROOTS = ("model", "language_model")
-"""Modules around a model's layers, which checkpoints and hosts have in different orders."""
+"""Modules around a model's layers, which checkpoints and hosts nest in different orders."""
 
 
 def _matches(name: str, target: str) -> bool:
-    """Whether a target means the layer with this name: its whole name, or an expression that matches from its start."""
+    """Whether a target names this layer: by its whole name, or by an expression that matches from the start."""
     if target.startswith(EXPRESSION):
         return re.match(target.removeprefix(EXPRESSION), name) is not None
     return _below_roots(target) == _below_roots(name)
@@ -268,7 +268,7 @@ class AutoRoundConfigFL(AutoRoundConfig):
 
 
 class QuarkConfigFL(QuarkConfig):
-    """``quark``, read as the format that has the same tensors."""
+    """``quark``, read as the format with the same tensors."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -285,12 +285,12 @@ class Mxfp4ConfigFL(Served, Mxfp4Config):
 
 
 class ModelOpt(Served):
-    """``modelopt``: fp8 with a scale a weight and one for inputs, MXFP8, NVFP4 with such inputs or as they are."""
+    """``modelopt``: fp8 with a scale per weight and one for inputs, MXFP8, NVFP4 with such or unquantized inputs."""
 
     fl_format = "modelopt"
     fl_algorithm: str
     fl_changed: Mapping[str, str] = {}
-    """Words of the configuration that SGLang's class reads in the place of the checkpoint's."""
+    """Words of the configuration that SGLang's class reads instead of the checkpoint's."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -319,7 +319,7 @@ class ModelOptFp4ConfigFL(ModelOpt, ModelOptFp4Config):
 
 
 class ModelOptMxfp8ConfigFL(ModelOpt, ModelOptFp8Config):
-    """MXFP8, which SGLang reads by its class for ``fp8``, without the patterns of ``modelopt``."""
+    """MXFP8, which SGLang reads with its class for ``fp8``, without the patterns of ``modelopt``."""
 
     fl_changed: Mapping[str, str] = {"quant_algo": "FP8"}
 

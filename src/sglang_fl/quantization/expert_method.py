@@ -1,4 +1,4 @@
-"""Quantized experts as SGLang knows them: a method at each layer."""
+"""Quantized experts in SGLang's form: a method at each layer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from . import refused
 
 
 class QuantizedExpertsMethod(FusedMoEMethodBase):
-    """SGLang's way to a layer's kind of experts.
+    """SGLang's method for a layer's kind of experts.
 
     Args:
-        kind: of one layer.
-        quant_config: of the model.
+        kind: one layer's kind.
+        quant_config: the model's configuration.
 
     Attributes:
         inner: elements of a token.
-        dtype: of the model.
+        dtype: the model's dtype.
         biased: whether both products have biases.
     """
 
@@ -48,7 +48,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         loader, owner = extra_weight_attrs["weight_loader"], type(layer).__name__
         self.inner, self.dtype = hidden_size, params_dtype
-        # Loaders of other forms of a checkpoint, and those of a model's own, know SGLang's methods by name.
+        # Loaders of other checkpoint forms, and models' own loaders, know SGLang's methods by name.
         if getattr(loader, "__func__", None) is not FusedMoE.weight_loader:
             raise refused(f"quantized experts that {owner} loads in a way of its own ({layer.layer_name})")
         self.biased = bool(extra_weight_attrs.get("with_bias"))
@@ -64,17 +64,17 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             parameters.add(f"{name}_weight_bias", torch.zeros(num_experts, columns, dtype=params_dtype))
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
-        """Make no runner of SGLang's: ``apply`` is the whole computation."""
+        """Make no SGLang runner, because ``apply`` is the whole computation."""
         try:
             MIXTURE.give(layer, Mixture(moe_runner_config))
         except Unbridged as reason:  # SGLang has no native experts for quantized weights
             raise ValueError(unsupported(f"quantized {reason}")) from reason
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Bring the parameters into the operator's form.
+        """Convert the parameters to the operator's form.
 
         Raises:
-            ValueError: no implementation computes these experts here, or one that waits for the device replaces
+            ValueError: no implementation computes these experts here, or one that waits for the device would replace
                 another.
         """
         self.kind.process_weights_after_loading(layer)
@@ -84,7 +84,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             raise refused(f"these experts ({reason}; {layer.layer_name})")
 
     def apply(self, layer: nn.Module, dispatch_output: Any) -> Any:
-        """SGLang's ``StandardCombineInput``."""
+        """Return SGLang's ``StandardCombineInput``."""
         mixture = MIXTURE.of(layer)
         if (reason := mixture.refusal(dispatch_output)) is not None:
             raise NotImplementedError(unsupported(reason))

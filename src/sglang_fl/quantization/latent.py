@@ -1,8 +1,8 @@
 """Latent attention of quantized models: the weight of ``kv_b_proj``, dequantized once for the absorbed form.
 
-That form multiplies queries and results with the weight itself. SGLang splits it as soon as a checkpoint is read, by
-code for its own kernels' formats. Here it is split when the layers are in our form, by a product with ones, because
-every kind of weights can compute that.
+That form multiplies queries and results with the weight. SGLang splits the weight as soon as a checkpoint is read, with
+code for its own kernels' formats. Here it is split when the layers are in our form, by a product with ones, which every
+kind of weights can compute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 WEIGHT = "kv_b_proj"
 """SGLang's name of the layer with the weight to split."""
 JOINED = "fused_qkv_a_proj_with_mqa"
-"""SGLang's name of the layer that its loader joins of two."""
+"""SGLang's name of the layer that its loader joins from two."""
 
 
 def refusal(scheme: Layer, name: str) -> str:
-    """Why a layer with this name cannot have these weights, or an empty string."""
+    """Return why a layer with this name cannot have these weights; empty if it can."""
     if name in (WEIGHT, JOINED) and scheme.fl_given:
         return "latent attention with scales for inputs in the checkpoint"
     if name == JOINED and not scheme.fl_joins:
@@ -43,7 +43,7 @@ def _scheme(layer: Any) -> Any:
 def split_plain(
     original: Callable[..., None], model: Any, is_nextn: bool = False, weight_names: Iterable[str] | None = None
 ) -> None:
-    """Call SGLang's splitting for the layers with a plain weight."""
+    """Call SGLang's splitting only for layers with a plain weight."""
     found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] == WEIGHT}
     ours = {name for name, module in found.items() if isinstance(_scheme(module), QuantizedLayer)}
     if not ours:
@@ -54,7 +54,7 @@ def split_plain(
 
 
 def split(model: nn.Module) -> None:
-    """Give each layer of latent attention the two parts of its quantized weight, in the model's dtype."""
+    """Give each latent-attention layer the two parts of its quantized weight, in the model's dtype."""
     for prefix, layer, kernel in kernels(model):
         above, _, name = prefix.rpartition(".")
         if name not in (WEIGHT, JOINED) or not isinstance(kernel, QuantizedLayer):
@@ -65,7 +65,7 @@ def split(model: nn.Module) -> None:
             if block and rank % block:
                 what = f"latent attention with compressed queries of {rank} elements, no whole blocks of {block}"
                 raise refused(f"{what} ({prefix})")
-            attention._use_min_latency_fused_a_gemm = False  # else SGLang asks for a weight that packed layers lack
+            attention._use_min_latency_fused_a_gemm = False  # otherwise SGLang reads a weight that packed layers lack
             continue
         dtype, device = attention.kv_b_proj.params_dtype, next(layer.parameters()).device
         ones = torch.eye(attention.kv_lora_rank, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""Quantized layers as SGLang knows them: an object at each layer that makes its parameters.
+"""Quantized layers in SGLang's form: an object at each layer that makes its parameters.
 
-SGLang asks a layer's ``scheme`` which of its two loaders it wants; the parameters of all kinds are for the second.
+SGLang asks a layer's ``scheme`` for one of two loaders; the parameters of all kinds use the second.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Loader = Callable[..., None]
 
 
 class Layer(layers.QuantizedLayer):
-    """The part that all kinds share; ``scheme``: of the layer."""
+    """The part that all kinds share; ``scheme``: the layer's scheme."""
 
     requires_weight_loader_v2 = True
     fl_given = False
-    """Whether the checkpoint has scales of inputs."""
+    """Whether the checkpoint has input scales."""
     fl_divided = False
     """Whether other ranks have other columns."""
     fl_joins = True
-    """Whether SGLang's loader of DeepSeek joins two layers of this kind to one, as they lie in a checkpoint."""
+    """Whether SGLang's DeepSeek loader joins two layers of this kind by concatenating their checkpoint tensors."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class Layer(layers.QuantizedLayer):
             inner: elements of a row on this rank.
             parts: columns on this rank, of each of the layers that SGLang merged into this one.
             all_inner: elements of a row on all ranks.
-            dtype: of the model.
-            loader: the layer's.
+            dtype: the model's dtype.
+            loader: the layer's loader.
         """
         raise NotImplementedError
 
 
 class _EightBits(Layer):
-    """Weights of 8 bits, as they are stored."""
+    """8-bit weights in their stored form."""
 
     stored: torch.dtype
 
@@ -94,12 +94,12 @@ class _EightBits(Layer):
 
 
 def _unread(parameter: Any, loaded: Tensor, *_: Any) -> None:
-    """Load what a checkpoint says and no layer asks; the last of the layers that SGLang joins, or has joined, stays."""
+    """Load a checkpoint's value that no layer reads; the last one of joined layers stays."""
     parameter.data.copy_(loaded.flatten()[-parameter.numel() :].view_as(parameter))
 
 
 class _ScalesOfLayers(PerTensorScaleParameter):
-    """Scales that keep their loader, where SGLang's Qwen3-Next would give them one that copies a weight."""
+    """Scales that keep their loader, because SGLang's Qwen3-Next would give them one that copies a weight."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "_weight_loader" or not hasattr(self, name):
@@ -131,7 +131,7 @@ class Fp8WeightLayer(_EightBits, layers.Fp8WeightLayer):
 class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
     """Blocks of ``fl_block`` by ``fl_block``.
 
-    SGLang's Llama loads what ``fp8`` checkpoints call ``weight_scale_inv`` as ``weight_scale``, other models do not.
+    SGLang's Llama loads ``weight_scale_inv`` of ``fp8`` checkpoints as ``weight_scale``, other models do not.
     """
 
     stored = torch.float8_e4m3fn
@@ -147,7 +147,7 @@ class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
         made, count = BlockQuantScaleParameter, -(-sum(parts) // block)
         if not blocks.are_whole(parts, block, self.fl_divided):
             made, count, loader = GroupQuantScaleParameter, sum(parts), blocks.loads_rows(loader, block)
-        scales = orders.unset(count, -(-inner // block))  # both names have them, so that either fills them
+        scales = orders.unset(count, -(-inner // block))  # registered under both names, so that either fills them
         for name in ("weight_scale", "weight_scale_inv"):
             scale = made(data=scales, input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, scale)
@@ -177,7 +177,7 @@ class _Packed(Layer, layers.PackedLayer):
         raise NotImplementedError
 
     def _words(self, shape: Sequence[int], packed: int, column: int, loader: Loader, of_groups: bool = False) -> Any:
-        """Words of packed numbers: packed along one dimension, with the columns along one.
+        """Return words of packed numbers, packed along one dimension, with columns along one.
 
         Words ``of_groups`` are on every rank if a group is a whole row.
         """
@@ -189,7 +189,7 @@ class _Packed(Layer, layers.PackedLayer):
         return PackedvLLMParameter(data=words, input_dim=1 - column, output_dim=column, **how)
 
     def _scales(self, shape: Sequence[int], column: int, dtype: torch.dtype, loader: Loader) -> Any:
-        """Scales of groups, or of columns if a group is a whole row."""
+        """Return scales of groups, or of columns if a group is a whole row."""
         values = orders.unset(*shape, dtype=dtype)
         if self._group == -1:
             return ChannelQuantScaleParameter(data=values, output_dim=column, weight_loader=loader)
@@ -197,7 +197,7 @@ class _Packed(Layer, layers.PackedLayer):
 
 
 class PackedLayer(_Packed):
-    """As ``compressed-tensors`` packs them."""
+    """The packing of ``compressed-tensors``."""
 
     fl_weights = ("weight_packed", "weight_scale", "weight_zero_point")
 
@@ -212,10 +212,10 @@ class PackedLayer(_Packed):
 
 
 class GptqLayer(_Packed):
-    """As ``gptq`` packs them, transposed. Its zero points are all in the middle."""
+    """The packing of ``gptq``, transposed. All its zero points are in the middle."""
 
     fl_weights = ("qweight", "scales", "qzeros")
-    fl_joins = False  # it knows of AWQ alone that columns are the second dimension
+    fl_joins = False  # only for AWQ it knows that columns are the second dimension
 
     def _create(self, layer: Any, inner: int, columns: int, group: int, dtype: torch.dtype, loader: Loader) -> None:
         shape = inner // group, columns
@@ -227,7 +227,7 @@ class GptqLayer(_Packed):
 
 
 class AwqLayer(_Packed):
-    """As ``awq`` packs them, transposed and out of order."""
+    """The packing of ``awq``, transposed and out of order."""
 
     fl_weights = ("qweight", "scales", "qzeros")
     fl_places = orders.AWQ_PLACES
@@ -240,7 +240,7 @@ class AwqLayer(_Packed):
 
 
 class _Grouped(Layer, layers.GroupedLayer):
-    """Weights with scales of groups, as they are stored."""
+    """Weights with scales of groups in their stored form."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__(scheme)
@@ -285,15 +285,15 @@ KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(
 
 
 OF_DELTA_NETS = (".in_proj_qkvz", ".in_proj_ba")
-"""Layers that SGLang's Qwen3-Next asks for the loader of ``weight`` before it loads them, however they are packed."""
+"""Layers for which SGLang's Qwen3-Next reads the loader of ``weight`` before loading, however they are packed."""
 
 
 class QuantizedMethod(LinearMethodBase):
-    """SGLang's way to a layer's scheme.
+    """SGLang's method for a layer's scheme.
 
     Args:
-        scheme: of one layer.
-        quant_config: of the model; SGLang's loaders ask it for the size of blocks.
+        scheme: one layer's scheme.
+        quant_config: the model's configuration; SGLang's loaders read the block size from it.
 
     Attributes:
         inner: elements of a row on this rank.
@@ -325,7 +325,7 @@ class QuantizedMethod(LinearMethodBase):
         vars(layer).pop("weight", None)
         self.scheme.process_weights_after_loading(layer)
         if "weight" in layer._parameters and hasattr(layer, "weight_packed"):
-            del layer.weight  # DeepSeek's second name of packed weights, as they were loaded
+            del layer.weight  # DeepSeek's second name of packed weights, in their loaded form
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.scheme.apply_weights(layer, x, bias)

@@ -1,6 +1,6 @@
-"""New weights for an engine that runs: forms of them are made anew, and a quantized model refuses them.
+"""New weights for a running engine: prepared forms are made anew, and a quantized model refuses new weights.
 
-Loading puts quantized weights into the form of their operators for good: no loader is left that knows the checkpoint's.
+Loading converts quantized weights to the form of their operators, and no loader is left for the checkpoint's form.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
     }
 )
-"""SGLang's ways to new weights, as methods of a scheduler's updater → its class of their answers."""
+"""SGLang's methods for new weights, in a scheduler's updater → the class of their answers."""
 
 
 def refusing(way: str) -> Callable[..., Any]:
-    """The hook of one way: its answer says no if a model of this scheduler is quantized, on each rank alike."""
+    """Return the hook of one method: it answers no if a model of this scheduler is quantized, on every rank alike."""
 
     def update(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
         from sglang.srt.managers import io_struct
@@ -40,7 +40,7 @@ def refusing(way: str) -> Callable[..., Any]:
                 logger.error("%s", said)
                 return getattr(io_struct, ANSWERS[way])(success=False, message=said)
         answer = original(updater, recv_req)
-        weights_were_written()  # however a way of SGLang's writes them
+        weights_were_written()  # whichever method of SGLang writes them
         return answer
 
     return update

@@ -1,16 +1,15 @@
-"""Communication between the ranks of one group: what SGLang's ``GroupCoordinator`` does over a device group.
+"""Communication between the ranks of one group, replacing SGLang's ``GroupCoordinator`` over a device group.
 
-SGLang has no seam for a communicator, so the coordinator's methods are hooked, with their own names, arguments and
-results; the collectives themselves are in :mod:`fl_dispatch.hosting.ranks.collectives`. A group of one rank stays
-SGLang's.
+SGLang has no interface for a communicator, so the coordinator's methods are hooked, with their names, arguments and
+results; the collectives are in :mod:`fl_dispatch.hosting.ranks.collectives`. A group of one rank stays SGLang's.
 
 These stay SGLang's for any group:
 
 - objects and barriers, which travel over the CPU group;
-- the tensors of pipeline stages (``send_tensor_dict`` and its like), which SGLang sends without waiting;
+- the tensors of pipeline stages (``send_tensor_dict`` and similar), which SGLang sends without waiting;
 - fusions of compiled kernels (``quant_all_reduce``, ``fused_allreduce_rmsnorm``);
 - ``all_to_all_single`` and ``gather``, which no served model calls;
-- what calls ``torch.distributed`` itself, such as the sampler's agreement on tokens.
+- direct calls of ``torch.distributed``, such as the sampler's agreement on tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ COMMUNICATOR = Attached[Communicator]("fl_communicator")
 
 
 def connect_group(result: None, group: GroupCoordinator, *args: Any, **kwargs: Any) -> None:
-    """After a group is made, which all its ranks do together: connect them."""
+    """Connect the ranks of a group after it is made, which all of them do together."""
     if group.world_size > 1:
         collectives = connect(group.device_group, group.cpu_group, group.ranks, group.device.type)
         sums = None
@@ -60,7 +59,7 @@ def close_group(original: Callable[..., None], group: GroupCoordinator) -> None:
 
 
 def _unless(original_runs: Callable[[GroupCoordinator], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate our method for a group; the original runs for groups that ``original_runs`` is true for."""
+    """Decorate our method for a group; the original runs if ``original_runs`` is true for the group."""
 
     def decorate(ours: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(ours)
@@ -73,7 +72,7 @@ def _unless(original_runs: Callable[[GroupCoordinator], bool]) -> Callable[[Call
 
 
 def _sums_in_one_order(group: GroupCoordinator) -> bool:
-    """SGLang then makes a sum's parts of ``all_reduce``, which is ours."""
+    """Whether SGLang makes a sum's parts from ``all_reduce``, which is ours."""
     return group.world_size == 1 or envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get()
 
 
@@ -109,7 +108,7 @@ def reduce_scatter(group: GroupCoordinator, output: Tensor, input_list: Sequence
 def reduce_scatterv(
     group: GroupCoordinator, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None
 ) -> Tensor:
-    """This rank's part, the first dimension's ``sizes[rank]``, of the sum over the ranks; written into ``output``."""
+    """Return this rank's part, ``sizes[rank]`` of dimension 0, of the sum over the ranks, written to ``output``."""
     return COMMUNICATOR.of(group).reduce_scatter(input_, 0, sizes, output)
 
 
@@ -120,7 +119,7 @@ def reduce_scatterv(
 def all_gather(
     group: GroupCoordinator, input_: Tensor, dim: int = -1, output_tensor_list: list[Tensor] | None = None
 ) -> Tensor | None:
-    """All ranks' tensors of one shape, joined along ``dim``; or each of them written into one of a list."""
+    """Return all ranks' tensors of one shape, joined along ``dim``; or write each of them into one of a list."""
     if output_tensor_list is None:
         return COMMUNICATOR.of(group).all_gather(input_, dim)
     gathered = COMMUNICATOR.of(group).all_gather(
@@ -145,11 +144,11 @@ def all_gatherv(
     sizes: list[int] | None = None,
     output: Tensor | None = None,
 ) -> list[Tensor]:
-    """All ranks' tensors, ``sizes[rank]`` long, joined along the first dimension: a list, for one tensor too.
+    """Return all ranks' tensors, ``sizes[rank]`` long, joined along the first dimension: always a list.
 
     Args:
         input_: a tensor or several, for which the sizes are the same.
-        sizes: equal ones where it is ``None``.
+        sizes: ``None`` for equal ones.
         output: overwritten with the result for a single tensor.
     """
     if isinstance(input_, Tensor):
@@ -164,7 +163,7 @@ def all_gatherv(
 
 @_several_ranks
 def broadcast(group: GroupCoordinator, input_: Tensor, src: int = 0) -> Tensor:
-    """Overwrite ``input_`` with the one of rank ``src`` of this group, and return it."""
+    """Overwrite ``input_`` with that of rank ``src`` of this group, and return it."""
     COMMUNICATOR.of(group).broadcast(input_, src)
     return input_
 
@@ -186,9 +185,9 @@ def recv(group: GroupCoordinator, size: torch.Size, dtype: torch.dtype, src: int
 
 
 def check_ranks() -> None:
-    """Refuse to serve if ranks would choose differently; from now on they run in step. Every rank must call it.
+    """Refuse to serve if ranks would choose differently; from now on ranks run in step. Every rank must call it.
 
-    Called once the model is loaded and its layers are bound. Rules that fit no layer of any stage are logged.
+    Call it once the model is loaded and its layers are bound. Rules that fit no layer of any stage are logged.
 
     Raises:
         RankDivergenceError: on every rank that sees a difference.
@@ -213,7 +212,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def agree_on_tactics() -> None:
-    """Have kernels that were timed run the same on all ranks from now on. Every rank must call it."""
+    """Choose the same configuration of timed kernels on all ranks from now on. Every rank must call it."""
     agreement.agree_on_tactics(get_parallel().tp_group.cpu_group)
 
 
@@ -231,4 +230,4 @@ HOOKED: tuple[tuple[str, Callable[..., Any], Kind], ...] = (
     ("send", send, "around"),
     ("recv", recv, "around"),
 )
-"""Methods of ``GroupCoordinator``, and how ours run; ``host_facts.yaml`` says why."""
+"""Methods of ``GroupCoordinator``, and how ours run; ``host_facts.yaml`` gives the reasons."""

@@ -1,8 +1,8 @@
-"""Data-parallel attention where no memory can be pinned, or no Triton kernel runs.
+"""Data-parallel attention without pinned memory or Triton kernels.
 
-Each rank attends for requests of its own, and all of them share the other layers, so SGLang gathers tokens before those
-and takes a rank's own back afterwards. It counts tokens in pinned memory without asking, and copies them by a Triton
-kernel on every device but those that it knows without Triton.
+Each rank attends for its own requests, and all share the other layers, so SGLang gathers tokens before those layers and
+returns a rank's own afterwards. It counts tokens in pinned memory unconditionally, and copies them with a Triton kernel
+on every device except those that it knows to lack Triton.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def prepare_mlp_sync_batch(original: Callable[..., Any], batch: ForwardBatch, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's preparation of a batch; where memory cannot be pinned, it pins none."""
+    """Run SGLang's preparation of a batch, without pinning if memory cannot be pinned."""
     return (original if detect_device().pin_memory else unpinned(original))(batch, *args, **kwargs)
 
 
 def memcpy(
     original: Callable[..., None], dst: Tensor, src: Tensor, dim: int, offset: Tensor, sz: Tensor, offset_src: bool
 ) -> None:
-    """Copy ``sz`` rows from ``src`` to ``dst``, which begin at ``offset`` in one of them."""
+    """Copy ``sz`` rows from ``src`` to ``dst``, starting at ``offset`` in one of them."""
     from sglang.srt.layers.dp_attention import memcpy_cpu
 
     (memcpy_cpu if why_unserved() else original)(dst, src, dim, offset, sz, offset_src)

@@ -1,9 +1,9 @@
 """Speculation under SGLang: the algorithms that run, and their parts that SGLang brings for its own devices only.
 
-Its workers run as they are. They check drafts by kernels of their own, and :mod:`~sglang_fl.speculation.forms`
-has PyTorch forms of them: for kernels that NVIDIA's compiler compiles during serving, and for Triton kernels without a
-Triton driver. Attention of several tokens of a request is causal, so drafts
-are checked as chains, and each draft of a tree as a request of its own.
+SGLang's workers run unchanged. They verify drafts with their own kernels, and :mod:`~sglang_fl.speculation.forms` has
+PyTorch forms of these: for kernels that NVIDIA's compiler compiles during serving, and for Triton kernels without a
+Triton driver. Attention of several tokens of a request is causal, so drafts are verified as chains, and each draft of a
+tree as a separate request.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from fl_dispatch.devices import DeviceSpec
 
 BY_MODEL = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-"""Algorithms that draft by a model; SGLang takes NEXTN for another name of EAGLE."""
+"""Algorithms that draft with a model; SGLang treats NEXTN as another name of EAGLE."""
 BY_LOOK_UP = "NGRAM"
 SERVED = (*BY_MODEL, BY_LOOK_UP)
 STEPS = 3
-"""Drafts of a step where the user says nothing: SGLang's number for most models."""
+"""Default number of drafts of a step: SGLang's number for most models."""
 
 
 def named(args: ServerArgs) -> str | None:
-    """The algorithm that the user asks for."""
+    """Return the algorithm that the user asks for."""
     return args.speculative_algorithm and args.speculative_algorithm.upper()
 
 
 def serves(algorithm: str) -> bool:
-    """Whether an algorithm runs on the SGLang beside us."""
+    """Whether the installed SGLang runs an algorithm."""
     return algorithm in SERVED and host_version() in TESTED_HOSTS
 
 
 def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[Any, str]]:
-    """``(present, feature)`` of everything about speculation that is refused.
+    """Return ``(present, feature)`` for every refused feature of speculation.
 
     Args:
-        kernels: whether SGLang has kernels of its own for the device.
+        kernels: whether SGLang has its own kernels for the device.
     """
     algorithm = named(args)
     if algorithm is None:
@@ -73,10 +73,10 @@ def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[
 
 
 def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str], None]) -> None:
-    """Let drafts be chains, as far as the user chose nothing.
+    """Make drafts chains, unless the user chose otherwise.
 
     Args:
-        change: sets a field for a reason, which it logs.
+        change: sets a field and logs the reason.
     """
     algorithm = named(args)
     if algorithm in BY_MODEL:

@@ -1,4 +1,4 @@
-"""Attention of a draft model: our backend for its prompts, and another one for each token that it drafts in a step."""
+"""Attention of a draft model: our backend for its prompts, and another one for each token drafted in a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DraftSteps:
     """The backends of one step of drafting: one for each token but the last, after which no model runs.
 
     Attributes:
-        attn_backends: SGLang sets one after the other in force.
+        attn_backends: the backends, which SGLang activates one after the other.
     """
 
     needs_cpu_seq_lens = True
@@ -28,7 +28,7 @@ class DraftSteps:
         self.attn_backends = [attention_backend.create(runner) for _ in range(tokens - 1)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Describe the batch of each token: the one that is drafted at last is in the cache as well."""
+        """Describe the batch of each token: the last drafted one is also in the cache."""
         for number, backend in enumerate(self.attn_backends):
             backend.describe_draft(forward_batch, number + 1, self.branches)
 
@@ -41,7 +41,7 @@ def create_backend(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """SGLang's choice among the backends that it knows, with ours."""
+    """Return SGLang's choice among the backends that it knows, including ours."""
     runner, steps = factory.draft_model_runner, kwargs.get("stamps_children", False)
     sizes = factory.speculative_num_steps, factory.topk
     make = (lambda: DraftSteps(runner, *sizes)) if steps else (lambda: attention_backend.create(runner))

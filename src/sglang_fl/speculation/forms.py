@@ -1,11 +1,10 @@
 """Kernels of SGLang's speculation in plain PyTorch.
 
-Each function has the parameters of SGLang's function that would start a kernel. Drafts of a request are the
-columns of a table ``[requests, width]``; its first column is the certain token. ``retrieve_next_token`` has
-the first column that continues a column, or -1. ``retrieve_next_sibling`` has the next column that continues the same
-one, or -1.
+Each function has the parameters of SGLang's function that would launch a kernel. Drafts of a request are the columns of
+a table ``[requests, width]``; its first column is the certain token. ``retrieve_next_token`` has the first column that
+continues a column, or -1. ``retrieve_next_sibling`` has the next column that continues the same column, or -1.
 
-Nothing here waits for the device except :func:`write_slots`: its requests write different numbers of slots.
+Only :func:`write_slots` waits for the device, because its requests write different numbers of slots.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 DRAFTS_ONLY = 1
-"""SGLang's ``TreeMaskMode.QLEN_ONLY``: the mask has no columns for the tokens that a request has already."""
+"""SGLang's ``TreeMaskMode.QLEN_ONLY``: the mask has no columns for tokens that a request already has."""
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------
@@ -37,11 +36,11 @@ def build_tree(
     width: int,
     tree_mask_mode: int,
 ) -> None:
-    """Describe the drafts of a step; overwrites the fourth to the eighth argument.
+    """Describe the drafts of a step; overwrite the fourth to the eighth argument.
 
     Args:
-        parents: ``[requests, nodes]``; the proposal that each ``topk`` proposals continue, except the first ones.
-        top_scores_index: ``[requests, width - 1]``; the proposals to check, in their order.
+        parents: ``[requests, nodes]``; the proposal that each group of ``topk`` proposals continues, except the first.
+        top_scores_index: ``[requests, width - 1]``; the proposals to verify, in order.
         seq_lens: ``[requests]``; the tokens in the cache.
         tree_mask: bool ``[requests * width * width]``; the drafts that a draft sees: itself and those that it
             continues.
@@ -51,7 +50,7 @@ def build_tree(
         raise NotImplementedError(f"sglang_fl checks no drafts with masks of kind {tree_mask_mode}")
     columns = torch.arange(width, device=seq_lens.device)
     continued = torch.zeros(len(seq_lens), width - 1, dtype=torch.long, device=seq_lens.device)
-    if parents.shape[1] > 0:  # else all drafts follow the token that is certain
+    if parents.shape[1] > 0:  # otherwise all drafts follow the certain token
         group = top_scores_index // topk
         proposal = parents.gather(1, group.clamp(max=parents.shape[1] - 1))
         found = (top_scores_index[:, None] == proposal[..., None]).long().argmax(2) + 1
@@ -71,12 +70,12 @@ def build_tree(
 
 
 def _first(marked: Tensor) -> Tensor:
-    """The first column of each row that is marked, or -1."""
+    """Return the first marked column of each row, or -1."""
     return torch.where(marked.any(-1), marked.long().argmax(-1), -1)
 
 
 def _places(requests: int, columns: Tensor) -> Tensor:
-    """``[requests, width]``: numbers of all drafts of a step, request by request."""
+    """Return ``[requests, width]``: numbers of all drafts of a step, request by request."""
     return columns + len(columns) * torch.arange(requests, device=columns.device)[:, None]
 
 
@@ -90,7 +89,7 @@ def read_chain(
     requests: int,
     width: int,
 ) -> None:
-    """Describe drafts with a given mask: the chain that begins in the first column; the rest is padding.
+    """Describe drafts with a given mask: the chain from the first column on; the rest is padding.
 
     Args:
         tree_mask: ``[requests * width * width]``; whether a draft sees another one.
@@ -122,9 +121,9 @@ def _accept(
 
     Args:
         predicts: ``[requests * width]``; the token after each column of the path.
-        accept_index: ``[requests, longest path]``; the places of these columns in ``predicts``.
+        accept_index: ``[requests, longest path]``; the indices of these columns in ``predicts``.
         accept_token_num: ``[requests]``; becomes ``number``.
-        path: ``[requests, longest path]``; ``number + 1`` columns, and then the last one again.
+        path: ``[requests, longest path]``; ``number + 1`` columns, then the last one repeated.
         last: ``[requests]``.
     """
     steps = torch.arange(path.shape[1], device=path.device)
@@ -137,7 +136,7 @@ def _accept(
 
 
 def _parents(retrieve_next_token: Tensor, retrieve_next_sibling: Tensor) -> Tensor:
-    """``[requests, width]``: the column that each column follows, or -1; siblings come one after the other."""
+    """Return ``[requests, width]``: the column that each column follows, or -1; siblings come one after the other."""
     requests, width = retrieve_next_token.shape
     parent = torch.full((requests, width + 1), -1, dtype=torch.long, device=retrieve_next_token.device)
     for column in range(width):
@@ -149,15 +148,15 @@ def _parents(retrieve_next_token: Tensor, retrieve_next_sibling: Tensor) -> Tens
 
 
 def _walk(parent: Tensor, longest: int, choose: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Go from the token that is certain to a draft that follows it, as far as one is chosen.
+    """Walk from the certain token to following drafts, as long as one is chosen.
 
     Args:
         parent: see :func:`_parents`.
         longest: columns of a path.
-        choose: a column of each request, and which columns follow it → which of those are right.
+        choose: a column of each request, and the columns after it → the accepted ones among these.
 
     Returns:
-        The paths ``[requests, longest]``, how many drafts each has, and the last column of each.
+        The paths ``[requests, longest]``, their numbers of drafts, and their last columns.
     """
     here = torch.zeros(len(parent), dtype=torch.long, device=parent.device)
     path, number, going = [here], here.clone(), torch.ones_like(here, dtype=torch.bool)
@@ -195,15 +194,15 @@ def verify_greedy(
 
 
 def _draw(weights: Tensor, coins: Tensor) -> Tensor:
-    """A token of each row of ``weights`` ``[requests, vocabulary]``, by numbers in [0, 1)."""
+    """Draw a token of each row of ``weights`` ``[requests, vocabulary]``, by numbers in [0, 1)."""
     sums = weights.cumsum(1)
     drawn = (sums <= coins[:, None] * sums[:, -1:]).sum(1)
-    possible = (weights > 0).cumsum(1).argmax(1)  # the last one that has a weight
+    possible = (weights > 0).cumsum(1).argmax(1)  # the last token with a weight
     return torch.minimum(drawn, possible)
 
 
 def _row(table: Tensor, number: Tensor) -> Tensor:
-    """``table[request, number[request]]``, ``[requests, vocabulary]``; the last row if there is no such row."""
+    """Return ``table[request, number[request]]``, ``[requests, vocabulary]``; the last row if there is no such row."""
     place = number.clamp(max=table.shape[1] - 1)[:, None, None]
     return table.gather(1, place.expand(-1, 1, table.shape[2])).squeeze(1)
 
@@ -230,21 +229,21 @@ def sample_target_only(
 
     Args:
         candidates: ``[requests, width]``.
-        uniform_samples: ``[requests, width]`` in [0, 1); each judges the drafts that follow a column.
+        uniform_samples: ``[requests, width]`` in [0, 1); each judges the drafts after a column.
         uniform_samples_for_final_sampling: ``[requests]``; draws the last token.
         target_probs: ``[requests, width, vocabulary]`` float32.
-        threshold_single: a draft of this probability is always accepted.
+        threshold_single: a draft with at least this probability is always accepted.
         threshold_acc: probabilities are divided by it.
     """
     tokens = candidates.long()
 
     def chances(here: Tensor, following: Tensor) -> Tensor:
-        """Each column's token has this one after ``here``; 0 if it does not follow it."""
+        """Return each column's token probability after ``here``; 0 for columns that do not follow it."""
         return torch.where(following, _row(target_probs, here).gather(1, tokens), 0.0)
 
     def lucky(here: Tensor, following: Tensor) -> Tensor:
         own, coin = chances(here, following), uniform_samples.gather(1, here[:, None])
-        together = own.cumsum(1) / max(threshold_acc, 1e-9)  # a sibling's turn comes when those before it are rejected
+        together = own.cumsum(1) / max(threshold_acc, 1e-9)  # a sibling is considered when those before it are rejected
         return (own > 0) & ((coin < together) | (own >= threshold_single))
 
     parent = _parents(retrive_next_token, retrive_next_sibling)
@@ -277,7 +276,7 @@ def sample_by_rejection(
     """Accept a draft with probability ``min(1, target / draft)`` (Leviathan et al., arXiv 2211.17192).
 
     Args:
-        draft_probs: ``[requests, width - 1, vocabulary]``; the distribution that the drafts were drawn from.
+        draft_probs: ``[requests, width - 1, vocabulary]``; the distribution from which the drafts were drawn.
     """
     if block_verification:
         raise NotImplementedError("sglang_fl does not support --speculative-use-block-verification yet")
@@ -295,19 +294,19 @@ def sample_by_rejection(
 
 
 def best(x: Tensor) -> Tensor:
-    """The best token of each row ``[rows]`` int64."""
+    """Return the best token of each row ``[rows]`` int64."""
     return x.argmax(-1)
 
 
 def keep_top_k(probs: Tensor, top_ks: Tensor) -> Tensor:
-    """Probabilities ``[rows, vocabulary]`` of each row's ``top_ks`` best tokens, which add up to 1, and 0 of others."""
+    """Return normalized probabilities ``[rows, vocabulary]`` of each row's ``top_ks`` best tokens, 0 for others."""
     ordered = probs.sort(1, descending=True).values
     least = ordered.gather(1, (top_ks.long().clamp(1, probs.shape[1]) - 1)[:, None])
     return _share(probs, probs >= least)
 
 
 def keep_top_p(probs: Tensor, top_ps: Tensor) -> Tensor:
-    """Shares of the best tokens that have at least ``top_ps`` together."""
+    """Return shares of the best tokens that together have at least ``top_ps``."""
     ordered = probs.sort(1, descending=True).values
     kept = ordered.cumsum(1) - ordered <= top_ps[:, None]
     least = ordered.gather(1, kept.sum(1, keepdim=True).clamp(min=1) - 1)
@@ -323,7 +322,7 @@ def _share(probs: Tensor, kept: Tensor) -> Tensor:
 
 
 def _window(req_to_token: Tensor, req_pool_indices: Tensor, starts: Tensor, width: int) -> Tensor:
-    """Slots ``[requests, width]`` of the tokens from ``starts`` on."""
+    """Return slots ``[requests, width]`` of the tokens from ``starts`` on."""
     columns = starts.long()[:, None] + torch.arange(width, device=starts.device)
     return req_to_token[req_pool_indices.long()[:, None], columns]
 
@@ -354,9 +353,7 @@ def slots_of_drafts(
 def slots_of_window(
     *, req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, draft_token_num: int, **_: Any
 ) -> Tensor:
-    """Slots ``[requests * draft_token_num]`` int64 of ``draft_token_num`` tokens of each request from ``start_offset``
-    on.
-    """
+    """Return slots ``[requests * draft_token_num]`` int64 of each request's tokens from ``start_offset`` on."""
     return _window(req_to_token, req_pool_indices, start_offset, draft_token_num).flatten().long()
 
 
@@ -379,6 +376,6 @@ def write_slots(
 def last_accepted(
     accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, requests: int
 ) -> None:
-    """Write the last token that each request gained into ``bonus_tokens`` ``[requests]``."""
+    """Write the last new token of each request into ``bonus_tokens`` ``[requests]``."""
     table = accept_tokens.view(requests, accept_stride)
     bonus_tokens.copy_(table.gather(1, accept_lens.long()[:, None] - 1).squeeze(1))

@@ -24,16 +24,16 @@ FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
 WORKER = "sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker"
 
 COMPILED = "sgl_kernel"
-"""SGLang's library of kernels, which is compiled for GPUs, and has the one that reads trees of N-grams."""
+"""SGLang's kernel library, compiled for GPUs, with the kernel that reads trees of N-grams."""
 
 
 def _always(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Our form of a kernel that SGLang compiles by NVIDIA's compiler at its first call, on any device."""
+    """Replace a kernel that SGLang compiles with NVIDIA's compiler at its first call, on any device."""
     return lambda original, *args, **kwargs: form(*args, **kwargs)
 
 
 def _unless_triton(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Our form of a kernel, where SGLang starts no Triton kernel of its own."""
+    """Replace a kernel if SGLang's own Triton kernels do not run."""
 
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return (original if native_kernels.start_triton() else form)(*args, **kwargs)
@@ -44,7 +44,7 @@ def _unless_triton(form: Callable[..., Any]) -> Callable[..., Any]:
 def move_accepted(
     original: Callable[..., None], batch: Any, accept_index: Tensor, num_correct_drafts: Tensor, allocator: Any
 ) -> None:
-    """Move accepted tokens of a tree to the first slots of their drafts; those of a chain are there already."""
+    """Move accepted tokens of a tree to the first slots of their drafts; those of a chain are already there."""
     from sglang.srt.runtime_context import get_spec
 
     if get_spec().speculative_eagle_topk in (None, 1):
@@ -56,7 +56,7 @@ def move_accepted(
 
 
 def share_weights(original: Callable[[Any], None], worker: Any) -> None:
-    """Let a draft model take the target's embedding and head; some models wait for CUDA then, whatever the device."""
+    """Let a draft model share the target's embedding and head; some models wait for CUDA then, on any device."""
     if torch.cuda.is_available():
         original(worker)
         return
@@ -94,10 +94,10 @@ On NVIDIA GPUs they need NVIDIA's compiler, and FlashInfer.
 
 
 def prepare(algorithm: str) -> None:
-    """Give SGLang the kernels that it has no function for, before it makes the worker of an algorithm.
+    """Give SGLang the kernels for which it has no function, before it makes the worker of an algorithm.
 
     Raises:
-        ValueError: SGLang has made another algorithm of the one that the user named, which is not served.
+        ValueError: SGLang has replaced the user's algorithm by another one, which is not served.
     """
     if not serves(algorithm):
         raise ValueError(f"sglang_fl does not support speculative decoding with '{algorithm}' yet")
@@ -112,7 +112,7 @@ def prepare(algorithm: str) -> None:
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """While SGLang imports what needs it, a library in the place of :data:`COMPILED`; its GPU code needs none."""
+    """Replace :data:`COMPILED` by an empty library while SGLang imports it; its GPU code does not run."""
     if COMPILED in sys.modules or native_kernels.start_triton():
         yield
         return

@@ -1,8 +1,9 @@
-"""Damaged requests under SGLang: they alone are computed again or end, and nothing of them is remembered.
+"""Damaged requests under SGLang: only these end, or are computed again, and nothing of them stays cached.
 
-The rows of logits are reduced before SGLang samples, because it overwrites NaN there. Each rank's scheduler sees the
-same rows, so all decide alike. A request is retracted, as where memory is short, and all that no other request holds
-leaves the radix cache. The step that reads it again is looked at call by call, which shows where the numbers began.
+The rows of logits are reduced before SGLang samples, because sampling overwrites NaN. Each rank's scheduler sees the
+same rows, so all decide alike. A request is retracted, as when memory is short, and everything that no other request
+holds leaves the radix cache. The step that reads it again runs with each call checked, which shows where the damage
+began.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Damaged(NamedTuple):
 
     Args:
         rows: 1 for each damaged request, in main memory once :attr:`copied` is reached.
-        copied: the device's event behind the copy; ``None`` on a CPU.
+        copied: the device's event after the copy; ``None`` on a CPU.
     """
 
     rows: Tensor
@@ -58,10 +59,10 @@ class Damage:
     """The damaged requests of one scheduler.
 
     Attributes:
-        origins: where numbers stopped being finite, in the steps that read the watched requests; ``None`` if calls were
-            not looked at.
-        suspects: requests with prompts that a wrong implementation has read in part, and why they are damaged.
-        leaving: requests that were retracted, and that a batch may still have.
+        origins: the calls where numbers stopped being finite, in steps that read the watched requests; ``None`` if
+            calls were not checked.
+        suspects: requests with prompts partly read by a wrong implementation, and why they are damaged.
+        leaving: retracted requests that a batch may still contain.
     """
 
     def __init__(self) -> None:
@@ -76,18 +77,18 @@ class Damage:
         return any(request.rid in self.verdicts.watched for request in batch.reqs)
 
     def add(self, origins: Sequence[Origin] | None) -> None:
-        """Keep origins that a watched step found; ``None`` if calls were not looked at."""
+        """Store origins that a watched step found; ``None`` if calls were not checked."""
         if origins is not None:
             self.origins = list(dict.fromkeys((*(self.origins or ()), *origins)))
 
     def judge(self, scheduler: Scheduler, batch: ScheduleBatch, rows: Sequence[int], watched: bool) -> list[Req]:
-        """End damaged requests, and return those that are to be read again."""
+        """End damaged requests, and return those to be read again."""
         again = []
         for request, damaged in zip(batch.reqs, rows, strict=False):
             if request.finished() or request.to_finish is not None:
                 self.verdicts.watched.discard(request.rid)
                 continue
-            if request.is_retracted or request.inflight_middle_chunks > 0:  # the last chunk shows it too
+            if request.is_retracted or request.inflight_middle_chunks > 0:  # the last chunk shows the damage too
                 continue
             if why := self.suspects.pop(request.rid, ""):
                 again += self.again_or_end(scheduler, batch, request, why)
@@ -107,7 +108,7 @@ class Damage:
         return again
 
     def touched(self, scheduler: Scheduler, batch: ScheduleBatch, why: str, known: set[Req]) -> list[Req]:
-        """End requests with keys and values of a wrong implementation, and return those that are to be read again.
+        """End requests with keys and values of a wrong implementation, and return those to be read again.
 
         ``known`` are those that are read again anyway.
         """
@@ -122,14 +123,14 @@ class Damage:
         return [one for each in found if each not in parts for one in self.again_or_end(scheduler, batch, each, why)]
 
     def again_or_end(self, scheduler: Scheduler, batch: ScheduleBatch, request: Req, why: str) -> list[Req]:
-        """The request if it is to be read again; else it ends."""
+        """Return the request if it is to be read again; otherwise end it."""
         if self.verdicts.action == "end" or _why_not_again(scheduler, request):
             _end(request, why, batch)
             return []
         return [request]
 
     def retract(self, scheduler: Scheduler, requests: list[Req]) -> None:
-        """Take away what requests hold, and what no other request does."""
+        """Release everything that requests hold and no other request does."""
         retract_all(
             reqs=requests,
             req_to_token_pool=scheduler.req_to_token_pool,
@@ -142,7 +143,7 @@ class Damage:
         self.leaving += requests
 
     def requeue(self, scheduler: Scheduler, *batches: ScheduleBatch | None) -> None:
-        """Take retracted requests out of their batches; once no step of theirs is under way, they wait to be read."""
+        """Remove retracted requests from their batches; they wait to be read once none of their steps is under way."""
         for batch in filter(None, batches):
             batch.filter_batch(reqs_to_exclude=self.leaving)
             batch.batch_is_full = False
@@ -153,24 +154,24 @@ class Damage:
 
 
 DAMAGED = Attached[Damaged]("fl_damaged")
-"""The damage that a batch's logits show."""
+"""The damage in a batch's logits."""
 DAMAGE = Attached[Damage]("fl_damage")
 """The state of a scheduler, from its first batch on."""
 WATCHED = Attached[bool]("fl_watched")
-"""The mark of a step's result if each call was looked at."""
+"""The mark of a step's result if each call was checked."""
 ROWS = "fl_damaged_rows"
-"""The name of damaged rows beside the tensors that a pipeline's last stage sends, because it alone has logits."""
+"""The key of damaged rows among the tensors that a pipeline's last stage sends, because only it has logits."""
 ORIGINS = "fl_origins"
-"""The name of origins beside the tensors that stages of a pipeline send."""
+"""The key of origins among the tensors that stages of a pipeline send."""
 
 
 def sample(
     original: Callable[..., Any], runner: ModelRunner, logits_output: LogitsProcessorOutput, batch: ForwardBatch
 ) -> Any:
-    """Look at the rows of logits, and let SGLang sample."""
+    """Check the rows of logits, and let SGLang sample."""
     logits = logits_output.next_token_logits
     if logits is not None and not _is_off():
-        _give(logits_output, damaged_rows(logits))  # an output may be one of an earlier batch
+        _give(logits_output, damaged_rows(logits))  # an output may be from an earlier batch
     return original(runner, logits_output, batch)
 
 
@@ -182,9 +183,9 @@ def eagle_sample(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Look at the rows of logits that judge drafts; a request has those that its tokens were chosen from.
+    """Check the rows of logits that verify drafts; a request has the rows from which its tokens were chosen.
 
-    A row behind a rejected draft says nothing about the request.
+    A row after a rejected draft does not count.
     """
     if _is_off() or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, *args, **kwargs)
@@ -195,10 +196,10 @@ def eagle_sample(
 
 
 def without_damaged_drafts(runner: ModelRunner, output: Any) -> Any:
-    """The output of a pass; from NaN or infinity a model that drafts proposes every token alike.
+    """Return the output of a pass; for NaN or infinity a draft model proposes all tokens equally.
 
-    That costs acceptance and no answer: SGLang's checks take probabilities of NaN for 0. But a device may choose a
-    draft beyond the vocabulary from NaN, and the next one would be made from what lies behind the embeddings.
+    That lowers acceptance but changes no answer, because SGLang's verification treats NaN probabilities as 0. With NaN
+    a device may choose a draft outside the vocabulary, and the next one would read past the embeddings.
     """
     if runner.is_draft_worker and not _is_off() and output.logits_output.next_token_logits is not None:
         damaged_rows(output.logits_output.next_token_logits)
@@ -211,7 +212,7 @@ def get_next_batch_to_run(
     running_batch: ScheduleBatch,
     last_batch: ScheduleBatch | None,
 ) -> Any:
-    """Let SGLang choose a batch, without requests that were retracted."""
+    """Let SGLang choose a batch without retracted requests."""
     damage = DAMAGE.find(scheduler)
     if damage is not None and damage.leaving:
         damage.requeue(scheduler, running_batch, last_batch)
@@ -221,7 +222,7 @@ def get_next_batch_to_run(
 def run_batch(
     original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, pp_proxy_tensors: Any = None
 ) -> Any:
-    """Run a batch; if it reads a request again, look at each call, unless choices are frozen and graphs hold calls."""
+    """Run a batch; if it reads a request again, check each call, unless choices are frozen and graphs hold calls."""
     damage = DAMAGE.find(scheduler)
     before = None if pp_proxy_tensors is None else pp_proxy_tensors.tensors.pop(ORIGINS, None)
     if damage is None or not damage.watches(batch):
@@ -242,7 +243,7 @@ def run_batch(
 
 
 def to_other_stages(original: Callable[..., Any], scheduler: Scheduler, result: Any, batch: ScheduleBatch) -> Any:
-    """What the last stage of a pipeline sends the others, with what it found damaged."""
+    """Return the last pipeline stage's message to the others, with the damage that it found."""
     tensors = original(scheduler, result, batch)
     if (output := result.logits_output) is not None and (found := DAMAGED.find(output)) is not None:
         tensors[ROWS] = found.rows
@@ -254,7 +255,7 @@ def to_other_stages(original: Callable[..., Any], scheduler: Scheduler, result: 
 def from_last_stage(
     original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, metadata: Any, outputs: Any
 ) -> Any:
-    """A step's result as a stage makes it of what the last one sent."""
+    """Return a step's result as a stage makes it from the last stage's message."""
     rows, result = outputs.tensors.get(ROWS), original(scheduler, batch, metadata, outputs)
     if rows is not None:
         DAMAGED.give(result, Damaged(rows.to("cpu", non_blocking=True)))  # SGLang waits for its own copies next
@@ -265,7 +266,7 @@ def from_last_stage(
 
 
 def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> Any:
-    """Begin damaged requests again or end them, and let SGLang give the others their tokens."""
+    """Restart or end damaged requests, and let SGLang give the others their tokens."""
     if _is_off():
         return original(scheduler, batch, result)
     if (damage := DAMAGE.find(scheduler)) is None:
@@ -276,9 +277,9 @@ def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, bat
     if not again:
         return original(scheduler, batch, result)
     for request in again:
-        request.is_retracted = True  # so it gets no token
+        request.is_retracted = True  # so that it gets no token
     processor = scheduler.batch_result_processor
-    if not scheduler.enable_overlap:  # only with overlap SGLang itself has such requests in a step
+    if not scheduler.enable_overlap:  # only with overlap SGLang has such requests in a step
         scheduler.batch_result_processor = replace(processor, enable_overlap=True)
     answer = original(scheduler, batch, result)
     scheduler.batch_result_processor = processor
@@ -298,18 +299,18 @@ def _rows(result: Any) -> list[int]:
 
 
 def _under_way(scheduler: Scheduler) -> list[Req]:
-    """Requests of steps with results that are not processed yet."""
+    """Return requests of steps with unprocessed results."""
     return [request for batch, _ in scheduler.result_queue for request in batch.reqs]
 
 
 def _is_off() -> bool:
-    """Whether damage is not looked for."""
+    """Whether the search for damage is off."""
     settings = get_settings()
     return settings.damaged_requests == "ignore" or not settings.policy.enabled
 
 
 def _why_not_again(scheduler: Scheduler, request: Req) -> str:
-    """Why a request cannot be read again; empty if it can."""
+    """Return why a request cannot be read again; empty if it can."""
     reasons = {
         "its ranks of data-parallel attention run batches of their own": get_parallel().attn_dp_size > 1,
         "generation is paused": scheduler._engine_paused,
@@ -322,9 +323,9 @@ def _why_not_again(scheduler: Scheduler, request: Req) -> str:
 
 
 def _give(logits_output: LogitsProcessorOutput, rows: Tensor) -> None:
-    """Leave the damage of a batch on its logits; a device's copy is waited for by an event.
+    """Attach the damage of a batch to its logits; an event marks the end of a device's copy.
 
-    A pipeline's last stage sends it on from where it is.
+    A pipeline's last stage sends the rows from the device.
     """
     copied = None
     if detect_device().accelerator and get_parallel().pp_size == 1:

@@ -10,9 +10,9 @@ PATH = "/metrics"
 
 
 def join_metrics(result: None, app: Any) -> None:
-    """After SGLang has mounted ``/metrics``: mount it again over a registry that has ours too.
+    """Mount ``/metrics`` again after SGLang has mounted it, over a registry that includes our metrics.
 
-    SGLang makes a registry of what its processes leave in files, keeps it to itself, and has no place for a collector.
+    SGLang makes a registry from files of its processes, keeps it private, and has no interface for a collector.
     """
     from prometheus_client import CollectorRegistry, make_asgi_app, multiprocess
 

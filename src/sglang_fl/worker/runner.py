@@ -66,7 +66,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
 def forward(
     original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
-    """SGLang's forward pass; the first one of a batch that is not empty ends the start."""
+    """Run SGLang's forward pass; the first one with a batch that is not empty ends the start."""
     loaded = LOADED.of(runner)
     rotations.shift(runner, forward_batch)
     if loaded.served or forward_batch.forward_mode.is_idle():
@@ -75,7 +75,7 @@ def forward(
     result = first_pass.watched(runner, lambda: original(runner, forward_batch, *args, **kwargs))
     loaded.served = True
     aten.seal()
-    if get_parallel().attn_dp_size == 1:  # else a rank may have had no batch
+    if get_parallel().attn_dp_size == 1:  # otherwise a rank may have had no batch
         communicator.agree_on_tactics()
     _leave_record(runner, first_pass.missed(runner))
     if unseen:
@@ -84,7 +84,7 @@ def forward(
 
 
 def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
-    """For commands and for ``/metrics``: of the model that is served, not of one that drafts for it."""
+    """Write the record for commands and ``/metrics``, for the served model only, not its draft model."""
     if runner.is_draft_worker:
         return
     model, survey = runner.server_args.model_path, LOADED.of(runner).survey
@@ -93,7 +93,7 @@ def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> No
 
 
 def _sizes(runner: ModelRunner) -> runs.Sizes | None:
-    """The sizes of its steps, once SGLang has found how many requests fit."""
+    """Return the sizes of its steps, once SGLang has found how many requests fit."""
     requests = getattr(runner, "max_running_requests", None)
     if requests is None:
         return None
