@@ -1,6 +1,6 @@
-"""The entry point of this package: offers the KV connector and the backends of weight transfer to vLLM, by name.
+"""The entry point of this package: offer the KV connector and the backends of weight transfer to vLLM, by name.
 
-It imports neither: vLLM's factories load a class when a user asks for its name.
+The module imports neither, because vLLM's factories load a class when a user names it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENGINES = {
 
 
 def facts() -> tuple[HostFact, ...]:
-    """Return names of vLLM's that the KV connector and the backends of weight transfer rely on."""
+    """Return vLLM's names that the KV connector and the backends of weight transfer rely on."""
     return yaml_file.facts("fl_transfer", "vllm")
 
 
@@ -43,7 +43,7 @@ def offer() -> None:
 
 
 def _offer_connector() -> None:
-    """Register the connector; one of vLLM's own keeps its name."""
+    """Register the connector; a connector of vLLM keeps its name."""
     factory: Any = importlib.import_module(CONNECTORS).KVConnectorFactory
     for name in NAMES:
         if name not in factory._registry:
@@ -62,7 +62,7 @@ def _offer_backends() -> None:
 
 
 def unserved(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    """Return features that the connector does not serve, each with whether this engine asks for it.
+    """Return features that the connector does not serve, each with whether this engine requests it.
 
     Raises:
         ConfigError: an option of the connector is unknown or wrong.

@@ -1,7 +1,7 @@
 """Weights from a trainer into a live engine, on any device: over gloo, or through shared memory on one machine.
 
-Both are backends of vLLM's weight transfer (``weight_transfer_config={"backend": "fl_gloo"}``) with the trainer's half
-beside the worker's; vLLM's own need CUDA. A trainer sends the workers plain data, so it also goes over HTTP.
+Both are backends of vLLM's weight transfer (``weight_transfer_config={"backend": "fl_gloo"}``), each with a worker's
+and a trainer's half; vLLM's own backends need CUDA. A trainer sends the workers plain data, which also works over HTTP.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CHUNK = 256 << 20  # bytes of shared memory at a time
 
 @dataclass
 class Parameters(WeightTransferUpdateInfo):
-    """The parameters of one update, in the order in which they come.
+    """The parameters of one update, in the order of arrival.
 
     Args:
-        names, dtypes, shapes: of each; a dtype as ``"bfloat16"``.
-        file: with shared memory, the file's name in :data:`SHARED`; the parameters lie in it one after the other, each
-            from a multiple of 64 bytes on.
+        names, dtypes, shapes: one entry per parameter; a dtype as ``"bfloat16"``.
+        file: with shared memory, the file's name in :data:`SHARED`; it holds the parameters one after the other, each
+            at a multiple of 64 bytes.
     """
 
     names: list[str]
@@ -70,7 +70,7 @@ def _parameters(weights: list[tuple[str, Tensor]], file: str = "") -> dict[str, 
 
 
 def _places(parameters: Parameters) -> Iterator[tuple[str, torch.dtype, list[int], int]]:
-    """Each parameter with the byte at which it begins in the file."""
+    """Yield each parameter with its first byte in the file."""
     begin = 0
     for name, dtype, shape in parameters:
         yield name, dtype, shape, begin
@@ -82,7 +82,7 @@ def _padded(size: int) -> int:
 
 
 def _weights(source: WeightSource | None) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of a source with its name; up to vLLM 0.32 the source itself iterates."""
+    """Yield each parameter of a source with its name; up to vLLM 0.32 the source itself is iterated."""
     assert source is not None
     given: Any = source
     if any(getattr(one, "owners", None) and 0 not in one.owners for one in _metadata(given)):
@@ -91,7 +91,7 @@ def _weights(source: WeightSource | None) -> Iterator[tuple[str, Tensor]]:
 
 
 def _announced(source: WeightSource | None) -> list[tuple[str, Tensor]]:
-    """Names and shapes of a source's parameters, on ``meta``; up to vLLM 0.32 a source's metadata are a method."""
+    """Return names and shapes of a source's parameters, on ``meta``; up to vLLM 0.32 metadata is a method."""
     return [(one.name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for one in _metadata(source)]
 
 
@@ -100,7 +100,7 @@ def _metadata(source: Any) -> list[Any]:
 
 
 class _Reloading(WeightTransferEngine[Any, Parameters]):
-    """A worker's half: weights arrive as a checkpoint has them, and layers are prepared as after loading."""
+    """A worker's half: weights arrive in the checkpoint's form, and layers are prepared as after loading."""
 
     update_info_cls = Parameters
 
@@ -123,7 +123,7 @@ class _Reloading(WeightTransferEngine[Any, Parameters]):
 
 @dataclass
 class NothingToAgree(WeightTransferInitInfo):
-    """Shared memory needs no meeting."""
+    """Initialization of shared memory, which needs no rendezvous."""
 
 
 class SharedMemoryEngine(_Reloading):
@@ -144,7 +144,7 @@ class SharedMemoryEngine(_Reloading):
 
 @dataclass
 class SharedMemoryTrainerInfo(TrainerInitInfo):
-    """A trainer on the workers' machine; ``chunk``: bytes of shared memory at a time, or one parameter's."""
+    """Settings of a trainer on the workers' machine; ``chunk``: bytes of shared memory at a time, or a parameter's."""
 
     backend: ClassVar[str] = "fl_shm"
     chunk: int = CHUNK
@@ -204,21 +204,21 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
 
 @dataclass(kw_only=True)
 class GlooInfo(WeightTransferInitInfo):
-    """The place where the trainer and the workers meet; the trainer is rank 0 of ``world_size``."""
+    """The rendezvous of the trainer and the workers; the trainer is rank 0 of ``world_size``."""
 
     master_address: str
     master_port: int
     world_size: int
 
     def join(self, rank: int) -> ProcessGroup:
-        """The group of the trainer and all workers."""
+        """Return the group of the trainer and all workers."""
         place = (self.master_address, self.master_port, rank, self.world_size)
         group: Any = stateless_init_torch_distributed_process_group(*place, backend="gloo")
         return group
 
 
 class GlooEngine(_Reloading):
-    """A worker that a trainer on any machine reaches."""
+    """A worker for a trainer on any machine."""
 
     init_info_cls = GlooInfo
     group: ProcessGroup | None = None
@@ -241,7 +241,7 @@ class GlooEngine(_Reloading):
 
 @dataclass(kw_only=True)
 class GlooTrainerInfo(TrainerInitInfo):
-    """The place where the trainer waits for the workers; ``world_size``: all workers and the one trainer."""
+    """The place where the trainer waits for the workers; ``world_size``: all workers and the trainer."""
 
     backend: ClassVar[str] = "fl_gloo"
     master_address: str
@@ -250,7 +250,7 @@ class GlooTrainerInfo(TrainerInitInfo):
 
 
 class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
-    """A trainer's half. Every rank iterates its source; the first one broadcasts while the workers receive."""
+    """A trainer's half. Every rank iterates its source; the first rank broadcasts while the workers receive."""
 
     init_info_cls = GlooTrainerInfo
     group: ProcessGroup | None = None

@@ -1,8 +1,8 @@
-"""A point-to-point KV connector: an engine that reads prompts hands their KV cache to one that writes the answers.
+"""A point-to-point KV connector: an engine that reads prompts sends their KV cache to one that writes the answers.
 
-vLLM had ``P2pNcclConnector`` and dropped it; this one serves any chip, because keys and values can travel through main
-memory, over ZMQ on TCP. If both engines have NCCL, links carry them from device to device, and ZMQ announces them. Two
-engines need each other's address and nothing else, so engines come and go.
+vLLM had ``P2pNcclConnector`` and removed it. This connector serves any chip, because keys and values can travel through
+main memory, over ZMQ on TCP. If both engines have NCCL, links carry them from device to device, and ZMQ announces them.
+Two engines only need each other's address, so engines can come and go.
 
 From the top layer down:
 

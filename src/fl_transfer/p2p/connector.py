@@ -1,4 +1,4 @@
-"""vLLM's interface of a KV connector, each method passed on to the scheduler's or the worker's half."""
+"""vLLM's interface of a KV connector; each method calls the scheduler's or the worker's half."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class P2pConnector(KVConnectorBase_V1):
-    """A KV connector for vLLM: it hands prompts' caches between engines that divide the model alike, rank by rank."""
+    """A KV connector for vLLM that sends prompts' caches between engines with the same model division, rank by rank."""
 
     _cache_hit_source = CacheHitSource.P2P  # in vLLM's own counts of known tokens
 
@@ -74,14 +74,14 @@ class P2pConnector(KVConnectorBase_V1):
         self.fl_in_scheduler.finished(request.request_id)
         return False, None
 
-    # What vllm_fl.damage asks of a connector.
+    # Called by vllm_fl.damage.
 
     def fl_take_back(self, requests: Iterable[str] | None, why: str) -> None:
-        """Tell receivers that what they were sent for these requests, or for all of the last ones, is wrong."""
+        """Inform receivers that data sent for these requests, or for all recent ones, is wrong."""
         self.fl_in_scheduler.take_back(requests, why)
 
     def fl_spoiled(self, connector_output: KVConnectorOutput) -> dict[int, str]:
-        """Blocks here that had what another engine has taken back, and why it has."""
+        """Return local blocks with data that another engine has taken back, and why."""
         outcomes = connector_output.kv_connector_worker_meta
         return self.fl_in_scheduler.spoiled(outcomes) if isinstance(outcomes, Outcomes) else {}
 
@@ -152,10 +152,10 @@ class P2pConnector(KVConnectorBase_V1):
 
 
 def _refuse_unsupported(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse caches that this connector does not hand over; ``vllm_fl.platform.refusals`` has asked for the rest.
+    """Refuse caches that this connector cannot send; ``vllm_fl.platform.refusals`` has checked the rest.
 
     Raises:
-        ValueError: in one sentence that names it.
+        ValueError: for such a cache, named in one sentence.
     """
     groups = kv_cache_config.kv_cache_groups
     asked = (

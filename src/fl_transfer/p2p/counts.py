@@ -1,4 +1,4 @@
-"""Counts of transfers, added up by threads and shown in vLLM's log (``KV Transfer metrics``) and in ``/metrics``."""
+"""Counts of transfers, added by threads and shown in vLLM's log (``KV Transfer metrics``) and in ``/metrics``."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ NAMES = {
     "loaded_blocks": "Blocks that were loaded instead of computed.",
     "lost_transfers": "Prompts with a transfer that was given up.",
 }
-"""Name → meaning; ``/metrics`` has each as ``vllm:fl_p2p_…``."""
+"""Name → meaning; ``/metrics`` shows each as ``vllm:fl_p2p_…``."""
 
 
 class Tally:
-    """The numbers of :data:`NAMES` since they were last taken. Several threads add to them."""
+    """The numbers of :data:`NAMES` since they were last taken, added by several threads."""
 
     def __init__(self) -> None:
         self._lock, self._numbers = Lock(), Counter[str]()
 
     def add(self, **numbers: int) -> None:
-        """Count more."""
+        """Add numbers to the counts."""
         with self._lock:
             self._numbers.update(numbers)
 
     def take(self) -> dict[str, int]:
-        """The numbers that are not zero, which begin anew."""
+        """Return the counts that are not zero, and reset them."""
         with self._lock:
             taken, self._numbers = dict(+self._numbers), Counter()
             return taken
@@ -59,7 +59,7 @@ class TransferCounts(KVConnectorStats):
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """One counter for each number, and each engine."""
+    """One counter for each number and each engine."""
 
     def __init__(
         self,

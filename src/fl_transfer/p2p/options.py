@@ -18,7 +18,7 @@ SOURCE = "kv_connector_extra_config"
 NOT_HERE = {
     "nccl_num_channels": "NCCL chooses its channels, within NCCL_MIN_NCHANNELS and NCCL_MAX_NCHANNELS; leave it out",
 }
-"""Options of vLLM's former connector, and why they have no meaning here."""
+"""Options of vLLM's former connector, and why they have no effect here."""
 
 
 class SendType(StrEnum):
@@ -36,11 +36,11 @@ class Transport(StrEnum):
     """The carrier of keys and values."""
 
     AUTO = "auto"
-    """NCCL between two engines that both can, else main memory."""
+    """NCCL between two engines that both support it, else main memory."""
     HOST = "host"
     """Main memory, and ZMQ over TCP."""
     NCCL = "nccl"
-    """As ``auto``, and this engine does not start if it cannot."""
+    """Like ``auto``, but this engine does not start without NCCL."""
 
 
 class Options(BaseModel):
@@ -51,26 +51,26 @@ class Options(BaseModel):
     send_type: SendType = SendType.PUT_ASYNC
     """A setting of the engine that reads prompts; the other engine takes either."""
     transport: Transport = Transport.HOST
-    """Links between devices have to be asked for: NCCL's have run on no GPU yet."""
+    """Links between devices must be requested, because NCCL's have run on no GPU yet."""
     proxy_ip: str = Field("", pattern=r"^[\w.:-]*$")
     """The proxy's address, for heartbeats; without it no proxy learns of this engine."""
     proxy_port: int = Field(30001, ge=1, le=65535)
     http_port: int = Field(8000, ge=1, le=65535)
     """The port of this engine's own HTTP server; heartbeats report it to the proxy."""
     kv_buffer_size: float = Field(1e9, ge=0, allow_inf_nan=False)
-    """Bytes of each worker's main memory for caches that wait."""
+    """Bytes of each worker's main memory for waiting caches."""
     mem_pool_size_gb: float = Field(1, ge=0, allow_inf_nan=False)
-    """Gigabytes more, for surges. The system gives memory when it is written first."""
+    """Additional gigabytes for peaks. The system allocates memory on first write."""
     device_buffer_size: float = Field(5e8, ge=0, allow_inf_nan=False)
-    """Bytes of each worker's device for caches that wait, from the first link between two devices on."""
+    """Bytes of each worker's device for waiting caches, from the first link between two devices on."""
     timeout_s: float = Field(30, gt=0)
-    """Seconds without progress after which a transfer is given up, and the prompt computed where it is needed."""
+    """Seconds without progress after which a transfer is given up, and the receiver computes the prompt."""
     secret_file: Path | None = None
     """A file with the secret of all engines and the proxy; with it they encrypt, and talk only to each other."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
-        """The options that the user gave.
+        """Return the user's options.
 
         Raises:
             ConfigError: a name or a value is wrong.
@@ -85,15 +85,15 @@ class Options(BaseModel):
 
     @property
     def capacity(self) -> int:
-        """Bytes for caches that wait, in all."""
+        """Return the total number of bytes for waiting caches."""
         return int(self.kv_buffer_size + self.mem_pool_size_gb * 1e9)
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Whether a start with these options can succeed.
+    """Check that a start with these options can succeed.
 
     Raises:
-        ConfigError: one of them is wrong, or the secret cannot be read.
+        ConfigError: an option is wrong, or the secret cannot be read.
     """
     Secret(Options.of(given).secret_file, SOURCE)
 

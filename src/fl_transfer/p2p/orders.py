@@ -12,7 +12,7 @@ from .protocol.route import Address
 
 @dataclass(frozen=True)
 class Send:
-    """Blocks ``ids`` are a prompt's from its block ``first`` on, and complete after this step; it has ``total``."""
+    """Blocks ``ids`` hold a prompt's blocks from ``first`` on, complete after this step; the prompt has ``total``."""
 
     transfer: str
     to: Address
@@ -23,7 +23,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Load:
-    """A prompt that has arrived goes into blocks ``ids``, from its block ``first`` on."""
+    """An arrived prompt to load into blocks ``ids``, from its block ``first`` on."""
 
     transfer: str
     first: int
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True)
 class TakeBack:
-    """What was sent of a transfer is wrong."""
+    """Notice that the sent part of a transfer is wrong."""
 
     transfer: str
     to: Address
@@ -46,7 +46,7 @@ class Orders(KVConnectorMetadata):
     awaited: list[tuple[str, Address, int]] = field(default_factory=list)
     """Transfers with the engines that have them, and the blocks that each must have."""
     dropped: list[str] = field(default_factory=list)
-    """Transfers that no request here needs any more."""
+    """Transfers that no local request needs any more."""
     ended: list[str] = field(default_factory=list)
     """Transfers that end early: the rest is not sent."""
     loads: list[Load] = field(default_factory=list)
@@ -56,9 +56,7 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class Outcomes(KVConnectorWorkerMetadata):
-    """Transfers that have arrived, with the number of workers where they have; lost ones, and those that were taken
-    back after they had arrived, with a reason.
-    """
+    """Arrived transfers with their number of workers; lost and taken-back transfers with a reason."""
 
     ready: Counter[str] = field(default_factory=Counter)
     lost: dict[str, str] = field(default_factory=dict)

@@ -1,10 +1,10 @@
 """The connector in vLLM's scheduler: requests to await, load and send.
 
-If another engine has read a request's prompt, the request is awaited from its arrival on. It waits without blocks of
-its own until all workers have its KV cache in main memory. Then it is scheduled with all tokens of its prompt but the
-last one as known, and the workers copy them in before that step. If the cache does not come, the request is scheduled
-like any other, and computes its prompt. Several requests with one id and one prompt (``n`` > 1) load it once: all but
-the first wait for that, and find its blocks in the prefix cache.
+If another engine reads a request's prompt, its transfer is awaited from the request's arrival on. The request waits
+without blocks until all workers have its KV cache in main memory. Then it is scheduled with all tokens of its prompt
+except the last one as known, and the workers load them before that step. If the cache does not arrive, the request is
+scheduled like any other, and computes its prompt. Several requests with one id and one prompt (``n`` > 1) load it once:
+all except the first wait, and find its blocks in the prefix cache.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 UNROUTED = 100
-"""Requests without a route, from the start on, after which an engine that only takes prompts over says so."""
+"""Requests without a route, from the start on, after which a receiving engine logs a warning."""
 
 
 class _State(Enum):
     AWAITED = auto()
     READY = auto()
-    DONE = auto()  # loaded, lost or not needed: it changes no more
+    DONE = auto()  # loaded, lost or unneeded: final
 
 
 @dataclass
@@ -54,13 +54,13 @@ class _Departure:
 
 
 class Scheduling:
-    """One engine's.
+    """The scheduler's half of one engine.
 
     Args:
-        own: the address of its first worker.
+        own: the address of the engine's first worker.
         produces, consumes: its role.
         block_size: tokens of a block.
-        workers: how many have a part of the cache.
+        workers: the number of workers with a part of the cache.
     """
 
     def __init__(self, own: Address, produces: bool, consumes: bool, block_size: int, workers: int) -> None:
@@ -71,13 +71,13 @@ class Scheduling:
         self._followers: dict[str, str] = {}  # request → the transfer that another one has claimed
         self._departures: dict[str, _Departure] = {}  # by request
         self._departing: set[str] = set()  # their transfers
-        self._left = Remembered[Address]()  # to whom they went
-        self._loaded = Remembered[list[int]]()  # transfer → the blocks here that it went to
+        self._left = Remembered[Address]()  # their receivers
+        self._loaded = Remembered[list[int]]()  # transfer → the local blocks into which it was loaded
         self._routed, self._unrouted = False, 0
         self._orders = Orders()
 
     def arrived(self, request: Request) -> None:
-        """Note a new request, and await its cache from now on, however long it waits to be scheduled."""
+        """Record a new request, and await its cache from now on, however long it waits to be scheduled."""
         if self._consumes and not self._produces:
             self._count_unrouted(request)
         found = self._transfer(request, consumed=True)
@@ -95,7 +95,7 @@ class Scheduling:
             self._orders.awaited.append((name, route.prefill, self._blocks_of(request)))
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Tokens beyond the ``computed`` ones that can be loaded now; ``None``: not known yet."""
+        """Return the tokens beyond the ``computed`` ones that can be loaded now; ``None`` if unknown yet."""
         wanted = request.num_prompt_tokens - 1 - computed
         followed = self._arrival(self._followers.get(request.request_id, ""))
         if followed is not None:
@@ -109,7 +109,7 @@ class Scheduling:
         return wanted if arrival.state is _State.READY else None
 
     def allocated(self, request: Request, blocks: Callable[[], list[int]], loaded: int) -> None:
-        """A request has blocks, and the last ``loaded`` of its known tokens are to be loaded into them."""
+        """Record that a request has blocks, into which the last ``loaded`` of its known tokens are to be loaded."""
         self._note_departure(request)
         arrival = self._arrivals.get(request.request_id)
         if arrival is None or arrival.state is not _State.READY:
@@ -124,26 +124,26 @@ class Scheduling:
             self._drop(arrival)
 
     def take_back(self, requests: Iterable[str] | None, why: str) -> None:
-        """Tell receivers that what they were sent for these requests, or for all of the last ones, is wrong."""
+        """Inform receivers that data sent for these requests, or for all recent ones, is wrong."""
         receivers = dict(self._left) if requests is None else {}
         for request in self._departures if requests is None else requests:
             if (departure := self._departures.get(request)) is not None:
-                departure.sent = departure.total  # no more of it is sent
+                departure.sent = departure.total  # the rest is not sent
                 receivers[departure.transfer] = departure.to
         for transfer, to in receivers.items():
             self._left.pop(transfer, None)
             self._orders.taken_back.append(TakeBack(transfer, to, why))
 
     def spoiled(self, outcomes: Outcomes) -> dict[int, str]:
-        """Blocks that had what was taken back, and why it was; each transfer's once.
+        """Return blocks with taken-back data, and why; once for each transfer.
 
-        The request that loaded them may have ended: then others have them, or find them in the prefix cache.
+        The request that loaded them may have ended; then other requests have them, or find them in the prefix cache.
         """
         taken = outcomes.taken_back.items()
         return {block: why for transfer, why in taken for block in self._loaded.pop(transfer, ())}
 
     def orders(self, step: SchedulerOutput) -> Orders:
-        """The orders for the workers in this step."""
+        """Return the orders for the workers in this step."""
         for new in step.scheduled_new_reqs:
             departure = self._departures.get(new.req_id)
             if departure is not None:
@@ -163,7 +163,7 @@ class Scheduling:
         return orders
 
     def heard(self, outcomes: Outcomes) -> None:
-        """Take the workers' outcomes of awaited transfers."""
+        """Process the workers' outcomes of awaited transfers."""
         for transfer, workers in outcomes.ready.items():
             arrival = self._arrival(transfer)
             if arrival is not None and arrival.state is _State.AWAITED:
@@ -181,7 +181,7 @@ class Scheduling:
                 self._drop(arrival)
 
     def finished(self, request_id: str) -> None:
-        """Note the end of a request, in any way."""
+        """Record the end of a request, in any way."""
         self._followers.pop(request_id, None)
         departure = self._departures.pop(request_id, None)
         if departure is not None:
@@ -202,9 +202,9 @@ class Scheduling:
         self._orders.dropped.append(arrival.transfer)
 
     def _transfer(self, request: Request, consumed: bool) -> tuple[str, Route] | None:
-        """The name and the route of a request's transfer, if this engine is the one that takes or hands it over.
+        """Return the name and the route of a request's transfer, if this engine receives or sends it.
 
-        The route must say so: otherwise a foreign id would have it talk to whomever the id names.
+        The route must name this engine: otherwise a foreign id could make it talk to any address.
         """
         if request.prompt_token_ids is None or not (self._consumes if consumed else self._produces):
             return None
@@ -221,7 +221,7 @@ class Scheduling:
         if request.request_id in self._departures:
             return
         found = self._transfer(request, consumed=False)
-        if found is None or found[0] in self._departing:  # of equal prompts in one request one is sent
+        if found is None or found[0] in self._departing:  # for equal prompts in one request only one is sent
             return
         name, route = found
         total = self._blocks_of(request)
@@ -244,7 +244,7 @@ class Scheduling:
             )
 
     def _send(self, departure: _Departure, computed: int) -> None:
-        """Have the blocks sent that are complete after this step."""
+        """Send the blocks that are complete after this step."""
         whole = departure.total if computed >= departure.prompt else computed // self._block_size
         if whole > departure.sent:
             ids = departure.ids[departure.sent : whole]

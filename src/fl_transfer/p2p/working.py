@@ -1,4 +1,4 @@
-"""The connector in a worker: an engine at the worker's own KV cache."""
+"""The connector in a worker: an exchange at the worker's own KV cache."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = get_logger(__name__)
 
 
 class Working:
-    """The connector in one worker; it has a cache from :meth:`register` on.
+    """The connector in one worker, with a cache from :meth:`register` on.
 
     Args:
         own: the address of the engine's first worker.
-        rank: of this worker.
-        options: the user's.
+        rank: this worker's rank.
+        options: the user's options.
         produces, consumes: the engine's role.
-        facts: values that must be equal in both engines, besides the cache's form.
+        facts: values that must be equal in both engines, in addition to the cache's form.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Working:
             logger.info("P2P: keys and values travel through main memory, because %s", why)
 
     def started(self) -> None:
-        """The model is tried and captured, so that links may use the device now."""
+        """Allow links to use the device, because the model is tried and captured."""
         if self._incoming is not None:
             self._incoming.ready = True
 
     def begin(self, orders: Orders) -> None:
-        """Before a step's model runs: end, take back, await, drop and load transfers by the scheduler's orders.
+        """End, take back, await, drop and load transfers by the scheduler's orders, before a step's model runs.
 
-        vLLM calls it that early in steps with loads, because its scheduler sets ``has_sync_kv_loads``.
+        vLLM calls it this early in steps with loads, because its scheduler sets ``has_sync_kv_loads``.
         """
         if self._outbox is not None:
             for transfer in orders.ended:
@@ -111,12 +111,12 @@ class Working:
             self._load(self._inbox, load)
 
     def end(self, orders: Orders) -> None:
-        """After a step's model: hand over the blocks that it has completed."""
+        """Send the blocks that a step's model has completed."""
         for send in orders.sends:
             self._send(send)
 
     def outcomes(self) -> Outcomes | None:
-        """Awaited transfers that have arrived, are lost or were taken back since the last call."""
+        """Return awaited transfers that have arrived, are lost or were taken back since the last call."""
         if self._inbox is None:
             return None
         (ready, lost), taken_back = self._inbox.outcomes(), self._inbox.taken_back()

@@ -1,1 +1,1 @@
-"""An engine's exchange with others: prompts that leave, prompts that arrive, and the sockets between them."""
+"""An engine's exchange with others: leaving prompts, arriving prompts, and the sockets between engines."""

@@ -1,12 +1,12 @@
 """The sockets and threads between this engine's outbox and another's inbox.
 
-One thread listens at this engine's address, keeps the parts that arrive, and asks other engines for awaited transfers.
-Another one sends, one part at a time to each engine, so a slow or dead engine holds no other engine up. A peer's
-message is read within bounds, and answered or dropped with a log line; nothing that a peer sends ends a thread.
+One thread listens at this engine's address, stores arriving parts, and asks other engines for awaited transfers.
+Another thread sends, one part at a time to each engine, so that a slow or dead engine does not delay others. A peer's
+message is read within bounds, and answered or dropped with a log line; no message of a peer ends a thread.
 
-A link joins the devices of two engines that both can make one (:mod:`.links`). Then a message only announces a part,
-the receiver answers when its end is ready, and each end's link carries the bytes. A part for which there is no link, or
-no room on the receiver's device, comes in the message.
+A link joins the devices of two engines that can both make one (:mod:`.links`). Then a message only announces a part,
+the receiver answers when its end is ready, and each end's link carries the bytes. A part without a link, or without
+room on the receiver's device, is sent in the message.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from .outbox import Outbox, Part
 logger = get_logger(__name__)
 
 SILENCE = 5.0
-"""Seconds after which a peer that answers nothing is taken for dead."""
+"""Seconds without an answer after which a peer counts as dead."""
 TURN = 0.02
-"""Seconds that a thread waits for something to do before it looks at its clocks."""
+"""Seconds that a thread waits for work before it checks its timers."""
 FLYING = 8
-"""Parts on their way at a time, each to another engine. ZMQ holds a copy of them."""
+"""Parts in flight at a time, each to another engine. ZMQ holds a copy of them."""
 PEERS = 128
-"""Sockets to other engines, of each thread; the one that was unused longest is closed for another."""
+"""Sockets to other engines per thread; the one unused longest is closed for another."""
 
 
 @dataclass
 class _Flight:
-    """A part on its way.
+    """A part in flight.
 
-    ``deadline`` is when its engine counts as dead. ``link`` is the link for its bytes; ``asked`` says whether that has
-    been asked to carry them.
+    ``deadline`` is the time from which its engine counts as dead. ``link`` is the link for its bytes; ``asked`` says
+    whether the link was asked to carry them.
     """
 
     part: Part
@@ -77,16 +77,16 @@ class Engine:
     """A worker's exchange, from the start until :meth:`close`.
 
     Args:
-        address: where it listens.
-        inbox: of an engine that takes prompts over.
-        outbox: of an engine that hands prompts over.
-        secret: of all engines.
-        message_bytes: the most bytes of data in one message.
+        address: the address at which it listens.
+        inbox: the inbox, if the engine receives prompts.
+        outbox: the outbox, if the engine sends prompts.
+        secret: the secret of all engines.
+        message_bytes: the largest number of data bytes in one message.
         silence: see :data:`SILENCE`.
-        outgoing, incoming: links from device to device, if this engine can have any.
+        outgoing, incoming: links from device to device, if this engine supports them.
 
     Raises:
-        OSError: another program listens there.
+        OSError: another program listens at the address.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Engine:
         self._asked: OrderedDict[Address, zmq.Socket[bytes]] = OrderedDict()
         self._flying: dict[Address, _Flight] = {}
         self._came: deque[tuple[bytes, Taken]] = deque()  # answers about parts that links have brought, with their peer
-        self._bell, self._ring = socketpair()  # wakes the thread that listens
+        self._bell, self._ring = socketpair()  # wakes the listening thread
         self._bell.setblocking(False)
         self._ring.setblocking(False)
-        self._quiet: dict[Address, float] = {}  # until when an engine that was silent is not tried again
+        self._quiet: dict[Address, float] = {}  # time until which a silent engine is not tried again
         self._listener = self._socket(zmq.ROUTER, address)
         secret.listen(self._listener, address)
         try:
@@ -141,7 +141,7 @@ class Engine:
         while not self._stop.is_set():
             try:
                 turn()
-            except Exception:  # recorded: one bad message or peer must not end the thread
+            except Exception:  # logged: one bad message or peer must not end the thread
                 logger.exception("P2P: an error at %s, which goes on", self.address)
                 self._stop.wait(TURN)
 
@@ -157,7 +157,7 @@ class Engine:
     def _peer(
         self, peers: OrderedDict[Address, zmq.Socket[bytes]], address: Address, needed: Container[Address] = ()
     ) -> zmq.Socket[bytes]:
-        """The socket to an engine. If it is one too many, another one is closed, but none that is ``needed``."""
+        """Return the socket to an engine. If there are too many, close another one that is not in ``needed``."""
         socket = peers.get(address)
         if socket is None:
             socket = self._socket(zmq.DEALER, address)
@@ -200,7 +200,7 @@ class Engine:
         for transfer, producer in inbox.questions():
             try:
                 self._tell(self._peer(self._asked, producer), Get(transfer))
-            except Exception as error:  # recorded: this transfer is lost, and the others are asked for
+            except Exception as error:  # logged: this transfer is lost, and the others are asked for
                 inbox.answered(transfer, short(f"the engine at {producer} cannot be asked: {error}"))
 
     def _hear(self) -> None:
@@ -228,13 +228,13 @@ class Engine:
         self._tell(self._listener, answer, who.bytes)
 
     def _meet(self, message: Meet | Ticket) -> str:
-        """Why an engine has no link to this one, if so."""
+        """Return why an engine has no link to this one; empty if it has."""
         if self._incoming is None:
             return "this engine takes keys and values in main memory"
         return self._incoming.welcome(message) if isinstance(message, Meet) else self._incoming.open(message)
 
     def _await_part(self, put: Put, who: bytes) -> Taken | Go:
-        """Have a link receive a part; its thread answers once it has."""
+        """Make a link receive a part; its thread answers when it has received it."""
         inbox, incoming = self._inbox, self._incoming
         link = incoming.link(put.link) if incoming is not None else None
         if inbox is None or incoming is None or link is None:
@@ -248,7 +248,7 @@ class Engine:
                 inbox.fail(put, piece, broken)
             why = broken or inbox.keep(put, piece, by_link=True)
             self._came.append((who, Taken(put.transfer, put.first, short(why))))
-            with suppress(OSError):  # it rings already, or the engine is being closed
+            with suppress(OSError):  # it has already been woken, or the engine is closing
                 self._ring.send(b"!")
 
         link.post(lambda wire: wire.receive(piece.bytes, inbox.read), came)
@@ -266,7 +266,7 @@ class Engine:
     def _tell(self, socket: zmq.Socket[bytes], message: Get | Met | Taken | Go | State, *to: bytes) -> None:
         try:
             socket.send_multipart([*to, *frames(message)], zmq.NOBLOCK)
-        except zmq.Again:  # the peer reads nothing; the question is asked again, or given up
+        except zmq.Again:  # the peer reads nothing; the question is repeated, or given up
             logger.debug("P2P: %s gets no %s, because it reads nothing", to, type(message).__name__)
 
     # -- the thread that sends ----------------------------------------------------------------------------------------
@@ -301,28 +301,28 @@ class Engine:
                     peer.send_multipart(frames(meet), zmq.NOBLOCK)
                 link = self._outgoing.name(part.to) if part.on_device else ""
             self._announce(part, peer, link)
-        except Exception as error:  # recorded: its transfer ends
+        except Exception as error:  # logged: its transfer ends
             outbox.failed(part, f"it cannot be sent to {part.to}: {error}")
             return
         self._flying[part.to] = _Flight(part, now + self._silence, link)
 
     def _take_back(self, to: Address, void: Void) -> bool:
-        """Tell an engine, behind all that it was sent, what was wrong; whether its socket had room."""
+        """Inform an engine, after all that it was sent, about wrong data; return whether its socket had room."""
         try:
             self._peer(self._peers, to, self._flying).send_multipart(frames(void), zmq.NOBLOCK)
         except zmq.Again:
             return False
-        except Exception as error:  # recorded: that engine is dead or busy, and finds NaN itself
+        except Exception as error:  # logged: that engine is dead or busy, and detects NaN itself
             logger.warning("P2P: %s does not learn that %s was wrong: %s", to, ", ".join(void.transfers), error)
         return True
 
     def _announce(self, part: Part, peer: zmq.Socket[bytes], link: str) -> None:
-        """Send a part's message, with the data unless a link is to carry them."""
+        """Send a part's message, with the data unless a link carries them."""
         put = Put(part.transfer, part.layout, part.first, part.count, part.total, link)
         peer.send_multipart(frames(put, b"" if link else part.in_main_memory().numpy().data), zmq.NOBLOCK)
 
     def _land(self, outbox: Outbox, wait: int) -> None:
-        """Hear the answers to parts on their way, and give up the parts for silent engines."""
+        """Read the answers to parts in flight, and give up the parts for silent engines."""
         poller = zmq.Poller()
         for to in self._flying:
             poller.register(self._peers[to], zmq.POLLIN)
@@ -350,7 +350,7 @@ class Engine:
             self._hear_met(part.to, peer, answer)
             return
         if (answer.transfer, answer.first) != (part.transfer, part.first):
-            return  # it is late
+            return  # a late answer
         if isinstance(answer, Go):
             self._carry(outbox, flight, peer, answer.by_message)
         elif answer.refused:
@@ -370,7 +370,7 @@ class Engine:
     def _carry(self, outbox: Outbox, flight: _Flight, peer: zmq.Socket[bytes], by_message: bool) -> None:
         """Send a part's bytes to the waiting receiver, by the link or in a message."""
         if flight.asked:
-            return  # it was asked already
+            return  # it was already asked
         part, flight.deadline = flight.part, time.monotonic() + self._silence
         if by_message and flight.link:
             flight.link = ""
@@ -386,7 +386,7 @@ class Engine:
 
         flight.asked = True
         outbox.lend(part)
-        link.post(send, lambda broken: outbox.back(part))  # the receiver's answer says how it went
+        link.post(send, lambda broken: outbox.back(part))  # the receiver's answer tells the result
 
     def _crash(self, outbox: Outbox, flight: _Flight, why: str) -> None:
         """Give up a part that does not arrive, and cut the link that carried it, because its state is unknown."""

@@ -1,4 +1,4 @@
-"""The receiving half's state: prompts that arrive."""
+"""The receiving half's state: arriving prompts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ASK_EVERY = 0.5
 
 @dataclass
 class _Arriving:
-    touched: float  # when a part came last, or a request began to await it
-    producer: Address | None = None  # whom to ask, once it is awaited
-    heard: float = 0.0  # when that engine last gave a sign of life
+    touched: float  # time of the last part, or of the first request that awaits it
+    producer: Address | None = None  # the engine to ask, once it is awaited
+    heard: float = 0.0  # time of that engine's last sign of life
     ask_at: float = 0.0
     expected: int = 0  # blocks of the prompt that awaits it, once it is awaited
-    total: int = 0  # 0: no part has come
-    here: int = 0  # blocks that have come, from the first on
+    total: int = 0  # 0: no part has arrived
+    here: int = 0  # blocks that have arrived, from the first on
     parts: list[tuple[int, int, Piece]] = field(default_factory=list)  # first block, blocks, bytes
 
     @property
@@ -43,11 +43,11 @@ class _Arriving:
 
 
 class Inbox:
-    """Arriving transfers, filled by the thread that listens and emptied by the engine's own.
+    """Arriving transfers, filled by the listening thread and emptied by the engine's thread.
 
     Args:
         pool: memory for arrived parts until they are loaded.
-        layout: of our blocks; others are refused.
+        layout: the layout of our blocks; others are refused.
         block_bytes: bytes of one block.
         timeout: seconds without progress after which a transfer is given up, or dropped if no request awaits it.
         silence: seconds without an answer after which an engine counts as dead.
@@ -66,25 +66,25 @@ class Inbox:
         self._lost: dict[str, str] = {}
         self._taken_back: dict[str, str] = {}
         self.read: Moment = None
-        """When the device has read all pieces that were given back."""
+        """The moment from which the device has read all released pieces."""
 
     def put(self, message: Put, data: memoryview) -> str:
-        """Keep some blocks; the answer is empty, or says why they are refused, and then the transfer is lost.
+        """Store some blocks; return empty, or why they are refused, which loses the transfer.
 
-        One thread calls this. Parts of a transfer come in order, because the sender waits for each answer.
+        One thread calls this. Parts of a transfer arrive in order, because the sender waits for each answer.
         """
         piece, why = self.room(message, len(data))
         if piece is None:
             return why
         np.copyto(
             piece.bytes.numpy(), np.frombuffer(data, np.uint8)
-        )  # outside the lock, so no thread waits for the copy
+        )  # outside the lock, so that no thread waits for the copy
         return self.keep(message, piece)
 
     def room(self, message: Put, size: int, device: BuddyPool | None = None) -> tuple[Piece | None, str]:
         """Take memory for a part of ``size`` bytes, for :meth:`keep` or :meth:`fail`; or return why it is refused.
 
-        If the ``device`` has no room there is neither: the part must come into main memory.
+        If the ``device`` has no room, return neither: the part must go to main memory.
         """
         transfer, pool = message.transfer, device or self._pool
         with self._lock:
@@ -101,7 +101,7 @@ class Inbox:
             return piece, why
 
     def keep(self, message: Put, piece: Piece, by_link: bool = False) -> str:
-        """Keep a part that has come into this memory; the answer is :meth:`put`'s."""
+        """Store a part that has arrived in this memory; the answer is :meth:`put`'s."""
         transfer, size = message.transfer, piece.bytes.numel()
         with self._lock:
             arriving = self._arriving.get(transfer)
@@ -120,15 +120,16 @@ class Inbox:
             return ""
 
     def fail(self, message: Put, piece: Piece, why: str) -> None:
-        """Free a part's memory because its bytes did not come; its transfer is lost."""
+        """Free a part's memory because its bytes did not arrive; its transfer is lost."""
         with self._lock:
             piece.give()
             if message.transfer not in self._gone:
                 self._lose(message.transfer, why)
 
     def await_(self, transfer: str, producer: Address, blocks: int) -> None:
-        """Await a transfer of ``blocks`` blocks for a request here; :meth:`outcomes` reports once that it is ready or
-        lost.
+        """Await a transfer of ``blocks`` blocks for a local request.
+
+        :meth:`outcomes` reports once that it is ready or lost.
         """
         with self._lock:
             if transfer in self._gone:
@@ -144,20 +145,20 @@ class Inbox:
                 self._ready.append(transfer)
 
     def outcomes(self) -> tuple[list[str], dict[str, str]]:
-        """Awaited transfers that are ready, and those that are lost with the reason, since the last call."""
+        """Return awaited transfers that became ready, and lost ones with the reason, since the last call."""
         with self._lock:
             told = self._ready, self._lost
             self._ready, self._lost = [], {}
             return told
 
     def taken_back(self) -> dict[str, str]:
-        """Transfers that were ready, and that their senders have taken back since the last call, and why."""
+        """Return transfers that were ready and that senders have taken back since the last call, and why."""
         with self._lock:
             told, self._taken_back = self._taken_back, {}
             return told
 
     def load(self, transfer: str, write: Callable[[int, int, Tensor], None]) -> None:
-        """Hand each part of a ready transfer (first block, blocks, bytes) to ``write``, and forget it."""
+        """Pass each part of a ready transfer (first block, blocks, bytes) to ``write``, and forget the transfer."""
         with self._lock:
             parts = self._arriving[transfer].parts
         for first, count, piece in parts:
@@ -167,9 +168,9 @@ class Inbox:
             self._forget(transfer, LOADED)
 
     def take_back(self, transfer: str, why: str) -> None:
-        """Throw away what came of a transfer, because its sender says that it is wrong.
+        """Discard the received part of a transfer, because its sender says that it is wrong.
 
-        If a request here may have it, :meth:`taken_back` says so, and :meth:`load` or :meth:`drop` still follows.
+        If a local request may have it, :meth:`taken_back` reports it, and :meth:`load` or :meth:`drop` still follows.
         """
         with self._lock:
             arriving = self._arriving.get(transfer)
@@ -181,12 +182,12 @@ class Inbox:
                 self._lose(transfer, why)
 
     def drop(self, transfer: str) -> None:
-        """Drop a transfer that no request here needs any more."""
+        """Drop a transfer that no local request needs any more."""
         with self._lock:
             self._forget(transfer, "it is no longer needed")
 
     def questions(self) -> list[tuple[str, Address]]:
-        """List awaited transfers with the engines to ask for them now. Give up transfers without progress."""
+        """Return awaited transfers with the engines to ask for them now; give up transfers without progress."""
         now, asked = time.monotonic(), []
         with self._lock:
             for transfer, arriving in list(self._arriving.items()):
@@ -204,7 +205,7 @@ class Inbox:
         return asked
 
     def answered(self, transfer: str, gone: str) -> None:
-        """The engine that was asked says that the rest comes, or why it does not; or it cannot be asked."""
+        """Record an engine's answer that the rest will come, or why not; or that it cannot be asked."""
         with self._lock:
             arriving = self._arriving.get(transfer)
             if arriving is None or arriving.producer is None or arriving.complete:
@@ -214,7 +215,7 @@ class Inbox:
                 self._lose(transfer, gone)
 
     def _wrong(self, message: Put, size: int, arriving: _Arriving | None) -> str:
-        """Why a part cannot be the next one of this transfer, if so."""
+        """Return why a part cannot be the next one of this transfer; empty if it can."""
         if message.layout != self._layout:
             return "its blocks have another form: another model, dtype, block size or number of ranks or stages"
         if size != message.count * self.block_bytes:

@@ -1,4 +1,4 @@
-"""The sending half's state: prompts that leave this engine."""
+"""The sending half's state: leaving prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some blocks of a prompt on their way; ``total`` is the prompt's."""
+    """Some blocks of a prompt in flight; ``total`` is the prompt's number of blocks."""
 
     transfer: str
     to: Address
@@ -33,10 +33,10 @@ class Part:
     total: int
     piece: Piece
     on_device: bool = False
-    written: Moment = None  # when the device has its bytes
+    written: Moment = None  # the moment from which the device has its bytes
 
     def in_main_memory(self) -> Tensor:
-        """Its bytes, which are copied if they are not there."""
+        """Return its bytes in main memory, copied if they are elsewhere."""
         if self.written is not None:
             self.written.synchronize()
         return self.piece.bytes.cpu()
@@ -52,12 +52,12 @@ class _Leaving:
 
 
 class Outbox:
-    """Leaving transfers, filled by the engine's own thread and emptied by the one that sends.
+    """Leaving transfers, filled by the engine's thread and emptied by the sending thread.
 
     Args:
         pool: memory for parts until they have arrived.
-        layout: of our blocks.
-        on_demand: whether parts stay here until an engine asks for the transfer.
+        layout: the layout of our blocks.
+        on_demand: whether parts wait until an engine asks for the transfer.
         timeout: seconds after which a transfer is given up if no engine asks for it, or no step adds to it.
         tally: counts blocks, bytes and losses.
         direct: device memory for parts to an engine with a link, if there is one.
@@ -77,15 +77,15 @@ class Outbox:
         self._changed = Condition()
         self._leaving: dict[str, _Leaving] = {}
         self._gone = Remembered[str]()
-        self._lent: dict[Part, bool] = {}  # whether we are through with it
+        self._lent: dict[Part, bool] = {}  # whether this engine is done with it
         self._taken_back: dict[tuple[Address, str], list[str]] = {}
 
     def add(
         self, transfer: str, to: Address, first: int, count: int, total: int, size: int, fill: Callable[[Tensor], None]
     ) -> None:
-        """Put some blocks of a prompt here, which ``fill`` writes into ``size`` bytes.
+        """Add some blocks of a prompt, which ``fill`` writes into ``size`` bytes.
 
-        If there is no memory the transfer ends, and the prompt is computed where it is needed.
+        Without memory the transfer ends, and the receiver computes the prompt.
         """
         with self._changed:
             if transfer in self._gone:
@@ -112,7 +112,7 @@ class Outbox:
             self._changed.notify_all()
 
     def asked(self, transfer: str) -> str:
-        """Begin to send a transfer that an engine asks for; return empty, or why it does not come."""
+        """Begin to send a transfer that an engine asks for; return empty, or why it is not sent."""
         with self._changed:
             if transfer in self._gone:
                 return self._gone[transfer]
@@ -125,7 +125,7 @@ class Outbox:
             return ""
 
     def next(self, timeout: float, busy: Container[Address] = ()) -> Part | None:
-        """Wait up to ``timeout`` seconds for a part to send now, to none of the ``busy`` engines.
+        """Wait up to ``timeout`` seconds for a part to send now to an engine that is not ``busy``.
 
         :meth:`sent` or :meth:`failed` follows.
         """
@@ -134,11 +134,11 @@ class Outbox:
             name = self._changed.wait_for(lambda: self._next_transfer(busy), timeout)
             if name is None:
                 return None
-            leaving = self._leaving[name] = self._leaving.pop(name)  # the others come before it next time
+            leaving = self._leaving[name] = self._leaving.pop(name)  # other engines come before it next time
             return leaving.waiting.popleft()
 
     def sent(self, part: Part, by_link: bool = False) -> None:
-        """A part has arrived."""
+        """Record that a part has arrived."""
         with self._changed:
             self._give(part)
             size = part.piece.bytes.numel()
@@ -163,41 +163,41 @@ class Outbox:
             self._give_up(part.transfer, why)
 
     def lend(self, part: Part) -> None:
-        """Note that a device reads a part until :meth:`back`: its memory stays, even if the part is given up."""
+        """Record that a device reads a part until :meth:`back`: its memory stays, even if the part is given up."""
         with self._changed:
             self._lent[part] = False
 
     def back(self, part: Part) -> None:
-        """The device has read them, or was stopped."""
+        """Record that the device has read a part, or was stopped."""
         with self._changed:
             if self._lent.pop(part):
                 part.piece.give()
 
     def drop(self, transfer: str) -> None:
-        """The rest of this transfer does not come."""
+        """Drop the rest of a transfer."""
         with self._changed:
             self._give_up(transfer, "its request has ended before its prompt was read")
 
     def take_back(self, transfer: str, to: Address, why: str) -> None:
-        """Send no more of a transfer, and have its receiver throw away what has come, because it is wrong."""
+        """Stop sending a transfer, and make its receiver discard the received part, because it is wrong."""
         with self._changed:
             self._give_up(transfer, why)
             self._gone[transfer] = why  # all of it may have been sent
             self._taken_back.setdefault((to, why), []).append(transfer)
 
     def taken_back(self) -> dict[tuple[Address, str], list[str]]:
-        """Receivers to tell now, and why → of which transfers."""
+        """Return receivers to inform now, and why → the transfers."""
         with self._changed:
             told, self._taken_back = self._taken_back, {}
             return told
 
     def tell_later(self, to: Address, why: str, transfers: list[str]) -> None:
-        """Put back what a receiver has not been sent for want of room."""
+        """Store again a message to a receiver that had no room."""
         with self._changed:
             self._taken_back.setdefault((to, why), []).extend(transfers)
 
     def wait_until_sent(self, transfer: str) -> None:
-        """Return when everything of a transfer that was put here has arrived, or it is given up."""
+        """Return when all parts of a transfer that were added have arrived, or it is given up."""
         with self._changed:
             done = self._changed.wait_for(
                 lambda: transfer not in self._leaving or not self._leaving[transfer].here, self._timeout

@@ -1,4 +1,4 @@
-"""What is known of the last transfers, so that a late message about one is understood."""
+"""Facts about recent transfers, so that late messages about them are understood."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Remembered(OrderedDict[str, T]):
-    """Transfer → something about it, such as why it ended; the oldest are forgotten."""
+    """Transfer → a fact about it, such as why it ended; the oldest are forgotten."""
 
     def __setitem__(self, transfer: str, known: T) -> None:
         super().__setitem__(transfer, known)

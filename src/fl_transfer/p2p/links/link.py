@@ -1,10 +1,10 @@
 """Links: a wire to another engine with its thread, and an engine's record of its links.
 
-A link goes one way, and one thread does all its work, one thing after the other. So both ends of a wire do the same in
-the same order, and no thread of the engine's waits for a peer. An overdue link is cut. Then bytes travel through main
-memory, and the engine that needs a cache which was on its way computes it.
+A link has one direction, and one thread does all its work in order. So both ends of a wire do the same in the same
+order, and no engine thread waits for a peer. An overdue link is cut. Then bytes travel through main memory, and the
+engine that needs a cache lost in flight computes it.
 
-Two engines meet first, and only then the sender makes a ticket, because a ticket's maker waits until both have used it.
+Two engines first meet, and only then the sender makes a ticket, because a ticket's maker waits until both have used it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .wires import Wire, Wiring
 logger = get_logger(__name__)
 
 OPENING = 30.0
-"""Seconds within which both ends of a wire are there."""
+"""Seconds within which both ends of a wire must be open."""
 AGAIN_MOST = 3600.0
-"""The most seconds until an engine is asked for a link again: first :data:`OPENING`, then twice as long each time."""
+"""The most seconds until an engine is asked for a link again: first :data:`OPENING`, then doubled each time."""
 OPENINGS = 4
-"""Links that others may have an engine open at a time, because strangers may never come."""
+"""Links that other engines may have opening at a time, because a peer may never finish."""
 LINKS = 32
-"""Links of an engine in either direction; each has buffers on the device. The one that was unused longest is cut."""
+"""Links of an engine in either direction; each has device buffers. The one unused longest is cut."""
 CLOSING = 2.0
-"""Seconds that closing all links waits for what they are at, and then for their library."""
+"""Seconds that closing all links waits for their current work, and then for their library."""
 CUT = "it was closed"
 
 Use = Callable[[Wire], None]
@@ -49,7 +49,7 @@ class Link:
 
     Args:
         make: makes the wire; it fails once the event is set, and so do the wire's calls.
-        opened: called once it is there.
+        opened: called once it is open.
         limit: seconds that one use may take.
     """
 
@@ -61,22 +61,22 @@ class Link:
         self._given_up = Event()
         self._until = time.monotonic() + OPENING
         self.broken = ""
-        """Why nothing goes by it any more."""
+        """Why the link is no longer used; empty while it is."""
         self._thread = Thread(target=self._run, name="fl-p2p-link", daemon=True)
         self._thread.start()
 
     @property
     def open(self) -> bool:
-        """Whether bytes can go by it."""
+        """Whether bytes can use the link."""
         return self.made and not self.broken
 
     @property
     def made(self) -> bool:
-        """Whether it was open once."""
+        """Whether the link was ever open."""
         return self._wire is not None
 
     def post(self, use: Use, done: Done) -> None:
-        """Have the thread use the wire; ``done`` hears in the end why that failed, or nothing."""
+        """Make the thread use the wire; ``done`` finally gets the error, or an empty string."""
         with self._lock:
             if not self.broken:
                 self._uses.put((use, done))
@@ -84,13 +84,13 @@ class Link:
         done(self.broken)
 
     def tend(self) -> None:
-        """Cut it if it takes too long."""
+        """Cut the link if it takes too long."""
         if self._until < time.monotonic():
             took = self._limit if self.made else OPENING
             self.cut(f"its other end did nothing for {took:g} s")
 
     def cut(self, why: str) -> None:
-        """Use the link no more; its thread ends the wire, and then all waiting parts fail."""
+        """Stop using the link; its thread ends the wire, and then all waiting parts fail."""
         with self._lock:
             if not self.broken:
                 self.broken = why
@@ -98,16 +98,16 @@ class Link:
                 self._uses.put(None)
 
     def finish(self) -> None:
-        """Have the thread end after the work that is asked of it."""
+        """End the thread after its queued work."""
         self._uses.put(None)
 
     @property
     def ended(self) -> bool:
-        """Whether its thread and its wire are gone."""
+        """Whether the thread and the wire are gone."""
         return not self._thread.is_alive()
 
     def join(self, until: float) -> None:
-        """Wait for its thread, at most until that time."""
+        """Wait for the thread, at most until that time."""
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
@@ -128,7 +128,7 @@ class Link:
             self._until = time.monotonic() + self._limit
             try:
                 use(wire)
-            except Exception as error:  # recorded: nothing more goes by this link
+            except Exception as error:  # logged: this link is no longer used
                 self.cut(short(str(error)))
             self._until = math.inf
         done(self.broken)
@@ -136,7 +136,7 @@ class Link:
     def _made(self) -> Wire | None:
         try:
             wire = self._make(self._given_up)
-        except Exception as error:  # recorded: nothing goes by this link
+        except Exception as error:  # logged: this link is no longer used
             self.cut(short(f"it could not be made: {error}"))
             return None
         with self._lock:
@@ -149,7 +149,7 @@ class Link:
     def _end(self, wire: Wire) -> None:
         try:
             wire.end()
-        except Exception as error:  # recorded: the wire is not used any more
+        except Exception as error:  # logged: the wire is no longer used
             logger.warning("P2P: a link did not end well: %s", error)
 
 
@@ -169,7 +169,7 @@ def _alive(links: Iterable[Link]) -> list[Link]:
 
 
 class Outgoing:
-    """The links by which an engine sends. The thread that sends calls its methods, and any thread :meth:`pool`.
+    """The links by which an engine sends. The sending thread calls its methods, and any thread :meth:`pool`.
 
     Args:
         wiring: makes their wires.
@@ -182,28 +182,28 @@ class Outgoing:
         self._asked: dict[Address, tuple[str, float]] = {}  # the name of a meeting, and until when an answer counts
         self._links: OrderedDict[Address, tuple[str, Link]] = OrderedDict()
         self._pool: BuddyPool | None = None
-        self._refused: dict[Address, tuple[float, float]] = {}  # when to ask again, and the wait that ends then
+        self._refused: dict[Address, tuple[float, float]] = {}  # the time to ask again, and the wait that ends then
         self._ending: list[Link] = []
 
     def pool(self, to: Address) -> BuddyPool | None:
-        """Device memory for parts to an engine, if a link to it exists."""
+        """Return device memory for parts to an engine, if a link to it exists."""
         link = self.link(to)
         return self._pool if link is not None else None
 
     def link(self, to: Address) -> Link | None:
-        """The open link to an engine."""
+        """Return the open link to an engine."""
         found = self._links.get(to)
         return found[1] if found is not None and found[1].open else None
 
     def name(self, to: Address) -> str:
-        """The name of the open link to an engine, or nothing."""
+        """Return the name of the open link to an engine; empty without a link."""
         if self.link(to) is None:
             return ""
         self._links.move_to_end(to)
         return self._links[to][0]
 
     def meet(self, to: Address) -> Meet | None:
-        """A question for a link to this engine, if it is time to ask."""
+        """Return a request for a link to this engine, if it is time to ask."""
         now = time.monotonic()
         self._asked = {one: asked for one, asked in self._asked.items() if asked[1] > now}
         if to in self._links or to in self._asked or self._refused.get(to, (now, 0))[0] > now:
@@ -213,7 +213,7 @@ class Outgoing:
         return meet
 
     def met(self, to: Address, name: str, refused: str) -> Ticket | None:
-        """Take an engine's answer to :meth:`meet`, or to the ticket; return the ticket to send it next, if any."""
+        """Take an engine's answer to :meth:`meet`, or to the ticket; return the next ticket to send, if any."""
         if self._links.get(to, ("",))[0] == name and refused:
             self.cut(to, refused)
         if self._asked.get(to, ("",))[0] != name:
@@ -246,20 +246,20 @@ class Outgoing:
         found = self._links.pop(to, None)
         if found is not None:
             if found[1].made:
-                self._refused.pop(to, None)  # a link to it can be, so it is soon asked again
+                self._refused.pop(to, None)  # a link to it is possible, so it is asked again soon
             found[1].cut(why)
             self._ending = [*_alive(self._ending), found[1]]
             self._give_up(to, found[1].broken)
 
     def tend(self) -> None:
-        """Cut links that take too long, and forget those that are broken."""
+        """Cut links that take too long, and forget broken ones."""
         for to, (_, link) in list(self._links.items()):
             link.tend()
             if link.broken:
                 self.cut(to, link.broken)
 
     def all(self) -> list[Link]:
-        """The links, to be closed."""
+        """Return the links, to be closed."""
         return [*(link for _, link in self._links.values()), *self._ending]
 
     def _give_up(self, to: Address, why: str) -> None:
@@ -278,20 +278,20 @@ class _Incoming:
 
 
 class Incoming:
-    """The links by which an engine receives; the thread that listens calls its methods. See :class:`Outgoing`."""
+    """The links by which an engine receives; the listening thread calls its methods. See :class:`Outgoing`."""
 
     def __init__(self, wiring: Wiring, limit: float) -> None:
         self._wiring, self._limit = wiring, limit
         self._expected: OrderedDict[str, str] = OrderedDict()  # name of a meeting → sender
         self._links: OrderedDict[str, _Incoming] = OrderedDict()
-        self._ending: list[Link] = []  # in no table any more, and their threads are not done
+        self._ending: list[Link] = []  # in no table any more, but their threads are not done
         self.ready = False
-        """Whether the engine's device is free for links; it is not while vLLM tries and captures the model."""
+        """Whether the engine's device is free for links; false while vLLM tries and captures the model."""
         self.pool: BuddyPool | None = None
-        """Device memory for parts that come by links, once there is one."""
+        """Device memory for parts that arrive by links, once there is one."""
 
     def welcome(self, meet: Meet) -> str:
-        """Agree to a link that an engine asks for; the answer is empty, or says why there is none."""
+        """Agree to a link that an engine asks for; return empty, or why there is none."""
         if meet.kind != self._wiring.kind.name:
             return f"its wires are made by {meet.kind}, and ours by {self._wiring.kind.name}"
         if not self.ready:
@@ -306,7 +306,7 @@ class Incoming:
         return ""
 
     def open(self, told: Ticket) -> str:
-        """Make the other end of a link; the answer is :meth:`welcome`'s."""
+        """Make the other end of a link; return :meth:`welcome`'s answer."""
         wiring, sender = self._wiring, self._expected.pop(told.name, None)
         if sender is None:
             return "this engine does not expect that link any more"
@@ -325,7 +325,7 @@ class Incoming:
         return ""
 
     def link(self, name: str) -> Link | None:
-        """The link of that name, if it is there."""
+        """Return the link of that name, if it exists."""
         known = self._links.get(name)
         if known is None or known.link.broken:
             return None
@@ -333,7 +333,7 @@ class Incoming:
         return known.link
 
     def tend(self) -> None:
-        """Cut links that take too long or that others replace, and forget broken ones."""
+        """Cut links that take too long or that are replaced, and forget broken ones."""
         for name, known in list(self._links.items()):
             known.link.tend()
             if known.new and known.link.open:
@@ -344,7 +344,7 @@ class Incoming:
                 logger.warning("P2P: nothing comes from %s by its link: %s", known.sender, known.link.broken)
 
     def all(self) -> list[Link]:
-        """The links, to be closed."""
+        """Return the links, to be closed."""
         return [*(known.link for known in self._links.values()), *self._ending]
 
     def _busy(self) -> int:
@@ -353,7 +353,7 @@ class Incoming:
         return sum(known.new for known in self._links.values()) + len(self._ending)
 
     def _replace(self, name: str, sender: str) -> None:
-        """Cut earlier links from the sender of one that is open now, and the one that was unused longest if need be."""
+        """Cut earlier links from the sender of an open one, and if need be the one unused longest."""
         others = {one: known for one, known in self._links.items() if one != name and not known.new}
         earlier = [one for one, known in others.items() if known.sender == sender]
         unused = [one for one in others if one not in earlier]

@@ -1,6 +1,6 @@
-"""Wires over NCCL: a communicator of two ranks, on a stream of its own.
+"""Wires over NCCL: a communicator of two ranks, on a separate stream.
 
-PyTorch's process groups would not do: their watchdog ends the whole process when a peer has died.
+PyTorch's process groups are unsuitable, because their watchdog ends the whole process when a peer has died.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .nccl_library import Communicator, Library
 
 
 class Nccl:
-    """NCCL, which lies where vLLM looks for it.
+    """NCCL, found where vLLM looks for it.
 
     Raises:
-        OSError, ValueError, AttributeError: there is no library, or it is too old.
+        OSError, ValueError, AttributeError: the library is missing or too old.
     """
 
     name = "nccl"
@@ -30,22 +30,22 @@ class Nccl:
         self._library = Library(find_nccl_library())
 
     def ticket(self) -> bytes:
-        """NCCL's unique id."""
+        """Return NCCL's unique id."""
         return self._library.ticket()
 
     def open(self, ticket: bytes, rank: int, device: torch.device, given_up: Event) -> NcclWire:
-        """One end of a new communicator."""
-        torch.cuda.set_device(device)  # of this thread, which is the wire's
+        """Open one end of a new communicator."""
+        torch.cuda.set_device(device)  # the wire's thread runs this
         communicator = Communicator(self._library, ticket, rank, given_up)
         try:
             return NcclWire(communicator, rank, device)
-        except RuntimeError:  # such as no memory
+        except RuntimeError:  # for example out of memory
             communicator.abort()
             raise
 
 
 class NcclWire:
-    """One end. Its first byte has gone when it is there, because NCCL connects two ranks when they first talk."""
+    """One end, made after its first byte was sent, because NCCL connects two ranks when they first communicate."""
 
     def __init__(self, communicator: Communicator, rank: int, device: torch.device) -> None:
         self._communicator = communicator
@@ -76,5 +76,5 @@ class NcclWire:
             self._end.record(self._stream)
             self._communicator.wait(self._end.query)
         except RuntimeError:
-            self.end()  # now the device does not touch these bytes any more
+            self.end()  # from now on the device does not touch these bytes
             raise

@@ -1,7 +1,7 @@
 """NCCL's functions for wires, and a communicator of two ranks that never waits for the other rank.
 
-NCCL's manual calls such a communicator non-blocking. Each call begins something, and the communicator's state is "in
-progress" until that is done; it may be aborted meanwhile. A send is in its stream once the state is another.
+NCCL's manual calls such a communicator non-blocking. Each call starts an operation, and the communicator's state is "in
+progress" until it is done; it may be aborted meanwhile. A send is in its stream once the state changes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from threading import Event
 from typing import Any
 
 DONE = 0
-"""NCCL's result (``ncclResult_t``) of a call that has succeeded."""
+"""NCCL's result (``ncclResult_t``) of a successful call."""
 IN_PROGRESS = 7
-"""NCCL's result of a call that goes on; all other results are errors."""
+"""NCCL's result of a call in progress; all other results are errors."""
 BYTE = 1
 """NCCL's name of the data type (``ncclUint8``)."""
 PAUSES = 20e-6, 1e-3
-"""Seconds between two looks at a state: the first ones, and each later one is twice as long, up to the last."""
+"""Seconds between two checks of a state: the first pause, doubled each time up to the last."""
 
 
 class _Id(ctypes.Structure):
@@ -60,11 +60,11 @@ class Library:
     """NCCL.
 
     Args:
-        path: of the shared library.
+        path: the path of the shared library.
 
     Raises:
-        OSError: it is not there.
-        AttributeError: it is too old, and lacks a function.
+        OSError: the library is missing.
+        AttributeError: the library is too old, and lacks a function.
     """
 
     def __init__(self, path: str) -> None:
@@ -76,16 +76,16 @@ class Library:
         self._calls["ncclGetErrorString"].restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> int:
-        """The result of one of NCCL's functions."""
+        """Return the result of one of NCCL's functions."""
         result: int = self._calls[name](*arguments)
         return result
 
     def error(self, result: int) -> str:
-        """The meaning of a result."""
+        """Return the meaning of a result."""
         return f"NCCL: {self._calls['ncclGetErrorString'](result).decode()}"
 
     def ticket(self) -> bytes:
-        """A new unique id. A thread of NCCL's waits until both ranks have used it.
+        """Return a new unique id. An NCCL thread waits until both ranks have used it.
 
         Raises:
             RuntimeError: NCCL has no network.
@@ -98,16 +98,16 @@ class Library:
 
 
 class Communicator:
-    """One of two ranks. The thread that makes it is the only one that calls NCCL about it, also to abort it.
+    """One of two ranks. Only the thread that makes it calls NCCL for it, also to abort it.
 
     Args:
         library: NCCL.
-        ticket: of both ranks.
+        ticket: the ticket of both ranks.
         rank: 0 or 1.
-        given_up: once set, it ends every wait.
+        given_up: ends every wait once it is set.
 
     Raises:
-        RuntimeError: NCCL failed, or it was given up; then it is aborted, as by every method that raises.
+        RuntimeError: NCCL failed, or the communicator was given up; every method that raises aborts it.
     """
 
     def __init__(self, library: Library, ticket: bytes, rank: int, given_up: Event) -> None:
@@ -119,15 +119,15 @@ class Communicator:
         self._go_on(begun)
 
     def send(self, pointer: int, size: int, stream: int) -> None:
-        """Put the sending of bytes into a stream."""
+        """Queue the sending of bytes on a stream."""
         self._go_on(self._library.call("ncclSend", pointer, size, BYTE, self._peer, self._handle, stream))
 
     def receive(self, pointer: int, size: int, stream: int) -> None:
-        """Put the reception of bytes into a stream."""
+        """Queue the reception of bytes on a stream."""
         self._go_on(self._library.call("ncclRecv", pointer, size, BYTE, self._peer, self._handle, stream))
 
     def wait(self, over: Callable[[], bool]) -> None:
-        """Return once that is so."""
+        """Return once ``over`` returns true."""
         pause, longest = PAUSES
         while (state := self._state()) == IN_PROGRESS or (state == DONE and not over()):
             if self._given_up.wait(pause):
@@ -143,7 +143,7 @@ class Communicator:
             self._library.call("ncclCommAbort", handle)
 
     def _go_on(self, begun: int) -> None:
-        """Something has begun: wait until it is in its stream, or the communicator ready."""
+        """Wait until a started operation is in its stream, or the communicator is ready."""
         if begun != IN_PROGRESS:
             self._check(begun)
         self.wait(lambda: True)

@@ -1,6 +1,6 @@
-"""Wires from one engine's device to another's, which keep main memory out of the way.
+"""Wires from one engine's device to another's, which bypass main memory.
 
-A kind of wires is one library that can make them, and there is one for each type of device that has any.
+A kind of wire is one library that can make wires; each type of device has at most one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .nccl import Nccl
 
 
 class Wire(Protocol):
-    """One way between two engines. One thread makes it, uses it and ends it.
+    """One direction between two engines. One thread makes it, uses it and ends it.
 
-    A call that fails has ended the wire. Its bytes are free for other use when a call has returned or failed.
+    A failed call ends the wire. The bytes of a call are free once it has returned or failed.
     """
 
     def send(self, data: Tensor, after: Moment) -> None:
-        """Send bytes that are there after a moment; return when they have gone."""
+        """Send bytes that are ready after a moment; return when they are sent."""
 
     def receive(self, data: Tensor, after: Moment) -> None:
-        """Overwrite bytes that are unused after a moment; return when all have come."""
+        """Overwrite bytes that are unused after a moment; return when all have arrived."""
 
     def end(self) -> None:
         """Free the wire's resources; it may have ended already."""
@@ -43,17 +43,17 @@ class Kind(Protocol):
     name: str
 
     def ticket(self) -> bytes:
-        """The bytes by which two engines find each other."""
+        """Return the bytes by which two engines find each other."""
 
     def open(self, ticket: bytes, rank: int, device: torch.device, given_up: Event) -> Wire:
-        """The sender's end (rank 0) or the receiver's, when both are there.
+        """Return the sender's end (rank 0) or the receiver's, when both are ready.
 
         Once ``given_up`` is set this fails, and so do the wire's calls that wait for the other end.
         """
 
 
 KINDS: dict[str, Callable[[], Kind]] = {"nccl": Nccl}
-"""Backend of a device's collectives → the maker of its wires, if its library is there."""
+"""Backend of a device's collectives → the maker of its wires, if its library is installed."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Wiring:
 
 
 def wiring(options: Options, device: torch.device, parts: int) -> tuple[Wiring | None, str]:
-    """The wires that the user wants and the device has, or none and why; ``parts`` of an engine share its memory.
+    """Return the wires that the user wants and the device supports, or why none; ``parts`` share the memory.
 
     Raises:
-        ConfigError: the user insists on wires that there are not.
+        ConfigError: the user insists on wires that the device lacks.
     """
     if options.transport is Transport.HOST:
         return None, "the option transport says so"

@@ -1,1 +1,1 @@
-"""Memory for caches that wait, moments on a device at which it is ready, and a KV cache's blocks as bytes."""
+"""Memory for waiting caches, moments of a device's stream, and a KV cache's blocks as bytes."""

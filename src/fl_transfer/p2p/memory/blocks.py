@@ -17,11 +17,11 @@ CHUNK = 16 << 20
 class Blocks:
     """A worker's KV cache, block by block.
 
-    The bytes of some blocks are those of the first layer's, one block after the other, then of the next layer's.
+    The bytes of some blocks are the first layer's, block after block, then the next layer's.
 
     Args:
         caches: layer → its cache; the first axis has one or more rows for each block. Layers may share one.
-        number: of blocks.
+        number: number of blocks.
         facts: further values that must be equal on both sides of an exchange.
 
     Raises:
@@ -47,22 +47,22 @@ class Blocks:
 
     @property
     def at_once(self) -> int:
-        """Blocks of one message."""
+        """Return the number of blocks in one message."""
         return max(1, CHUNK // self.block_bytes)
 
     @property
     def message_bytes(self) -> int:
-        """The most bytes that one message has."""
+        """Return the largest number of bytes of one message."""
         return self.at_once * self.block_bytes
 
     def read(self, ids: Sequence[int], into: Tensor) -> None:
-        """Copy blocks into bytes, in main memory or the device's."""
+        """Copy blocks into bytes, in main memory or on the device."""
         for cache, bytes_ in self._parts(len(ids), into):
             rows = torch.tensor(ids, device=cache.device)
             bytes_.view(cache.dtype).view(len(ids), *cache.shape[1:]).copy_(cache.index_select(0, rows))
 
     def write(self, ids: Sequence[int], given: Tensor, skip: int, count: int) -> None:
-        """Copy bytes, which are ``count`` blocks, into our blocks, from their block ``skip`` on."""
+        """Copy bytes of ``count`` blocks into our blocks, starting at the bytes' block ``skip``."""
         for cache, bytes_ in self._parts(count, given):
             rows = torch.tensor(ids, device=cache.device)
             source = bytes_.view(cache.dtype).view(count, *cache.shape[1:])[skip : skip + len(ids)]

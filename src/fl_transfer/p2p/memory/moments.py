@@ -8,7 +8,7 @@ from torch import Tensor
 from .pool import queues
 
 Moment = torch.cuda.Event | None
-"""A point of a stream's work; ``None`` where work is done when its call returns."""
+"""A point of a stream's work; ``None`` if work is done when its call returns."""
 
 
 def moment(data: Tensor) -> Moment:

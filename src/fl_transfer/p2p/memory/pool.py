@@ -1,7 +1,7 @@
-"""Memory for KV caches that wait, as a buddy system: main memory, or a device's.
+"""Memory for waiting KV caches, as a buddy system in main memory or on a device.
 
-A piece has a power of two of units. A larger one is halved until it fits, and two free halves become one again, so that
-what was taken and given back in any order leaves no gaps.
+A piece has a power of two of units. A larger piece is halved until it fits, and two free halves merge again, so that
+taking and releasing pieces in any order leaves no gaps.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ class Piece:
     home: BuddyPool
 
     def give(self) -> None:
-        """Give it back to its pool."""
+        """Return the piece to its pool."""
         self.home.give(self)
 
 
 def queues(memory: Tensor) -> bool:
-    """Whether the memory is an accelerator's; work on it waits in a stream."""
+    """Whether the memory is an accelerator's, so that work on it is queued in a stream."""
     spec = detect_device()
     return spec.accelerator and memory.device.type == spec.torch_type
 
 
 class BuddyPool:
-    """A buddy system in one piece of memory. Not safe for threads: its owner holds a lock.
+    """A buddy system in one piece of memory. Not thread-safe: its owner holds a lock.
 
     Args:
-        capacity: bytes, rounded down to whole units. The system gives them when they are written first.
+        capacity: bytes, rounded down to whole units. The system allocates them on first write.
         unit: bytes of the smallest piece.
-        device: the device of the memory, by default the main memory. A device gives all of it at once.
+        device: the memory's device, by default main memory. A device allocates all of it at once.
     """
 
     def __init__(self, capacity: int, unit: int = UNIT, device: torch.device | None = None) -> None:
         self._unit = unit
         units = capacity // unit
         self._memory = torch.empty(units * unit, dtype=torch.uint8, device=device)
-        if queues(self._memory):  # what had it before may be at work, and other streams will use it
+        if queues(self._memory):  # the previous owner may be at work, and other streams will use it
             torch.cuda.current_stream(device).synchronize()
         self._free: list[set[int]] = [set() for _ in range(units.bit_length())]
         self._roots: list[tuple[int, int]] = []
@@ -63,7 +63,7 @@ class BuddyPool:
 
     @property
     def capacity(self) -> int:
-        """Bytes in all."""
+        """Return the total number of bytes."""
         return len(self._memory)
 
     def take(self, size: int) -> Piece | None:

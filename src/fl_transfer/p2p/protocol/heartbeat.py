@@ -19,20 +19,20 @@ logger = get_logger(__name__)
 EVERY = 3.0
 """Seconds between two heartbeats."""
 STARTING = 0.5
-"""Seconds between two looks at a server that does not answer yet."""
+"""Seconds between two checks of a server that does not answer yet."""
 PATIENCE = 60.0
 """Seconds without a beat after which the log says, once, which side does not answer."""
 
 
 class Heart:
-    """A thread that beats until :meth:`close`; a proxy that is not there yet hears later ones.
+    """A thread that sends heartbeats until :meth:`close`; a proxy that starts later gets later ones.
 
     Args:
-        proxy: where the proxy listens.
+        proxy: the proxy's address.
         role: see :class:`~fl_transfer.p2p.protocol.messages.Heartbeat`.
-        http: the engine's server.
-        zmq_: its first worker.
-        secret: the proxy's.
+        http: the address of the engine's server.
+        zmq_: the address of its first worker.
+        secret: the proxy's secret.
     """
 
     def __init__(self, proxy: Address, role: str, http: Address, zmq_: Address, secret: Secret) -> None:
@@ -66,7 +66,7 @@ class Heart:
                     logger.warning("P2P: no proxy has heard of this engine for %g s: %s", PATIENCE, missing)
 
     def _missing(self, proxy: zmq.Socket[bytes]) -> str:
-        """Beat, and return an empty text; or return which side does not answer."""
+        """Send a heartbeat and return an empty text; or return which side does not answer."""
         try:
             socket.create_connection((self._http.host, self._http.port), 1.0).close()
         except OSError:

@@ -1,4 +1,4 @@
-"""Messages between engines, and to the proxy: two ZMQ frames, a header and the data.
+"""Messages between engines and to the proxy: two ZMQ frames, a header and the data.
 
 A header is a small MessagePack map, checked field by field; no message is ever unpickled.
 """
@@ -12,19 +12,19 @@ import msgspec
 from msgspec import Meta
 
 HEADER_BYTES = 4096
-"""The longest header. Names, addresses and reasons are bounded so that each of our messages is shorter."""
+"""The longest header. Names, addresses and reasons are bounded so that each of our messages fits."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=300)]
 AT_ONCE = 20
-"""The most transfers that one message takes back, as a header has room for; a socket holds 1,000 messages."""
+"""The most transfers that one message takes back, limited by the header; a socket queues 1,000 messages."""
 Layout = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=1, lt=1 << 40)]
 Data = bytes | memoryview
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True, forbid_unknown_fields=True):
-    """A sender wants a link; an engine has one link from each ``sender``."""
+    """A sender's request for a link; an engine has one link from each ``sender``."""
 
     name: Name
     kind: Name
@@ -32,23 +32,23 @@ class Meet(msgspec.Struct, tag="meet", frozen=True, forbid_unknown_fields=True):
 
 
 class Ticket(msgspec.Struct, tag="ticket", frozen=True, forbid_unknown_fields=True):
-    """A sender makes its end of a link that the receiver agreed to; the receiver's end needs the ``ticket``."""
+    """A sender's ticket for an agreed link; the receiver's end needs the ``ticket``."""
 
     name: Name
     ticket: Annotated[bytes, Meta(min_length=1, max_length=1024)]
 
 
 class Met(msgspec.Struct, tag="met", frozen=True, forbid_unknown_fields=True):
-    """The answer to a :class:`Meet` or a :class:`Ticket`: the link can be, or ``refused`` says why not."""
+    """The answer to a :class:`Meet` or a :class:`Ticket`: the link is possible, or ``refused`` says why not."""
 
     name: Name
     refused: Text = ""
 
 
 class Put(msgspec.Struct, tag="put", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Some blocks of a prompt; the data are ``count`` blocks from the prompt's block ``first`` on, of ``total``.
+    """Some blocks of a prompt: ``count`` blocks of data from the prompt's block ``first`` on, of ``total``.
 
-    With a ``link``'s name there are no data: they will come by that link, once the receiver says :class:`Go`.
+    With a ``link``'s name there is no data: the link carries it once the receiver answers :class:`Go`.
     """
 
     transfer: Name
@@ -60,7 +60,7 @@ class Put(msgspec.Struct, tag="put", frozen=True, forbid_unknown_fields=True, om
 
 
 class Go(msgspec.Struct, tag="go", frozen=True, forbid_unknown_fields=True):
-    """The answer to a :class:`Put` that names a link: the receiver is there, or wants the data in a message."""
+    """The answer to a :class:`Put` that names a link: the receiver is ready, or wants the data in a message."""
 
     transfer: Name
     first: Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -68,7 +68,7 @@ class Go(msgspec.Struct, tag="go", frozen=True, forbid_unknown_fields=True):
 
 
 class Taken(msgspec.Struct, tag="taken", frozen=True, forbid_unknown_fields=True):
-    """The answer to a :class:`Put`: the blocks from ``first`` on are here, or ``refused`` says why not."""
+    """The answer to a :class:`Put`: the blocks from ``first`` on have arrived, or ``refused`` says why not."""
 
     transfer: Name
     first: Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -76,27 +76,27 @@ class Taken(msgspec.Struct, tag="taken", frozen=True, forbid_unknown_fields=True
 
 
 class Get(msgspec.Struct, tag="get", frozen=True, forbid_unknown_fields=True):
-    """The question of an engine that awaits a prompt, repeated until the prompt is there."""
+    """The question of an engine that awaits a prompt, repeated until the prompt arrives."""
 
     transfer: Name
 
 
 class State(msgspec.Struct, tag="state", frozen=True, forbid_unknown_fields=True):
-    """The answer to a :class:`Get`: the rest comes, or ``gone`` says why it does not."""
+    """The answer to a :class:`Get`: the rest will come, or ``gone`` says why not."""
 
     transfer: Name
     gone: Text = ""
 
 
 class Void(msgspec.Struct, tag="void", frozen=True, forbid_unknown_fields=True):
-    """A sender takes transfers back: what came of them is wrong, and no more comes. There is no answer."""
+    """Notice that a sender takes transfers back: the received data is wrong, and no more comes. Without an answer."""
 
     transfers: Annotated[list[Name], Meta(min_length=1, max_length=AT_ONCE)]
     why: Text
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, forbid_unknown_fields=True):
-    """An engine is there: ``P`` reads prompts, ``D`` writes answers, ``PD`` both."""
+    """Notice that an engine is alive: ``P`` reads prompts, ``D`` writes answers, ``PD`` both."""
 
     role: Literal["P", "D", "PD"]
     http: Name
@@ -115,11 +115,11 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class BadMessage(ValueError):  # noqa: N818 - it is the message that is bad
-    """Frames that are none of these messages."""
+    """Frames that are not one of these messages."""
 
 
 def frames(message: Message, data: Data = b"") -> list[Data]:
-    """The frames of a message."""
+    """Return the frames of a message."""
     return [_encoder.encode(message), data]
 
 
@@ -146,10 +146,10 @@ def read(
 
 
 def read(frames: Sequence[Data], /, *kinds: type[Any]) -> tuple[Any, memoryview]:
-    """A message of one of these kinds, and its data.
+    """Read a message of one of these kinds, and its data.
 
     Raises:
-        BadMessage: the frames are none.
+        BadMessage: the frames are not such a message.
     """
     if len(frames) != 2:
         raise BadMessage(f"{len(frames)} frames, not 2")
@@ -166,5 +166,5 @@ def read(frames: Sequence[Data], /, *kinds: type[Any]) -> tuple[Any, memoryview]
 
 
 def short(text: str) -> str:
-    """A reason that fits into a message."""
+    """Shorten a reason so that it fits into a message."""
     return text[:300]

@@ -1,4 +1,4 @@
-"""From where to where one prompt's KV cache goes, as the proxy wrote it into the request's id."""
+"""The route of one prompt's KV cache, as the proxy wrote it into the request's id."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """An address from ``host:port``; IPv6 stands in brackets.
+        """Parse an address ``host:port``; IPv6 is in brackets.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is not an address.
         """
         host, _, port = text.rpartition(":")
         found = re.fullmatch(r"([\w.-]+)|\[([0-9a-fA-F:.]+)\]", host, re.ASCII)
@@ -39,7 +39,7 @@ class Address:
         return cls(found[1] or found[2], int(port))
 
     def of_rank(self, rank: int) -> Address:
-        """The address of the worker of a rank; this one is the first worker's."""
+        """Return the address of a rank's worker; this address is the first worker's."""
         return Address(self.host, self.port + rank)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Route:
-    """One request's way: the engine that reads its prompt, the one that writes its answer, and a name of its own."""
+    """One request's route: the engine that reads its prompt, the one that writes its answer, and a unique name."""
 
     prefill: Address
     decode: Address
@@ -61,7 +61,7 @@ class Route:
 
     @classmethod
     def of(cls, request_id: str) -> Route | None:
-        """The route in a request's id, around which vLLM writes more (``_base_request_id``, ``assign_request_id``)."""
+        """Return the route in a request's id, which vLLM extends (``_base_request_id``, ``assign_request_id``)."""
         found = _ROUTE.search(request_id)
         if found is None:
             return None
@@ -75,9 +75,9 @@ class Route:
 
 
 def transfer_of(name: str, request: Request) -> str:
-    """The name of a prompt's transfer: the route's, and a digest of all that its keys and values depend on.
+    """Return the name of a prompt's transfer: the route's name, and a digest of all that its keys and values depend on.
 
-    So two engines that understand one request differently never exchange its cache.
+    So two engines that interpret a request differently never exchange its cache.
     """
     lora = request.lora_request.lora_name if request.lora_request is not None else None
     beside = [lora, request.cache_salt, *((one.identifier, one.mm_position.offset) for one in request.mm_features)]
@@ -85,7 +85,7 @@ def transfer_of(name: str, request: Request) -> str:
 
 
 def digest(tokens: Sequence[int], beside: str = "") -> str:
-    """32 hexadecimal digits for tokens, and for everything else that their keys and values depend on."""
+    """Return 32 hexadecimal digits for tokens, and for everything else that their keys and values depend on."""
     hashed = hashlib.blake2b(struct.pack(f"<{len(tokens)}q", *tokens), digest_size=16)
     hashed.update(beside.encode())
     return hashed.hexdigest()

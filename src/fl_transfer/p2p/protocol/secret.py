@@ -1,7 +1,7 @@
-"""A secret of the engines and the proxy: with one, sockets encrypt, and talk to no peer without it.
+"""A secret of the engines and the proxy: with it, sockets encrypt, and talk to no peer without it.
 
-The protocol is CurveZMQ, with a key pair for the server. Here the pair is derived from the secret, so even the public
-key stays secret, and without that a client cannot begin to talk. A stranger is turned away before a message is kept.
+The protocol is CurveZMQ, with a key pair for the server. Here the pair is derived from the secret, so the public key is
+secret, too, and a client needs it to connect. A peer without the secret is rejected before a message is stored.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OVERHEAD = 64
 
 
 class Secret:
-    """The content of a file; without one sockets are open to whoever reaches them.
+    """The content of a file; without a file sockets are open to every peer.
 
     Args:
-        file: has the secret, with white space around it or not.
-        source: of the option that names the file, for errors.
+        file: the file with the secret; surrounding white space is ignored.
+        source: the source of the option that names the file, for errors.
 
     Raises:
-        ConfigError: it cannot be read, or is empty, or this ZMQ cannot encrypt.
+        ConfigError: the file cannot be read or is empty, or this ZMQ cannot encrypt.
     """
 
     def __init__(self, file: Path | None = None, source: str = "secret_file") -> None:
@@ -52,7 +52,7 @@ class Secret:
         self._public = zmq.curve_public(self._private)
 
     def listen(self, socket: zmq.Socket[Any], address: Address) -> None:
-        """Have a socket that will be bound to an address hear only those with the secret."""
+        """Make a socket that will be bound to an address accept only peers with the secret."""
         if self._private:
             socket.set(zmq.CURVE_SERVER, 1)
             socket.set(zmq.CURVE_SECRETKEY, self._private)
@@ -64,7 +64,7 @@ class Secret:
             )
 
     def call(self, socket: zmq.Socket[Any]) -> None:
-        """Have a socket that will be connected talk only to those with the secret."""
+        """Make a socket that will be connected talk only to peers with the secret."""
         if self._private:
             public, private = zmq.curve_keypair()
             socket.set(zmq.CURVE_SERVERKEY, self._public)
@@ -73,7 +73,7 @@ class Secret:
 
 
 def _own_machines(host: str) -> bool:
-    """Whether only this machine reaches a socket at this address."""
+    """Whether only this machine can reach a socket at this address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

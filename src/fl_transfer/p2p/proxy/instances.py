@@ -28,11 +28,11 @@ class Instance:
     """One engine.
 
     Args:
-        http, zmq, role: from its heartbeat.
-        heard: when the last heartbeat came.
-        there: whether it has beaten since it failed and was held back.
-        back_at: the earliest time for that.
-        requests: number of its requests now.
+        http, zmq, role: fields of its heartbeat.
+        heard: time of the last heartbeat.
+        there: whether a heartbeat came since it failed and was held back.
+        back_at: the earliest time for such a heartbeat.
+        requests: number of its current requests.
         failures: number of failures since its last answer.
         turn: the number of its last request.
     """
@@ -49,17 +49,17 @@ class Instance:
 
 
 class Instances:
-    """The engines of a proxy. Not safe for threads."""
+    """The engines of a proxy. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: dict[Address, Instance] = {}  # by the address of the HTTP server
         self._turns = 0
 
     def hear(self, beat: Heartbeat) -> None:
-        """Take a heartbeat.
+        """Process a heartbeat.
 
         Raises:
-            BadMessage: its addresses are none, or there are too many engines.
+            BadMessage: its addresses are invalid, or there are too many engines.
         """
         try:
             http, zmq = Address.parse(beat.http), Address.parse(beat.zmq)
@@ -76,7 +76,7 @@ class Instances:
 
     @contextmanager
     def serving(self, instance: Instance) -> Iterator[None]:
-        """An engine has a request meanwhile."""
+        """Count a request of an engine during the block."""
         self._turns += 1
         instance.turn = self._turns
         instance.requests += 1
@@ -86,17 +86,17 @@ class Instances:
             instance.requests -= 1
 
     def answered(self, instance: Instance) -> None:
-        """An engine has answered."""
+        """Record that an engine has answered."""
         instance.failures = 0
 
     def failed(self, instance: Instance, why: str) -> None:
-        """An engine has failed; a later heartbeat brings it back, and until it answers it is the last choice."""
+        """Record a failure: a later heartbeat brings the engine back, and until it answers it is the last choice."""
         instance.failures += 1
         instance.there, instance.back_at = False, time.monotonic() + HELD_BACK
         logger.warning("P2P: engine %s has failed: %s", instance.http, why)
 
     def of(self, role: str) -> list[Instance]:
-        """List the engines of a role, ``P`` or ``D``: engines without failures first, then the least busy, in turn."""
+        """Return the engines of a role, ``P`` or ``D``: those without failures first, then the least busy, in turn."""
         oldest = time.monotonic() - GONE_AFTER
         for silent in [one for one in self._known.values() if one.heard < oldest]:
             del self._known[silent.http]

@@ -1,7 +1,8 @@
 """The HTTP server in front of engines: each request goes to one that reads its prompt, then to one that writes.
 
-It knows the engines by their heartbeats. A request gets an id that names both, under which the second one takes the
-prompt's KV cache over from the first. If there is none that reads, or it fails, the one that writes reads, too.
+The server knows the engines from their heartbeats. A request gets an id that names both engines, under which the second
+one receives the prompt's KV cache from the first. If no engine reads prompts, or it fails, the writing engine also
+reads.
 """
 
 from __future__ import annotations
@@ -39,30 +40,30 @@ WRITING = ("/v1/completions", "/v1/chat/completions")
 """Routes with requests that one engine reads and another writes."""
 BODY_BYTES = 256 << 20
 PASSED_ON = ("Authorization", "Content-Type", "Accept")
-"""Headers that engines get from clients. An id is never a client's, because it says where KV caches go."""
+"""Client headers that engines get. The id is never a client's, because it directs KV caches."""
 FORMS = ("multipart/", "application/x-www-form-urlencoded")
-"""Beginnings of the content types of bodies that are not JSON; vLLM takes no id from these."""
+"""Prefixes of the content types of bodies that are not JSON; vLLM reads no id from these."""
 CONNECT_WITHIN = 5.0
 IDLE = 2.0
 """Seconds after which an unused connection to an engine is closed; vLLM closes it after 5."""
 CLOSED = (ServerDisconnectedError, ClientOSError)
-"""Errors of a connection that the engine may just have closed because it was unused; they count when they repeat."""
+"""Errors of a connection that the engine may just have closed as unused; they count only if they repeat."""
 SERVING: dict[str, Any] = {"handler_cancellation": True, "access_log": None}
-"""How aiohttp serves: a handler ends with its client, so that engines end the request, too."""
+"""aiohttp's options: a handler ends with its client, so that engines end the request, too."""
 ROLES = {"prefill": "P", "decode": "D"}
 
 
 class _ClientGone(Exception):  # noqa: N818 - not our error
-    """The client does not read the answer any more."""
+    """The client no longer reads the answer."""
 
 
 class Proxy:
     """The server.
 
     Args:
-        heartbeats: where it hears engines.
-        secret: theirs.
-        read_within: seconds that an engine may take for a prompt.
+        heartbeats: the address for heartbeats.
+        secret: the engines' secret.
+        read_within: seconds that an engine may take to read a prompt.
     """
 
     def __init__(self, heartbeats: Address, secret: Secret, read_within: float) -> None:
@@ -70,7 +71,7 @@ class Proxy:
         self.instances = Instances()
 
     def app(self) -> web.Application:
-        """The application, to be served as :data:`SERVING` says."""
+        """Return the application, to be served with the options :data:`SERVING`."""
         app = web.Application(client_max_size=BODY_BYTES)
         app.cleanup_ctx.append(self._running)
         app.router.add_get("/health", self._health)
@@ -106,7 +107,7 @@ class Proxy:
                 self.instances.hear(beat)
             except BadMessage as error:
                 logger.warning("P2P: a message to the proxy is dropped: %s", error)
-            except Exception:  # recorded: one bad message must not end the task
+            except Exception:  # logged: one bad message must not end the task
                 logger.exception("P2P: an error at %s, which goes on", self._heartbeats)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -126,12 +127,12 @@ class Proxy:
         return _nobody()
 
     async def _read(self, path: str, body: bytes, headers: Mapping[str, str], decode: Instance) -> Route | None:
-        """Have the prompt read by another engine; nothing if none did."""
+        """Let another engine read the prompt; return ``None`` if none did."""
         try:
             asked = json.loads(body)
             first = json.dumps(_first_token_of(asked)).encode()
         except (ValueError, TypeError):
-            return None  # the engine that writes says what is wrong
+            return None  # the writing engine reports the error
         timeout = ClientTimeout(total=self._read_within, sock_connect=CONNECT_WITHIN)
         for prefill in self.instances.of("P"):
             if prefill.http == decode.http:
@@ -154,7 +155,7 @@ class Proxy:
         return None
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """Any other request goes to an engine that writes."""
+        """Pass any other request to an engine that writes."""
         body, headers = await _passed_on(request)
         for decode in self.instances.of("D"):
             with self.instances.serving(decode):
@@ -182,11 +183,11 @@ class Proxy:
         except (ClientError, TimeoutError) as error:
             self.instances.failed(decode, f"{type(error).__name__}: {error}")
             if response is not None and request.transport is not None:
-                request.transport.abort()  # the client must not take this for the end of the answer
+                request.transport.abort()  # so that the client does not take this for the end of the answer
         return response
 
     async def _asked(self, method: str, url: str, **how: Any) -> ClientResponse:
-        """Ask an engine, with the answer's body still unread; a request on a closed connection is sent again."""
+        """Call an engine, leaving the answer's body unread; repeat a request on a closed connection."""
         try:
             return await self._session.request(method, url, **how)
         except CLOSED:
@@ -194,7 +195,7 @@ class Proxy:
 
 
 async def _stream(request: web.Request, answer: ClientResponse, response: web.StreamResponse) -> None:
-    """Pass an answer on as it comes; an engine's error is raised as it is.
+    """Stream an answer to the client; raise an engine's error unchanged.
 
     Raises:
         _ClientGone: the client's connection ended.
@@ -213,17 +214,17 @@ async def _stream(request: web.Request, answer: ClientResponse, response: web.St
 
 
 async def _passed_on(request: web.Request) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of a client's request for an engine, under an id from the proxy, whatever the client says.
+    """Return body and headers of a client's request for an engine, always with an id from the proxy.
 
     Raises:
-        web.HTTPBadRequest: the body should be JSON and is not, so it is unknown whether it has an id.
+        web.HTTPBadRequest: the body should be JSON but is not, so it may contain an id.
     """
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
     return _without_id(await request.read(), request.content_type), {**headers, "X-Request-Id": uuid.uuid4().hex}
 
 
 def _without_id(body: bytes, kind: str) -> bytes:
-    """Remove ``request_id`` from the body: vLLM would take it for the request's id."""
+    """Remove ``request_id`` from the body, because vLLM would use it as the request's id."""
     if not body or kind.startswith(FORMS):
         return body
     try:
