@@ -185,6 +185,7 @@ ROTATIONS = {
             "tests/npu_sglang/test_npu_sglang.py",
             "tests/npu_sglang/test_npu_sglang_quantized.py",
             "tests/npu_sglang/test_npu_sglang_quantized_experts.py",
+            "tests/npu_sglang/test_npu_sglang_states.py",
             "tests/npu_sglang/test_own_chip_sglang.py",
         ),
     ),

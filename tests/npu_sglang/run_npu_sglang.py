@@ -2,8 +2,9 @@
 
 A job is ``{"engine": arguments of sglang.Engine, "steps": [...]}``, a step ``{"prompts": token ids, "max_tokens": n,
 "wrong": the ``npu::`` operator whose kernel is wrong, with an emptied cache, "while": a file that exists during the
-step, with an emptied cache, "scores": whether the result has the log-probabilities of all tokens but a text's first,
-and no others}``.
+step, with an emptied cache, "policy": the arguments of ``SelectionPolicy.from_dict``, for the plugin module
+``policy_method``, "scores": whether the result has the log-probabilities of all tokens but a text's first, and no
+others}``.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     report.set_counting(engine)
     steps = []
     for step in job["steps"]:
-        if "wrong" in step or "while" in step:
+        if step.keys() & {"wrong", "while", "policy"}:
             _flush(engine)
+        if "policy" in step:
+            engine.collective_rpc("set_policy", policy=step["policy"])
         if "wrong" in step:
             engine.collective_rpc("set_wrong_kernel", name=step["wrong"])
         sampling = {"temperature": 0.0, "max_new_tokens": step["max_tokens"], "ignore_eos": True}

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_dispatch.devices import detect_device
+from fl_dispatch.devices import DeviceSpec, detect_device
 
 from .native_kernels import start_triton
 
 STATES = "layers with a state for each request"
+
+
+def serves(device: DeviceSpec) -> bool:
+    """Whether layers with a state are served: on GPUs references of prompts would wait for the device in each layer."""
+    return not device.accelerator or device.is_foreign
 
 
 def remembers_within(original: Callable[..., bool], view: Any, hf_config: Any) -> bool:
@@ -27,7 +32,7 @@ def remembers_within(original: Callable[..., bool], view: Any, hf_config: Any) -
             us about the model.
     """
     device = detect_device()
-    if device.accelerator:
+    if not serves(device):
         raise ValueError(f"sglang_fl does not support {STATES} on {device.name} yet")
     return False
 

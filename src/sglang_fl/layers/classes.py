@@ -22,12 +22,14 @@ from fl_dispatch.hosting.layers.bound_layer import bind_for
 from fl_dispatch.hosting.layers.layer_kernels import kernels, weights
 from fl_dispatch.hosting.layers.scopes import refuse_partial_rules
 from fl_dispatch.hosting.layers.survey import LayerChoice, Survey, warn_of_unknown_layers
+from fl_dispatch.hosting.start.first_choices import warn_of_waiting
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
 from ..attention import attention_layers
 from ..bridge import ROWS, Bridge, Unbridged, find, linear
 from ..bridge.mixture import MIXTURE
+from ..bridge.states import StateBridge
 from ..compat import backend_choice
 from ..quantization import latent
 
@@ -147,6 +149,7 @@ def prepare(model: nn.Module) -> Survey:
     native: Counter[str] = Counter()
     attending: Counter[str] = Counter()
     choices: Counter[LayerChoice] = Counter()
+    of_states: set[str] = set()
     for module, prefixes in _named_layers(model):
         name = type(module).__name__
         if isinstance(module, RadixAttention):
@@ -165,10 +168,12 @@ def prepare(model: nn.Module) -> Survey:
             continue
         bind_for(bridge, prefixes)
         bridge.place(model, prefixes[0])
+        of_states.update(bridge.fl_choices if isinstance(bridge, StateBridge) else ())
         ours[name] = (bridge.fl_operator, ours.get(name, ("", 0))[1] + 1)
     for layer in model.modules():
         if (choice := linear.install(layer)) is not None:
             choices[choice] += 1
+    warn_of_waiting(of_states)
     prefixes_of: dict[nn.Module, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         prefixes_of.setdefault(module, []).append(prefix)

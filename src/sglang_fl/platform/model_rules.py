@@ -2,6 +2,8 @@
 
 SGLang reads the list after it has asked the platform, and fails if the backend is not listed. While SGLang applies its
 rules, such a model gets the name of a listed backend with the same features as ours, and ours again afterwards.
+
+It also fails if the prefix cache of a model with states has larger pages than one token, so such a model has none.
 """
 
 from __future__ import annotations
@@ -10,7 +12,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from fl_dispatch.logger_manager import get_logger
+
 from ..compat.runtime import ATTENTION
+
+logger = get_logger(__name__)
 
 TIED = ("GptOssForCausalLM",)
 """The models with such a list that are served."""
@@ -31,10 +37,15 @@ def name_listed(args: Any, config: Any) -> Mapping[str, Any]:
 
 
 def keep_ours(args: Any, apply: Callable[[Any], None]) -> None:
-    """Let SGLang apply its rules for a model, and keep our attention."""
+    """Let SGLang apply its rules for a model, and keep our attention, with its pages."""
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+    from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    before = resolving_view(args).attention_backend
+    view = resolving_view(args)
+    before, pages = view.attention_backend, view.page_size or 1
+    if pages > 1 and not view.disable_radix_cache and mambaish_config(model_config_of(args)) is not None:
+        logger.info("no prefix is remembered: SGLang remembers states in pages of one token, not %d", pages)
+        declare_resolution(args, __name__, disable_radix_cache=True)
     apply(args)
     changed = before == ATTENTION != resolving_view(args).attention_backend
     if changed and model_config_of(args).hf_config.architectures[0] in TIED:

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from fl_dispatch import explain
 from fl_dispatch.hosting.layers.bound_layer import Bindable
 from fl_dispatch.hosting.start import warm_batches
-from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.hosting.start.first_choices import warn_of_waiting
 
-from ..layers.states import PROMPTS, StateLayer, Step, has_kernel
+from ..layers.states import StateLayer, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = get_logger(__name__)
 
 
 @runtime_checkable
@@ -76,9 +73,7 @@ def states(model: nn.Module, vllm_config: VllmConfig) -> int:
         if isinstance(module, StateLayer) and module.kv_cache[0].numel():
             kinds.setdefault(module.fl_kind(), module)
     config, runs = vllm_config.model_config, 0
-    called = {operator for layer in kinds.values() for operator in layer.fl_choices}
-    if waiting := [operator for operator in PROMPTS if operator in called and not has_kernel(explain(operator))]:
-        logger.warning("%s: only references, which wait for the device in every layer of a prompt", ", ".join(waiting))
+    warn_of_waiting(operator for layer in kinds.values() for operator in layer.fl_choices)
     for layer, (single, prompts) in _state_batches(kinds.values(), vllm_config):
         device = layer.kv_cache[0].device
         step = Step.of(single, prompts, device)

@@ -79,7 +79,7 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
     ("device", "arguments", "config", "said"),
     [
         (CUDA, {}, "Qwen3NextConfig", f"{STATES} on cuda"),
-        (ASCEND, {}, "Qwen3NextConfig", f"{STATES} on ascend"),
+        (ASCEND, {"speculative_algorithm": "NGRAM"}, "Qwen3NextConfig", f"drafts beside {STATES} on ascend"),
         (CPU, {"speculative_algorithm": "NGRAM"}, "Qwen3NextConfig", f"drafts beside {STATES} on cpu"),
         (CPU, {"enable_dp_attention": True}, "Qwen3NextConfig", f"data-parallel attention beside {STATES} on cpu"),
         (
@@ -87,6 +87,12 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
             {"quantization": "fp8", "tp_size": 2},
             "GraniteMoeHybridConfig",
             f"quantized {STATES} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py) on cpu",
+        ),
+        (
+            ASCEND,
+            {"quantization": "awq"},
+            "Qwen3_5Config",
+            f"{STATES} of Qwen3.5 by 'awq' (Qwen3_5GatedDeltaNet in qwen3_5.py divides words as columns) on ascend",
         ),
         (CPU, {}, "JetNemotronConfig", f"{STATES} of JetNemotronConfig on cpu"),
     ],
@@ -124,15 +130,36 @@ def test_sglang_divides_no_quantized_projection_whose_groups_ranks_share(schedul
     assert "if tensor parallel world size divides num groups" in source
 
 
-def test_they_are_refused_on_an_accelerator_before_sglang_ends_for_pages_of_its_cache(
+def test_they_are_refused_on_a_gpu_before_sglang_ends_for_pages_of_its_cache(
     scheduler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_fl.compat import state_forms
 
-    assert not state_forms.remembers_within(lambda *_: True, None, None)
-    monkeypatch.setattr(state_forms, "detect_device", lambda: ASCEND)
-    with pytest.raises(ValueError, match=f"^sglang_fl does not support {STATES} on ascend yet$"):
+    for device in (CPU, ASCEND):
+        monkeypatch.setattr(state_forms, "detect_device", lambda: device)
+        assert not state_forms.remembers_within(lambda *_: True, None, None)
+    monkeypatch.setattr(state_forms, "detect_device", lambda: CUDA)
+    with pytest.raises(ValueError, match=f"^sglang_fl does not support {STATES} on cuda yet$"):
         state_forms.remembers_within(lambda *_: True, None, None)
+
+
+def test_in_larger_pages_than_one_token_models_with_states_have_no_prefix_cache(
+    scheduler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.configs import hybrid_arch
+
+    from sglang_fl.platform import model_rules
+
+    declared: list[dict[str, Any]] = []
+    monkeypatch.setattr(overrides, "declare_resolution", lambda args, source, **fields: declared.append(fields))
+    monkeypatch.setattr(overrides, "model_config_of", lambda args: args.model)
+    monkeypatch.setattr(overrides, "resolving_view", lambda args: args)
+    monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda model: model)
+    for pages, model in ((128, "with states"), (128, None), (1, "with states"), (None, "with states")):
+        args = SimpleNamespace(attention_backend="a", page_size=pages, disable_radix_cache=False, model=model)
+        model_rules.keep_ours(args, lambda args: None)
+    assert declared == [{"disable_radix_cache": True}]
 
 
 def test_cross_attention_is_refused_in_the_first_batch_that_has_it(scheduler: None) -> None:

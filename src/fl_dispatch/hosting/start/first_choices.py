@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ... import get_default_manager, get_policy
+from ... import explain, get_default_manager, get_policy
 from ...compiled.manifest import Manifest
+from ...devices import detect_device
+from ...logger_manager import get_logger
+from ...ops import OPERATORS
 from ...types import BackendImplKind, OpImpl
+
+logger = get_logger(__name__)
 
 STATES = 2
 """States that an implementation with a ``chunk`` keeps for each chunk: one before it is added, and one after it."""
@@ -33,6 +38,17 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
     """
     first = get_default_manager().first_choices(op_name, in_layers=True, given=given)
     return any(impl.kind is not BackendImplKind.REFERENCE or impl.traits.batch_invariant for impl in first)
+
+
+def warn_of_waiting(operators: Iterable[str]) -> None:
+    """Log the operators of which only references may run that wait for the device."""
+
+    def waits(op_name: str) -> bool:
+        references = (impl.kind is BackendImplKind.REFERENCE for impl in explain(op_name).candidates)
+        return OPERATORS[op_name].waits and all(references)
+
+    if detect_device().accelerator and (waiting := sorted(filter(waits, {*operators}))):
+        logger.warning("%s: only references, which wait for the device in every layer of a prompt", ", ".join(waiting))
 
 
 def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:

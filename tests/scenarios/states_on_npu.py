@@ -1,0 +1,118 @@
+"""Models whose layers keep a state on the emulated NPU, not quantized and quantized.
+
+The references compute those layers, because no operator of the chip does; all else is the vendor's where the host's
+cache lets it. How results are compared in half precision says :mod:`half_on_npu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import quantized_states
+import states
+from half_on_npu import W8A8, as_near_as_hugging_face, clear_tokens
+from host_engines import Scenario, ran
+from quantized_on_npu import VENDOR, QuantizedOnNPU
+from running import MAX_TOKENS, PROMPTS
+
+DTYPE = "float16"
+REFERENCE = "reference.torch"
+WAITING = ("causal_conv1d", "gated_delta_rule", "selective_scan")
+ATTENTION = {"kv_cache_write", "paged_attention"}
+BESIDE: Mapping[str, tuple[set[str], set[str]]] = {
+    "qwen3_5": ({"gemma_rms_norm", "silu_and_mul", "rotary_embedding", "linear"}, ATTENTION),
+    "mamba2": ({"rms_norm", "linear"}, set()),
+    "lfm2": ({"rms_norm", "silu_and_mul", "rotary_embedding", "linear"}, ATTENTION),
+}
+"""Model → the operators beside its states, those of attention apart."""
+PAIRS = [(name, scheme) for name in BESIDE for scheme in (W8A8, "compressed-tensors W4A16", "awq")]
+"""Those that are served quantized."""
+LEFT = {"qwen3_5": {"linear"}}
+"""Model → what checkpoints leave as it is, the products of gates."""
+
+
+class StatesOnNPU(Scenario):
+    """The drawn models; ``results`` of a host's folder has two passes of each, of which the second has used slots."""
+
+    DRAWN: ClassVar[Sequence[str]]
+    ATTENDS: ClassVar[str]
+    """The implementation of attention."""
+    OWN: ClassVar[Mapping[str, set[str]]] = {}
+    """Model → operators in the place of which the host's own code runs."""
+    SIZES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {"name,number": [(name, number) for name in self.DRAWN for number in (0, 1)], "name": self.DRAWN}
+
+    @pytest.fixture(scope="class")
+    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+        root = tmp_path_factory.mktemp("states")
+        return {name: states.build(name, root / name, **self.SIZES.get(name, {})) for name in self.DRAWN}
+
+    @pytest.fixture(scope="class")
+    def decided(self, models: Mapping[str, Path]) -> Mapping[str, list[list[int]]]:
+        """Hugging Face's tokens as far as half precision decides them."""
+        return {name: clear_tokens(model, PROMPTS, MAX_TOKENS, DTYPE) for name, model in models.items()}
+
+    def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
+        self, name: str, number: int, results: Mapping[str, Any], models: Mapping[str, Path]
+    ) -> None:
+        step = results[name]["steps"][number]
+        assert as_near_as_hugging_face(name, models[name], PROMPTS, step, DTYPE)
+
+    def test_tokens_equal_hugging_faces_as_far_as_half_precision_decides_them(
+        self, name: str, number: int, results: Mapping[str, Any], decided: Mapping[str, list[list[int]]]
+    ) -> None:
+        assert sum(map(len, decided[name])) >= 24
+        assert agree(results[name]["steps"][number]["tokens"], decided[name])
+
+    def test_references_keep_the_states_and_the_vendor_runs_all_else(
+        self, name: str, results: Mapping[str, Any]
+    ) -> None:
+        report, (beside, attention) = results[name]["report"], BESIDE[name]
+        by = {
+            **dict.fromkeys(beside - self.OWN.get(name, set()), VENDOR),
+            **dict.fromkeys(attention, self.ATTENDS),
+            **dict.fromkeys(states.OPERATORS[name], REFERENCE),
+        }
+        assert {operator: impls & {VENDOR, REFERENCE} for operator, impls in ran(report).items()} == {
+            operator: {impl} for operator, impl in by.items()
+        }
+        assert (report["native_layers"], report["failed"]) == ({}, {})
+
+
+def agree(tokens: Sequence[Sequence[int]], decided: Sequence[Sequence[int]]) -> bool:
+    """Whether texts begin with these tokens."""
+    return all(list(found[: len(clear)]) == clear for found, clear in zip(tokens, decided, strict=True))
+
+
+class QuantizedStatesOnNPU(QuantizedOnNPU):
+    """A model in the schemes that are drawn for it."""
+
+    MODEL: ClassVar[str]
+    ATTENDS: ClassVar[str]
+    OWN: ClassVar[Mapping[str, set[str]]] = {}
+    SIZES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    COUNTS: ClassVar[Mapping[str, int]] = quantized_states.PRODUCTS
+    CHOSEN: ClassVar[Sequence[tuple[str, str]]]
+    """Pairs of model and scheme."""
+
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "MODEL"):
+            return
+        beside, attention = BESIDE[cls.MODEL]
+        cls.DRAWN = [scheme for name, scheme in cls.CHOSEN if name == cls.MODEL]
+        vendors = attention if cls.ATTENDS == VENDOR else set()
+        quantized = {"linear"} - LEFT.get(cls.MODEL, set())
+        cls.OTHERS = beside - quantized - cls.OWN.get(cls.MODEL, set()) | vendors
+        cls.REFERENCES = attention - vendors | {*states.OPERATORS[cls.MODEL]}
+        cls.PRODUCTS = cls.COUNTS[cls.MODEL]
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        sizes = self.SIZES.get(self.MODEL, {})
+        return quantized_states.build(self.MODEL, tmp_path_factory.mktemp("states") / "whole", **sizes)
