@@ -1,6 +1,5 @@
-"""Tools that measure an implementation: its results (verify), its speed (bench), and an engine's accuracy with it
-(perplexity). The report shows what they found.
+"""Measurements of implementations: results (verify), speed (bench), and an engine's accuracy (perplexity).
 
-The first two work from the operator's declaration alone, so they serve an operator or an implementation that this
-package does not know.
+The first two use only the operator's declaration, so they serve operators and implementations that this package does
+not know. The report shows all of them.
 """

@@ -1,4 +1,4 @@
-"""Arguments of a call as they lie in memory: copies that keep strides and sharing, and the changes of a call."""
+"""Arguments of a call in memory: copies that keep strides and sharing, and the changes made by a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Arguments = tuple[Any, ...]
 
 
 def copied(args: Sequence[Any]) -> Arguments:
-    """Copy the arguments to memory of their own. Views that shared memory share it again, gaps included.
+    """Copy the arguments to new memory. Views that shared memory share it again, including gaps.
 
     Declared weights (:mod:`fl_dispatch.weight_forms`) are declared again.
     """
@@ -40,14 +40,14 @@ def copied(args: Sequence[Any]) -> Arguments:
 
 
 GUARD_BYTES = 4096
-"""Memory before and behind a guarded tensor."""
+"""Bytes before and after a guarded tensor."""
 
 
 def guarded(args: Sequence[Any]) -> Arguments:
     """Copy the arguments as :func:`copied` does, between guards.
 
-    In floating storages all memory outside the views is NaN: the gaps between rows, and 4 KiB before and behind. An
-    implementation that reads there and multiplies by 0 spoils its result.
+    In floating storages all memory outside the views is NaN: the gaps between rows, and 4 KiB before and after. An
+    implementation that reads there gets a wrong result, even if it multiplies by 0.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     of_storage: dict[int, list[Tensor]] = {}
@@ -71,7 +71,7 @@ def guarded(args: Sequence[Any]) -> Arguments:
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, in a memory that holds nothing else; gaps between its rows are NaN if it can be."""
+    """Return a copy with the same strides in separate memory; gaps between its rows are NaN if the dtype has NaN."""
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(new.untyped_storage())
     if has_nan(tensor.dtype):
@@ -82,7 +82,7 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 def _guard(inside: Tensor, whole: Tensor, views: list[Tensor]) -> None:
-    """Copy what the views cover into ``inside``, a part of ``whole``; all the rest of floating memory becomes NaN."""
+    """Copy the memory of the views into ``inside``, a part of ``whole``; fill other floating memory with NaN."""
     dtype = views[0].dtype
     if not has_nan(dtype) or any(view.dtype is not dtype for view in views):
         inside.copy_(_bytes(views[0]))
@@ -94,12 +94,12 @@ def _guard(inside: Tensor, whole: Tensor, views: list[Tensor]) -> None:
 
 
 def has_nan(dtype: torch.dtype) -> bool:
-    """Whether numbers of a type are floating point, one an element; two in a byte have no NaN and no wider type."""
+    """Whether a dtype is floating point with one number per element; two in a byte have no NaN and no wider type."""
     return dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2
 
 
 def double(value: Any, device: torch.device) -> Any:
-    """A tensor of floats in float64 and in memory of its own, another tensor copied, anything else unchanged."""
+    """Return a tensor of floats in float64 and new memory, a copy of another tensor, or any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     dtype = torch.float64 if has_nan(value.dtype) else value.dtype
@@ -107,14 +107,14 @@ def double(value: Any, device: torch.device) -> Any:
 
 
 def changed(names: Sequence[str], before: Arguments, after: Arguments, written: Sequence[str]) -> list[str]:
-    """The parameters that a call changed although it must only read them.
+    """Return the parameters that a call changed although it may only read them.
 
-    A change beside a written argument, in memory that its view skips, is named ``memory around 'x'``.
+    A change in memory that a written argument's view skips is named ``memory around 'x'``.
 
     Args:
         names: the parameters' names.
         before: the arguments, unchanged.
-        after: a copy of them that the call was given. Its written arguments are restored.
+        after: the copy that was passed to the call. Its written arguments are restored.
         written: the parameters that the call may write.
     """
     for name, old, new in zip(names, before, after, strict=True):
@@ -135,9 +135,9 @@ def changed(names: Sequence[str], before: Arguments, after: Arguments, written: 
 
 
 def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether two results are equal bit by bit, and NaN in the same places, whatever bits a NaN has.
+    """Whether two results are equal bit by bit, with NaN in the same places and any NaN bits.
 
-    CUDA's conversion to a half type writes all bits of a NaN, and a copy keeps those that it finds.
+    CUDA's conversion to a half type sets all bits of a NaN, and a copy keeps its bits.
     """
     return len(one) == len(other) and all(_same_numbers(a, b) for a, b in zip(one, other, strict=True))
 
@@ -165,12 +165,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, PyTorch fills new floating tensors with NaN, so an element that no kernel writes shows."""
+    """Make PyTorch fill new floating tensors with NaN in this block, to reveal elements that no kernel writes."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = torch.utils.deterministic
     fill = switch.fill_uninitialized_memory
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about operators that have no deterministic algorithm
+        warnings.simplefilter("ignore")  # warnings about operators without a deterministic algorithm
         torch.use_deterministic_algorithms(True, warn_only=True)
         switch.fill_uninitialized_memory = True
         try:
@@ -187,7 +187,7 @@ _NEW = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_emp
 
 
 class MarkedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, new floating tensors hold :data:`UNTOUCHED`: an element that still does was not written."""
+    """Mode in which new floating tensors hold :data:`UNTOUCHED`: elements that still do were not written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -197,7 +197,7 @@ class MarkedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors reach into the same bytes."""
+    """Whether two tensors share bytes."""
     if not one.numel() or not other.numel() or one.device != other.device:
         return False
     (begin, end), (first, last) = _span(one), _span(other)
@@ -210,7 +210,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def described(names: Sequence[str], args: Arguments) -> str:
-    """The arguments in words, such as ``x bfloat16 [4, 256] strides (320, 1), epsilon 1e-06``."""
+    """Return the arguments in words, such as ``x bfloat16 [4, 256] strides (320, 1), epsilon 1e-06``."""
 
     def text(value: Any) -> str:
         if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""How fast is an implementation? Its device and host time against what this device reaches in the same run."""
+"""Measure an implementation's device and host time against the rates of this device in the same run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .timing import LEAST_ROUNDS, Call, Clock, Timing
 from .weights import PLAIN, PREPARED, are_prepared, refusals_counted
 
 SLOW_SECONDS = 0.25
-"""Seconds: a round makes fewer calls if all of them together take longer."""
+"""Seconds of all calls of a round beyond which it makes fewer calls."""
 LIKELY_SHARE = 0.1
 """Share of the floor that an implementation is expected to reach, for an estimate."""
 CALL_SECONDS = 2e-5
@@ -42,7 +42,7 @@ class Result:
     Args:
         op_name, impl_id, dtype, label, tokens, width: what was measured.
         device: time of a call on the device, inputs rotated past its cache.
-        host: how long a call keeps the host, or ``None`` where it is the same.
+        host: time that a call occupies the host, or ``None`` if it equals the device time.
         bytes_moved, operations: the least work of the operator.
         floor: seconds at the measured rates; no implementation is faster.
         copy: seconds of a copy that moves ``bytes_moved``.
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """The floor over the device time: for an operator that moves bytes, its share of the rate of a large copy."""
+        """Return the floor over the device time; for an operator that moves bytes, its share of a large copy's rate."""
         return None if self.device is None else self.floor / self.device.median
 
     @property
@@ -77,7 +77,7 @@ class Result:
         return None if self.device is None else self.copy / self.device.median
 
     def as_data(self) -> dict[str, Any]:
-        """For programs; times in microseconds."""
+        """Return plain data; times in microseconds."""
         row = {key: value for key, value in asdict(self).items() if key not in TIMES}
         for name, timing in (("device_us", self.device), ("host_us", self.host)):
             row[name] = None if timing is None else _microseconds(timing)
@@ -96,9 +96,9 @@ def _microseconds(timing: Timing) -> dict[str, Any]:
 
 
 def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yardstick: Yardstick) -> list[Result]:
-    """Measure one implementation on one case; an implementation that declines or fails gives a result with a note.
+    """Measure one implementation on one case; if it declines or fails, return a result with a note.
 
-    Weights are declared, as a model's are. For an implementation that prepares them a second result is of plain ones.
+    Weights are declared, like a model's. For an implementation that prepares them, a second result has plain weights.
     """
     with refusals_counted():
         first = _measured(manager, impl, case, dtype, yardstick, declared=True)
@@ -128,7 +128,7 @@ def _measured(
             device = clock.time(calls)
             if clock.spec.accelerator:
                 host = clock.host(calls[0])
-    except Exception as error:  # a stranger's code: a row without a time says why
+    except Exception as error:  # foreign code: a row without a time gives the reason
         note = text_of(error)
     return Result(
         case.op_name,
@@ -149,7 +149,7 @@ def _measured(
 
 
 def expected_seconds(case: Case, yardstick: Yardstick) -> float:
-    """About how long measuring one implementation on a case takes, if it reaches a share of the device's rates."""
+    """Return about how long measuring one implementation on a case takes, at a typical share of the device's rates."""
     work, size = case.least
     rates = yardstick.rates
     call = CALL_SECONDS + rates.floor_s(work.bytes_moved, work.operations) / LIKELY_SHARE
@@ -159,7 +159,7 @@ def expected_seconds(case: Case, yardstick: Yardstick) -> float:
 
 
 def rotated(args: Arguments, bytes_moved: int, clock: Clock) -> Iterator[Arguments]:
-    """Yield the arguments, then copies of them, until all sets together exceed the cache.
+    """Yield the arguments, then copies, until all sets together exceed the cache.
 
     A call may read a small part of large arguments, so the bytes that it moves count.
     """
@@ -172,8 +172,7 @@ def rotated(args: Arguments, bytes_moved: int, clock: Clock) -> Iterator[Argumen
 def calls_of(function: Callable[..., Any], sets: Iterable[Arguments], clock: Clock) -> list[Call]:
     """Make one call for each set of arguments, or for the first few sets if a call is slow.
 
-    Each call has been made once: forms of weights are prepared before a time is taken, and before a graph could capture
-    the preparation.
+    Each call was made once before, so that weights are prepared before timing and outside captured graphs.
     """
 
     def call(given: Arguments) -> Call:

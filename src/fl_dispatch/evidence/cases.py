@@ -1,4 +1,4 @@
-"""Benchmark cases: the shapes that a declaration names, as far as a call of them is short on this device."""
+"""Benchmark cases: the shapes that a declaration names, as far as a call takes a short time on this device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .rates import Rates
 TOKENS = (1, 16, 256, 1024, 4096, 16384)
 HIDDEN = (4096, 5120, 7168, 8192)
 MOST_CALL_SECONDS = 1e-3
-"""Seconds of a call at the device's rates; slower cases are left out unless their size is asked for."""
+"""Seconds of a call at the device's rates beyond which a case is skipped unless its size is requested."""
 MOST_MAKING_SECONDS = 0.03
-"""Seconds to copy the arguments; slower cases are left out too, because arguments are made many times."""
+"""Seconds to copy the arguments beyond which a case is skipped, because arguments are made many times."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Case:
         label: distinguishes the case from the operator's others, such as ``with residual``.
         tokens: new tokens of the call.
         width: the operator's width: hidden size, or the context's length for attention; 0 for a sample.
-        make: makes arguments in memory of their own.
+        make: makes arguments in new memory.
         plan: makes them without memory, for callers that only need shapes.
     """
 
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def least(self) -> tuple[Work, int]:
-        """The least work of a call, and the bytes of all its arguments."""
+        """Return the least work of a call, and the bytes of all its arguments."""
         operator = OPERATORS[self.op_name]
         assert operator.work is not None
         args = operator.bind((self.plan or self.make)(), {})
@@ -50,18 +50,18 @@ class Case:
         return operator.work(*args), sum(arg.untyped_storage().nbytes() for arg in tensors.values())
 
     def is_short(self, rates: Rates) -> bool:
-        """Whether a device of these rates can run it often in a short time."""
+        """Whether a device with these rates can run it often in a short time."""
         work, size = self.least
         call, making = rates.floor_s(work.bytes_moved, work.operations), size / rates.copy_bytes_per_s
         return call <= MOST_CALL_SECONDS and making <= MOST_MAKING_SECONDS
 
 
 def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Case]:
-    """The cases of an operator; for one that declares no shapes, its serving samples.
+    """Return the cases of an operator; without declared shapes, its serving samples.
 
     Args:
         operator: the declaration.
-        place: of the arguments.
+        place: the place of the arguments.
         tokens, hidden: sizes of row-wise operators. Attention has its own batches and contexts, with at most the
             largest of ``tokens`` keys in all (for decode 32 times that).
     """
@@ -75,7 +75,7 @@ def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Seque
 
 
 def sampled(operator: Operator, place: Place) -> Iterator[Case]:
-    """The serving samples of an operator as cases."""
+    """Yield the serving samples of an operator as cases."""
     assert operator.samples is not None
     for sample in operator.samples(place.dtype, place.device, torch.Generator().manual_seed(0)):
         if sample.serving:
@@ -86,9 +86,9 @@ def sampled(operator: Operator, place: Place) -> Iterator[Case]:
 def short_cases(
     operator: Operator, place: Place, rates: Rates, hidden: Sequence[int] = HIDDEN
 ) -> tuple[list[Case], int]:
-    """The cases of default numbers of tokens that are short here, and how many others there are.
+    """Return the cases of default numbers of tokens that are short here, and the number of others.
 
-    An operator without a short one has its serving samples.
+    An operator without a short case gets its serving samples.
     """
     everything = list(cases(operator, place, TOKENS, hidden))
     short = [case for case in everything if case.is_short(rates)]

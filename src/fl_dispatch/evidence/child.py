@@ -1,6 +1,6 @@
-"""A process that answers lines: one line of JSON when it is ready, and one for each that it is given.
+"""A process that answers lines: one line of JSON when it is ready, and one for each question.
 
-Engines that are compared live in such processes, take turns, and wait in between.
+Engines that are compared run in such processes, take turns, and wait in between.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import DispatchError
 
 PATIENCE = 30.0
-"""Seconds that a process has to end by itself."""
+"""Seconds that a process has to end normally."""
 
 
 class Child:
@@ -42,10 +42,10 @@ class Child:
                 errors.close()
 
     def answer(self) -> Any:
-        """Its next answer.
+        """Return its next answer.
 
         Raises:
-            DispatchError: it ended, or its answer is no JSON.
+            DispatchError: the process ended, or its answer is not JSON.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -57,18 +57,18 @@ class Child:
             raise DispatchError(f"the engine '{self.name}' said {line.strip()!r} in place of an answer") from None
 
     def ask(self, question: Any) -> Any:
-        """Its answer to a question.
+        """Return its answer to a question.
 
         Raises:
-            DispatchError: it ended.
+            DispatchError: the process ended.
         """
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing answer says more
+        with contextlib.suppress(BrokenPipeError):  # the missing answer gives more information
             print(json.dumps(question), file=self._process.stdin, flush=True)
         return self.answer()
 
     def stop(self) -> None:
-        """End it: its input ends, and if that is not enough it is killed."""
+        """End the process: close its input, and kill it if that is not enough."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

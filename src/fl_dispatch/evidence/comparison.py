@@ -1,4 +1,4 @@
-"""Numbers against the reference in float64: the largest error, elements without a value, and the bias of rounding."""
+"""Compare numbers with the float64 reference: the largest error, elements without a value, and the bias of rounding."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from ..ops.results import errors
 MOST_BIAS = 0.15
 """Bias of half-type results towards zero, in units of the last place: rounding gives 0, truncation 0.5."""
 LEAST_ELEMENTS = 2048
-"""Least number of elements to judge a bias: with fewer, unbiased errors may have more than a tenth of
-:data:`MOST_BIAS`.
-"""
+"""Smallest number of elements to judge a bias: with fewer, unbiased errors may exceed a tenth of :data:`MOST_BIAS`."""
 LEAST_ROWS = 8
-"""Least number of rows to judge a bias: the elements of one row of a norm share a factor, so their errors are not
-independent.
-"""
+"""Smallest number of rows to judge a bias: the elements of a norm's row share a factor, so their errors depend on each
+other."""
 Named = list[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest error that was found.
+    """The largest error.
 
     Args:
-        share: of the tolerance; above 1 it is too large.
-        error, expected: at that element.
+        share: share of the tolerance; above 1 the error is too large.
+        error, expected: the element's error and expected value.
         where: the output and the element, such as ``output 0 at [3, 17]``.
         sample: the input's label.
     """
@@ -47,9 +44,9 @@ class Rounding:
     """Errors of half-type results in units of the last place, over all elements compared.
 
     Args:
-        elements: how many there are.
-        rows: how many rows they lie in.
-        towards_zero: sum of the errors, positive where the result is too small in magnitude; each at most 1.
+        elements: the number of elements.
+        rows: the number of their rows.
+        towards_zero: sum of the errors, positive if the result is too small in magnitude; each at most 1.
         total: sum of their magnitudes; each at most 4.
     """
 
@@ -60,12 +57,12 @@ class Rounding:
 
     @property
     def bias(self) -> float:
-        """Mean error towards zero."""
+        """Return the mean error towards zero."""
         return self.towards_zero / max(1, self.elements)
 
     @property
     def mean(self) -> float:
-        """Mean magnitude of the error."""
+        """Return the mean magnitude of the error."""
         return self.total / max(1, self.elements)
 
     def __add__(self, other: Rounding) -> Rounding:
@@ -77,7 +74,7 @@ class Rounding:
         )
 
     def problem(self, most_mean: float) -> str:
-        """The problem, or empty; ``most_mean`` is the operator's bound of the mean error."""
+        """Return the problem, or empty; ``most_mean`` is the operator's bound of the mean error."""
         if self.elements < LEAST_ELEMENTS or self.rows < LEAST_ROWS:
             return ""
         if abs(self.bias) > MOST_BIAS:
@@ -100,7 +97,7 @@ class Comparison:
     Args:
         problem: the problem, or empty.
         worst: the largest error.
-        missing: the outputs that have NaN where a number is expected, and those elements.
+        missing: outputs with NaN in place of expected numbers, and these elements.
         rounding: errors of half-type results.
     """
 
@@ -114,10 +111,10 @@ def compare(label: str, outputs: Named, expected: list[Tensor | None], tolerance
     """Compare the outputs of one call.
 
     Args:
-        label: the input's.
-        outputs: by name.
-        expected: the same in float64.
-        tolerance: of an element.
+        label: the input's label.
+        outputs: outputs by name.
+        expected: the expected outputs in float64.
+        tolerance: the tolerance of an element.
     """
     problem, rounding = "", Rounding()
     worst: Deviation | None = None
@@ -149,7 +146,7 @@ def compare(label: str, outputs: Named, expected: list[Tensor | None], tolerance
 
 
 def _rounding(actual: Tensor, wanted: Tensor, dtype: torch.dtype, rows: int) -> Rounding:
-    """Errors in units of the last place of the expected value, for normal numbers."""
+    """Return errors in units of the last place of the expected value, for normal numbers."""
     kind = torch.finfo(dtype)
     normal = (wanted.abs() >= kind.tiny) & actual.isfinite() & (wanted.abs() <= kind.max)
     wanted, actual = wanted[normal], actual[normal]
@@ -159,7 +156,7 @@ def _rounding(actual: Tensor, wanted: Tensor, dtype: torch.dtype, rows: int) -> 
 
 
 def absent(outputs: Named, marked: Named, missing: dict[str, Tensor], mark: float) -> str:
-    """Say of NaN elements whether the call left them as they were.
+    """Return in words whether the call left NaN elements unwritten.
 
     Args:
         outputs: results of a call with new memory full of NaN.
@@ -181,7 +178,7 @@ def absent(outputs: Named, marked: Named, missing: dict[str, Tensor], mark: floa
 
 
 def strays(operator_state: dict[str, Tensor], outputs: Named, expected: list[Tensor | None]) -> str:
-    """Say which state a call changed though the reference leaves it alone; empty if none.
+    """Return the states that a call changed although the reference does not; empty if none.
 
     Args:
         operator_state: the state before the call, by the name of its output.

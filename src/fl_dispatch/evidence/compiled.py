@@ -1,4 +1,4 @@
-"""An implementation as a compiled model calls it: dispatched inside ``torch.compile``."""
+"""An implementation called as in a compiled model: dispatched inside ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ..types import OpImpl
 
 
 def backends() -> list[str]:
-    """The backends of ``torch.compile`` that work here: ``eager`` needs Dynamo only, ``inductor`` a compiler too.
+    """Return the backends of ``torch.compile`` that work here.
 
+    ``eager`` needs only Dynamo, ``inductor`` also a compiler.
     Inductor compiles with the C++ compiler that the variable ``CXX`` names, else with ``g++`` or ``clang++``.
     """
     found = any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
@@ -26,10 +27,10 @@ def backends() -> list[str]:
 
 
 def compiled_function(impl: OpImpl, backend: str) -> Callable[..., Any]:
-    """A function that calls one implementation of the process's manager in compiled code, in one graph.
+    """Return a function that calls one implementation of the process's manager in compiled code, in one graph.
 
-    It goes the way of a served model: Dynamo traces into the implementation, or into its opaque view. Another
-    implementation cannot take over, because the policy names this one alone and is strict.
+    As in a served model, Dynamo traces into the implementation, or into its opaque view. Another implementation cannot
+    take over, because the policy names only this one and is strict.
     """
     op_name = impl.op_name
     policy = SelectionPolicy.from_dict(strict=True, per_op_order={op_name: [f"impl:{impl.impl_id}"]})

@@ -1,4 +1,4 @@
-"""The inputs of one operator in one dtype, with what the reference computes from them in float64."""
+"""The inputs of one operator in one dtype, with the reference's results in float64."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..types import BackendImplKind
 from .arguments import Arguments, described, double, guarded
 
 AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element → a type that has all operations."""
+"""Bytes of an element → a type with all operations."""
 Named = list[tuple[str, Tensor | None]]
 
 
 def declared(op_name: str) -> Operator:
-    """The declaration of an operator that computes something.
+    """Return the declaration of an operator that computes something.
 
     Raises:
         DispatchError: there is none.
@@ -41,7 +41,7 @@ def declared(op_name: str) -> Operator:
 
 @dataclass
 class Input:
-    """One input, between guards, with NaN, or the least integer, in arguments that a call must write completely.
+    """One input, between guards, with NaN or the smallest integer in arguments that a call must write completely.
 
     Args:
         label: the input's special feature.
@@ -63,7 +63,7 @@ class Input:
 
     @property
     def expected(self) -> list[Tensor | None]:
-        """The reference's results in float64; computed once."""
+        """Return the reference's results in float64, computed once."""
         if self._expected is None:
             device = next((arg.device for arg in self.args if isinstance(arg, Tensor)), torch.device("cpu"))
             if not device_of(device.type).float64:
@@ -74,7 +74,7 @@ class Input:
 
     @property
     def rewritten(self) -> Input:
-        """This input with other weights: each in reverse along its first and its last dimension. Made once."""
+        """Return this input with other weights, reversed along the first and last dimension; made once."""
         if self._rewritten is None:
             others = {id(weight): _reversed(weight) for weight in self.operator.stay(self.args)}
             args = tuple(others.get(id(value), value) for value in self.args)
@@ -84,7 +84,7 @@ class Input:
 
     @property
     def description(self) -> str:
-        """Its arguments in words."""
+        """Return its arguments in words."""
         return described(list(self.operator.parameters), self.args)
 
 
@@ -92,12 +92,12 @@ def _reversed(weight: Tensor) -> Tensor:
     whole = weight.detach().contiguous()
     if not whole.dim():
         return whole
-    as_bits = whole.view(AS_BITS[whole.element_size()])  # PyTorch reverses no fp8
+    as_bits = whole.view(AS_BITS[whole.element_size()])  # PyTorch cannot reverse fp8
     return as_bits.flip(sorted({0, whole.dim() - 1})).view(weight.dtype)
 
 
 def outputs(operator: Operator, given: Arguments, result: Any) -> Named:
-    """A call's outputs, with names: its results, and the state that it wrote."""
+    """Return a call's outputs with names: its results, and the state that it wrote."""
     found: Named = [(f"output {index}", tensor) for index, tensor in enumerate(flat(result))]
     for name, (access, tensor) in operator.written(given).items():
         if access is Access.STATE:
@@ -111,7 +111,7 @@ class Inputs:
     Args:
         manager: the manager with the reference in its registry.
         op_name: the operator.
-        dtype, device, seed: of the generated inputs.
+        dtype, device, seed: settings of the generated inputs.
         samples: replace the declaration's samples and probes.
         probes: whether the declaration's probes are among them.
         label: only inputs with this in their label.
@@ -146,7 +146,7 @@ class Inputs:
         return Input(sample.label, sample.serving, args, tolerance, operator, self._oracle)
 
     def compute(self) -> None:
-        """Compute the reference's results for each input, now rather than when they are needed."""
+        """Compute the reference's results for each input now, rather than on demand."""
         for given in self._inputs:
             assert given.expected is not None
 

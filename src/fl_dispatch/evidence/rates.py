@@ -1,4 +1,4 @@
-"""The rates that a device reaches here and now, which benchmarks are judged by."""
+"""The rates that a device reaches in this run, the yardstick of benchmarks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..devices import device_of
 from .timing import Call, Clock
 
 MOST_SETS = 64
-MOST_COPIED, PAGE = 1 << 28, 4096  # larger copies, and such of broken pages, may take a slower way
+MOST_COPIED, PAGE = 1 << 28, 4096  # larger copies, and copies of fragmented pages, may use a slower path
 CACHE_BYTES = 64 << 20
-"""The size of the cache of a device that does not say."""
+"""The assumed cache size of a device that does not report one."""
 
 
 def sets_to_rotate(device: torch.device, size: int) -> int:
-    """The number of sets of ``size`` bytes that together are twice the device's cache, at most 64."""
+    """Return the number of sets of ``size`` bytes that together are twice the device's cache, at most 64."""
     cache = device_of(device.type).cache_bytes(device.index or 0) or CACHE_BYTES
     return min(MOST_SETS, max(1, -(-2 * cache // max(1, size))))
 
@@ -42,8 +42,8 @@ class Yardstick:
     """The rates that the device reaches, measured with the implementations' clock.
 
     Args:
-        clock: of the device.
-        dtype: of the matrix product.
+        clock: the device's clock.
+        dtype: dtype of the matrix product.
     """
 
     def __init__(self, clock: Clock, dtype: torch.dtype) -> None:
@@ -59,7 +59,7 @@ class Yardstick:
         self.rates = Rates(copy_rate, 2 * size**3 / product.median)
 
     def copy(self, bytes_moved: int) -> float:
-        """Copy time in seconds for ``bytes_moved``, read and written together, with a cold cache."""
+        """Return the copy time in seconds for ``bytes_moved``, read and written together, with a cold cache."""
         half = -(-bytes_moved // 2 // PAGE) * PAGE
         if half > MOST_COPIED:
             return self.copy(2 * MOST_COPIED) * half / MOST_COPIED

@@ -1,4 +1,4 @@
-"""Threads of a measurement: no more than are free, because threads that wait for each other are slow."""
+"""Threads of a measurement: no more than free processors, because threads that wait for each other are slow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def usable_processors() -> int:
-    """The number of processors that this process may use: those of its affinity, and of its container's quota."""
+    """Return the number of processors that this process may use, by its affinity and its container's quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -19,7 +19,7 @@ def usable_processors() -> int:
 
 
 def free_threads() -> tuple[int, str]:
-    """The number of threads that PyTorch should use now, and why fewer than it would; ``OMP_NUM_THREADS`` is obeyed."""
+    """Return the number of threads for PyTorch now, and why fewer than its default; ``OMP_NUM_THREADS`` is obeyed."""
     wanted = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
         return wanted, ""

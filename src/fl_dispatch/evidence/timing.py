@@ -16,18 +16,18 @@ Call = Callable[[], Any]
 Round = Callable[[], float]
 
 WARMUPS = 3
-HOST_CALLS = 64  # few enough that the device's queue never fills, so that the host never waits
+HOST_CALLS = 64  # few enough that the device's queue never fills and the host never waits
 LEAST_ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call.
+    """Seconds per call.
 
     Args:
-        median: of the rounds.
+        median: median of the rounds.
         low, high: the 10th and 90th percentile.
-        rounds: how many there were.
+        rounds: number of rounds.
         how: ``graph`` (replays between events), ``events`` (launches between events) or ``wall`` (the wall clock).
     """
 
@@ -39,7 +39,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float], how: str) -> Timing:
-        """Statistics of the seconds a call, one for each round."""
+        """Return statistics of the seconds per call, one value for each round."""
         ordered = sorted(seconds)
         last = len(ordered) - 1
         ends = ordered[round(last * 0.1)], ordered[round(last * 0.9)]
@@ -49,13 +49,13 @@ class Timing:
 class Clock:
     """Times calls on one device.
 
-    On a device with graphs, all calls of a round are captured in one graph and its replays are timed with events: no
-    host time enters, and each call's results have memory of their own. Calls that cannot be captured are launched
-    between events, and their results may lie where those of the call before did. Elsewhere a round is one call after
-    the other by the wall clock.
+    On a device with graphs, all calls of a round are captured in one graph and its replays are timed with events: host
+    time does not count, and each call's results have separate memory. Calls that cannot be captured are launched
+    between events, and may reuse the memory of earlier results. On other devices a round is a sequence of calls timed
+    by the wall clock.
 
     Args:
-        device: where the calls run.
+        device: the device of the calls.
         seconds: how long to measure each list of calls.
     """
 
@@ -66,7 +66,7 @@ class Clock:
         self.graphs = self.spec.graphs and self.spec.refuse_waits is not None
 
     def time(self, calls: Sequence[Call]) -> Timing:
-        """Time of one call, over rounds that make each of ``calls`` once."""
+        """Return the time of one call, over rounds that make each of ``calls`` once."""
         round_, how = self.prepared(calls)
         seconds: list[float] = []
         while len(seconds) < LEAST_ROUNDS or sum(seconds) * len(calls) < self.seconds:
@@ -74,11 +74,11 @@ class Clock:
         return Timing.of(seconds, how)
 
     def prepared(self, calls: Sequence[Call], eager: bool = False) -> tuple[Round, str]:
-        """A round that makes each of ``calls`` once and returns the seconds of a call, and how it is timed.
+        """Return a round that makes each of ``calls`` once and returns the seconds per call, and how it is timed.
 
         Args:
             calls: the calls to time.
-            eager: by the wall clock, as a step that no graph holds: the host's time counts where it is longer.
+            eager: whether to use the wall clock, as for a step outside graphs: the host's time counts if it is longer.
         """
         for call in calls[:WARMUPS]:
             call()
@@ -100,9 +100,9 @@ class Clock:
             self.synchronize()
 
     def host(self, call: Call) -> Timing:
-        """How long a call keeps the host; without a device of its own there is no difference, and none is made.
+        """Return the time that a call occupies the host; without an accelerator, the time of the call.
 
-        A round is fewer calls where they are slow, as those that wait for the device are.
+        A round has fewer calls if they are slow, for example because they wait for the device.
         """
         probes = []
         for _ in range(WARMUPS):
@@ -122,11 +122,11 @@ class Clock:
         return Timing.of(seconds, "wall")
 
     def synchronize(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for all launched work."""
         self.spec.synchronize()
 
     def _captured(self, calls: Sequence[Call]) -> Any:
-        """All calls in one graph, or ``None`` for a call that waits for the device, which no graph can hold."""
+        """Return all calls in one graph, or ``None`` if a call waits for the device, so that no graph can hold it."""
         assert self.spec.refuse_waits is not None
         try:
             with self.spec.refuse_waits():
@@ -135,7 +135,7 @@ class Clock:
             return None
         names = self.spec.stream_names()
         graph = names["CUDAGraph"]()
-        results = []  # alive until all calls are captured, or one call's results would lie where the last one's did
+        results = []  # alive until all calls are captured, so that results do not share memory
         with names["graph"](graph):
             for call in calls:
                 results.append(call())

@@ -1,10 +1,10 @@
 """Verification of an implementation: its results on the operator's inputs against the reference in float64.
 
-An implementation that prepares weights is called with prepared ones, which engines multiply with, and with plain ones.
+An implementation that prepares weights is called with prepared ones, as in engines, and with plain ones.
 
-Beside the numbers: repeated calls give the same bits, also beside other work; results have memory of their own;
-arguments that must only be read are unchanged, memory beside views too; every output element is written; outputs have
-the declared shape, dtype and strides; half types are rounded to nearest.
+Further checks: repeated calls give the same bits, also under load; results have separate memory; read-only arguments
+are unchanged, including memory outside views; every output element is written; outputs have the declared shape, dtype
+and strides; half types are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .weights import PLAIN, PREPARED, Weights, refusals_counted
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 SCHEMA = "fl-verify-1"
-"""The form of the JSON, which ``verify.schema.json`` beside this module describes."""
+"""The version of the JSON, which ``verify.schema.json`` in this folder describes."""
 RACE_CALLS = 500
 """Calls under load for one implementation and dtype. A fault in one call of a hundred is missed once in 150 times."""
 RACE_SECONDS = 0.5
@@ -56,17 +56,17 @@ class Verification:
 
     Args:
         op_name, impl_id, dtype: what was verified.
-        tolerance: the accepted error where sums have few terms.
-        how: ``direct``, or the backend of ``torch.compile`` that calls went through.
-        seed: of the inputs.
+        tolerance: the accepted error for sums of few terms.
+        how: ``direct``, or the backend of ``torch.compile`` for the calls.
+        seed: the inputs' seed.
         samples: number of inputs that were run.
         prepares: whether it asked for a form of any weight.
         prepared: number of inputs that ran with weights in a prepared form (:mod:`fl_dispatch.weight_forms`).
-        plain: number of inputs that ran with weights as they are, or without weights.
+        plain: number of inputs that ran with plain weights, or without weights.
         refused: why no form could be kept → number of weights.
         calls: number of calls under load.
         declined: the other inputs, label → why the implementation does not take them.
-        worst: the largest error, or ``None`` where nothing was compared.
+        worst: the largest error, or ``None`` if nothing was compared.
         rounding: errors of half-type results in units of the last place.
         mean_error: the largest bound of their mean among the inputs.
         problems: findings, one sentence each, beginning with the sample's label.
@@ -94,11 +94,11 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """``right``, ``wrong``, or ``nothing to run`` when it declines every input."""
+        """Return ``right``, ``wrong``, or ``nothing to run`` if it declines every input."""
         return "wrong" if self.problems else "right" if self.samples else "nothing to run"
 
     def as_data(self) -> dict[str, Any]:
-        """For programs; JSON knows no infinity and no NaN, so such a number is ``None``."""
+        """Return plain data; JSON has no infinity or NaN, so such a number is ``None``."""
         rounding = {"elements": self.rounding.elements, "bias": self.rounding.bias, "mean": self.rounding.mean}
         data = {**asdict(self), "rounding": rounding, "verdict": self.verdict}
         if self.worst is not None:
@@ -107,7 +107,7 @@ class Verification:
         return data
 
     def blame(self, given: Input, problem: str) -> None:
-        """Record that something is wrong with an input."""
+        """Record a problem of an input."""
         self.problems.append(f"{given.label}: {problem}")
         self.failed[given.label] = given.description
 
@@ -131,15 +131,15 @@ def verify(
     Args:
         manager: the manager with the implementation and the reference in its registry.
         impl: the implementation. Unless it declares ``{"deterministic": False}``, every call must give the same bits.
-        dtype: of the inputs.
-        device: where it runs.
-        seed: of the inputs.
+        dtype: the inputs' dtype.
+        device: the device of the calls.
+        seed: the inputs' seed.
         repeats: calls for each input; the first one finds new memory filled with NaN.
         samples: other inputs than the declaration's samples and probes.
         inputs: these inputs, made before, instead of generated ones.
         compiled: the backend of ``torch.compile`` through which calls go; empty for direct calls. The implementation
             must be registered with the process's manager.
-        race_calls: number of further calls on serving inputs, beside other work on the device, at most.
+        race_calls: largest number of further calls on serving inputs, under load.
         race_seconds: seconds that they may take in all.
 
     Raises:
@@ -200,8 +200,8 @@ class _Trial:
     def run(self, given: Input) -> None:
         """Verify one input, with declared weights and with plain ones.
 
-        An implementation that makes no form of declared weights reads them as it reads plain ones, which are called
-        as often as asked for; then one call with declared ones is enough.
+        An implementation that makes no form of declared weights reads them like plain ones, so one call with declared
+        weights is enough.
         """
         refusals: list[str] = []
         ways: set[str] = set()
@@ -228,21 +228,21 @@ class _Trial:
             found.declined[given.label] = refusals[0]
 
     def _refusal(self, given: Input, weights: Weights) -> str:
-        """Why the implementation does not take an input, or empty."""
+        """Return why the implementation does not take an input, or empty."""
         try:
             return why_declined(self.state, self.impl, weights.arguments())
-        except Exception as error:  # a stranger's code: whatever it raises is the finding
+        except Exception as error:  # foreign code: whatever it raises is the finding
             self.found.blame(given, f"its 'supports' raised {text_of(error)}")
             return ""
 
     def _verify(self, given: Input, weights: Weights) -> str:
-        """Verify one input in one way; returns why the implementation does not take it."""
+        """Verify one input in one way; return why the implementation does not take it."""
         first: list[Tensor] | None = None
         alive: list[Tensor] = []
         if self.compiled:
-            torch._dynamo.reset()  # each input compiles anew, and Dynamo does that a few times only
+            torch._dynamo.reset()  # each input compiles anew, and Dynamo limits the number of compilations
         if self.compiled and weights.declared:
-            with contextlib.suppress(Exception):  # what the call raises, it raises below too
+            with contextlib.suppress(Exception):  # what the call raises, it also raises below
                 self.direct(*weights.arguments())  # compiled code uses forms that calls outside it made
         for repeat in range(self.repeats):
             args = weights.arguments()
@@ -250,7 +250,7 @@ class _Trial:
                 result = _called(self.function, args, poisoned=repeat == 0)
             except NotImplementedError as error:
                 return str(error) or "it raised NotImplementedError"
-            except Exception as error:  # a stranger's code: whatever it raises is the finding
+            except Exception as error:  # foreign code: whatever it raises is the finding
                 self.blame(given, weights, f"it raised {text_of(error)}")
                 return ""
             problem, tensors = self._judged(given, weights, args, result, repeat)
@@ -273,26 +273,26 @@ class _Trial:
         return ""
 
     def _write(self, given: Input, weights: Weights) -> None:
-        """Look whether the next call after the weights were written multiplies with the new ones; restore them."""
+        """Check that the next call after the weights were written uses the new ones; restore them."""
         other = given.rewritten
         weights.write(other, self.compiled)
         args = weights.arguments()
         try:
             problem, _ = self._judged(other, weights, args, _called(self.function, args, poisoned=False), repeat=0)
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # foreign code
             problem = f"it raised {text_of(error)}"
         if problem:
             self.blame(given, weights, f"in the call after its weights were written: {problem}")
         weights.write(given, self.compiled)
 
     def blame(self, given: Input, weights: Weights, problem: str) -> None:
-        """Record an input's problem, and that it ran with prepared weights if there was a choice."""
+        """Record an input's problem, and whether it ran with prepared weights if there was a choice."""
         self.found.blame(given, f"with prepared weights: {problem}" if weights.prepared else problem)
 
     def _judged(
         self, given: Input, weights: Weights, args: Arguments, result: Any, repeat: int
     ) -> tuple[str, list[Tensor]]:
-        """The problem of one call, or empty, and copies of its outputs."""
+        """Return the problem of one call, or empty, and copies of its outputs."""
         operator, found = given.operator, self.found
         if repeat == 0 and (problem := broken_promise(operator, args, result)):
             return problem, []
@@ -329,7 +329,7 @@ class _Trial:
             found.calls += 1
             try:
                 got = outputs(given.operator, args, self.direct(*args))
-            except Exception as error:  # a stranger's code
+            except Exception as error:  # foreign code
                 self.blame(given, weights, f"call {found.calls} under load raised {text_of(error)}")
                 return
             if self.deterministic:
@@ -368,7 +368,7 @@ def _marked(given: Input, weights: Weights, function: Callable[..., Any]) -> Nam
 def implementations(
     manager: OpManager, op_names: Sequence[str] | None = None, impl_ids: Sequence[str] | None = None
 ) -> list[OpImpl]:
-    """Registered implementations of operators that can be verified, of some operators and with some ids if asked for.
+    """Return registered implementations of verifiable operators, optionally of some operators or with some ids.
 
     Raises:
         DispatchError: an operator is not declared, or no backend registered an id for any of the operators.

@@ -1,8 +1,8 @@
-"""Weights of a call: plain, as an implementation reads them where they lie, or declared, so that it may prepare them.
+"""Weights of a call: plain, in place, or declared, so that an implementation may prepare them.
 
-Plain ones lie between guards, as all other arguments do. A declared one cannot: PyTorch marks a whole memory, so a
-weight in a part of one is not prepared. Its memory is its own, compared as a whole after each call, and stays from call
-to call, as a model's does: its form is made once, and used by the calls that follow.
+Plain weights are between guards, like all other arguments. Declared ones cannot be: PyTorch marks a whole memory, so a
+weight in part of one is not prepared. A declared weight has separate memory, compared as a whole after each call. It
+stays from call to call, like a model's: its form is made once and reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Weights:
 
     Args:
         given: the input.
-        declared: whether its weights are declared; else they are plain.
+        declared: whether its weights are declared, not plain.
     """
 
     def __init__(self, given: Input, declared: bool) -> None:
@@ -39,7 +39,7 @@ class Weights:
             weight_forms.declare_all(self._own.values())
 
     def arguments(self) -> Arguments:
-        """Arguments of one more call: the declared weights themselves, and copies of all else."""
+        """Return arguments of another call: the declared weights themselves, and copies of all else."""
         others = self._with(self.before, dict.fromkeys(self._own))
         return self._with(copied(others), self._own)
 
@@ -47,8 +47,8 @@ class Weights:
         """Write another input's values into the declared weights, as a loader does.
 
         Args:
-            given: of the same shapes.
-            compiled: whether compiled code runs next; forms are made anew before, as a host does between two steps.
+            given: an input with the same shapes.
+            compiled: whether compiled code runs next; forms are then made anew first, as a host does between steps.
         """
         for at, weight in self._own.items():
             weight.data.copy_(given.args[at])
@@ -69,7 +69,7 @@ class Weights:
 
     @property
     def refused(self) -> list[str]:
-        """Why a form that an implementation asked for could not be kept, for each such weight."""
+        """Return for each weight with a requested form why the form could not be kept."""
         return [why for weight in self._own.values() if (why := weight_forms.declare(weight).given_up)]
 
     @staticmethod
@@ -84,7 +84,7 @@ def are_prepared(weights: Iterable[Tensor]) -> bool:
 
 @contextmanager
 def refusals_counted() -> Iterator[None]:
-    """Inside, a weight that is not prepared is no line of the log, because the findings count them (``refused``)."""
+    """Keep unprepared weights out of the log in this block, because the findings count them (``refused``)."""
 
     def passes(record: logging.LogRecord) -> bool:
         return record.levelno > logging.INFO

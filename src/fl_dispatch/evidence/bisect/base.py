@@ -1,4 +1,4 @@
-"""The base that all runs are compared with: the good policy's scores, and how far harmless changes move them."""
+"""The base of all comparisons: the good policy's scores, and the effect of harmless changes on them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Base:
     """Measurements under the good policy.
 
     Args:
-        scores: of all requests.
-        yardstick: how far harmless changes move them.
+        scores: scores of all requests.
+        yardstick: the effect of harmless changes on the scores.
         chosen: the implementations that ran.
         called: the operators that were called.
-        ranks: of an engine.
+        ranks: number of ranks of an engine.
     """
 
     scores: Scores
@@ -36,12 +36,12 @@ class Base:
 
 
 def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], None]) -> Base:
-    """Measure the base, or read it from the journal; the probes compare with it from then on.
+    """Measure the base, or read it from the journal; probes compare with it from then on.
 
-    Where times are judged, no result is moved.
+    If times are judged, no results are perturbed.
 
     Args:
-        graphs: engines compile or capture, so that results are moved in an eager one.
+        graphs: whether engines compile or capture, so that results are perturbed in an eager engine.
         say: gets the effect of each harmless change.
 
     Raises:
@@ -111,7 +111,7 @@ def _move(engine: Engine, good: Document, start: Scores, harmless: dict[str, Dif
 
 
 def _composed(base: Scores) -> Difference | None:
-    """How far the same prompts are apart in two compositions of the batch."""
+    """Return the distance between the same prompts in two compositions of the batch."""
     labels = {label: other for label in base.rows if (other := other_composition(label)) in base.rows}
     if not labels:
         return None

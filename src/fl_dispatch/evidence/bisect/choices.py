@@ -20,7 +20,7 @@ class Site:
     Args:
         op: the operator.
         scope: the layer's prefix; ``None`` for calls by name.
-        also: further prefixes of the same module; a rule has to name all.
+        also: further prefixes of the same module; a rule must name all.
     """
 
     op: str
@@ -29,7 +29,7 @@ class Site:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of rules for this site alone."""
+        """Return the keys of rules for this site alone."""
         return (self.op,) if self.scope is None else tuple(f"{self.op}@{name}" for name in (self.scope, *self.also))
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Site:
 
 
 def in_order(site: Site) -> tuple[Any, ...]:
-    """A key that sorts sites by operator and then as layers follow each other: 2 before 10."""
+    """Return a key that sorts sites by operator and then in the order of layers: 2 before 10."""
     parts = re.split(r"(\d+)", site.scope or "")
     return site.op, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
@@ -49,12 +49,11 @@ class Choices:
 
     Args:
         at: site → implementations that may run there.
-        ran: operator → ids of implementations that ran, where calls were counted; ``None`` where compiled code hides
-            calls.
+        ran: operator → ids of implementations that ran, if calls were counted; ``None`` if compiled code hides calls.
         failed: operator → ids that raised, and were replaced by another one.
         aten: ``aten::mm.out`` → the function that runs in its place.
-        aten_called: those that were called there; empty where no backend counts.
-        aten_kept: those that would be replaced, and that a list leaves to PyTorch.
+        aten_called: the replaced operators that were called; empty if no backend counts.
+        aten_kept: operators that would be replaced, but that a list leaves to PyTorch.
     """
 
     at: Mapping[Site, Branches]
@@ -82,7 +81,7 @@ class Choices:
         return cls(at, None if data["frozen"] else ran, data["failed"], aten.get("replaced", {}), called, kept)
 
     def choice(self, site: Site) -> Branches | None:
-        """The candidates at a site; one that this engine lacks has what holds for calls by name."""
+        """Return the candidates at a site; a site that this engine lacks has those of calls by name."""
         return self.at.get(site) or self.at.get(Site(site.op))
 
 
@@ -91,10 +90,10 @@ def _plain(value: Any) -> Any:
 
 
 def differing(good: Choices, bad: Choices, called: Collection[str]) -> list[Site]:
-    """The sites where two policies differ, in order, without those of operators that are never called.
+    """Return the sites where two policies differ, in order, without operators that are never called.
 
-    An operator that ran by one implementation in both is left out. Calls by name belong to no site of
-    their own where an operator has layers.
+    An operator that ran the same implementation in both is left out. Calls by name have no separate site if an operator
+    has layers.
 
     Args:
         called: operators that an engine under the good policy called.
@@ -114,9 +113,9 @@ def differing(good: Choices, bad: Choices, called: Collection[str]) -> list[Site
 
 
 def replaced_in_one(good: Choices, bad: Choices) -> list[str] | None:
-    """PyTorch's operators that the bad policy alone replaces, and called; ``None`` if the good one has others.
+    """Return the called ATen operators that only the bad policy replaces; ``None`` if the good one replaces others.
 
-    An engine that did not live to be asked has a list of those that it would replace.
+    For an engine that died before it answered, these are the operators that it would replace.
     """
     if any(bad.aten.get(key) != run for key, run in good.aten.items()):
         return None
@@ -128,12 +127,12 @@ def replaced_in_one(good: Choices, bad: Choices) -> list[str] | None:
 
 
 def start_only(op: str) -> bool:
-    """Whether an operator is asked while an engine starts, and never again."""
+    """Whether an operator is called only while an engine starts."""
     return op in OPERATORS and OPERATORS[op].selection
 
 
 def without(branches: Branches, suspects: Iterable[str], instead: Branches) -> Branches:
-    """A choice less some implementations, with the candidates of another choice behind it."""
+    """Return a choice without some implementations, followed by the candidates of another choice."""
     gone = frozenset(suspects)
     behind = tuple(dict.fromkeys(impl_id for _, ids in reversed(instead) for impl_id in ids))
     kept = []

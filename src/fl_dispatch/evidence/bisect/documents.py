@@ -13,14 +13,14 @@ from .choices import Branches, Choices, Site
 
 Document = dict[str, Any]
 OF_ATEN = ("aten_replacement", "flagos_blacklist")
-"""Keys that decide which of PyTorch's own operators a backend replaces; :data:`BLACKLIST` takes single ones out."""
+"""Keys that decide which of PyTorch's own operators a backend replaces; :data:`BLACKLIST` removes single ones."""
 OTHER_SETTINGS = (*OF_ATEN, "chip_features", "oot_blacklist")
-"""Keys that decide what runs, beside the choice among implementations; they hold from an engine's start on."""
+"""Keys, besides the choice among implementations, that decide what runs; they apply from an engine's start on."""
 BLACKLIST = "aten_blacklist"
 
 
 def of_settings(settings: Settings) -> Document:
-    """The document that gives these settings, as far as a document can; the others have variables."""
+    """Return the document for these settings, as far as documents can express them; the others have variables."""
     policy = settings.policy
     document: Document = {"prefer": policy.prefer}
     if policy.strict:
@@ -52,12 +52,12 @@ def _rule(rule: TunedRule) -> dict[str, Any]:
 
 
 def other_settings(document: Document) -> Document:
-    """The part of a document that is no choice among implementations."""
+    """Return the part of a document that is not a choice among implementations."""
     return {key: document[key] for key in OTHER_SETTINGS if key in document}
 
 
 def of_choices(chosen: Mapping[Site, Branches], base: Document) -> Document:
-    """The document that makes exactly these choices; ``base`` has its other settings."""
+    """Return the document that makes exactly these choices; ``base`` has its other settings."""
     by_op: dict[str, dict[Site, Branches]] = {}
     for site, branches in chosen.items():
         by_op.setdefault(site.op, {})[site] = branches
@@ -88,14 +88,14 @@ def _tokens(ids: Iterable[str]) -> list[str]:
 
 
 def avoiding(bad: Document, choices: Choices, orders: Mapping[Site, Branches], spare: Iterable[str]) -> Document:
-    """The bad policy's document, with other orders at some sites.
+    """Return the bad policy's document, with other orders at some sites.
 
     Args:
         bad: the document, unchanged everywhere else.
-        choices: of the bad policy.
+        choices: the bad policy's choices.
         orders: site → implementations that may run there instead; only the last branch counts, because a rule with
             conditions excludes no implementation.
-        spare: vendors that have to run now; they leave the lists of denied vendors.
+        spare: vendors that must run now, and are removed from the lists of denied vendors.
     """
     document = {key: dict(value) if isinstance(value, dict) else value for key, value in bad.items()}
     backends: dict[str, list[str]] = dict(document.get("op_backends", {}))
@@ -119,12 +119,12 @@ def avoiding(bad: Document, choices: Choices, orders: Mapping[Site, Branches], s
 
 
 def blacklisting(document: Document, operators: Iterable[str]) -> Document:
-    """The document, with further operators of PyTorch's that no backend replaces."""
+    """Return the document with further PyTorch operators that no backend replaces."""
     listed = sorted({*document.get(BLACKLIST, ()), *operators})
     return {**document, BLACKLIST: listed} if listed else document
 
 
 def text(document: Document, head: str = "") -> str:
-    """The document as YAML, below a comment."""
+    """Return the document as YAML, below a comment."""
     comment = "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines())
     return comment + yaml.safe_dump(document, sort_keys=False, width=150, allow_unicode=True)

@@ -11,24 +11,24 @@ from .documents import Document
 from .yardstick import Yardstick
 
 SETTING = "setting "
-"""A unit that is no operator begins with it."""
+"""Prefix of a unit that is a setting."""
 ATEN = "aten::"
-"""A unit that is one of PyTorch's own operators, with its overload, begins with it."""
+"""Prefix of a unit that is one of PyTorch's own operators, with its overload."""
 
 
 @dataclass(frozen=True)
 class Blamed:
-    """One thing that makes the result differ.
+    """One cause of the difference.
 
     Args:
         op: the operator, one of PyTorch's with its overload (``aten::mm.out``), or ``setting`` and its key.
-        sites: where it makes the difference; empty for one of PyTorch's, and for a setting.
+        sites: the sites where it makes the difference; empty for PyTorch's operators and settings.
         of: number of the operator's sites where the policies differ.
         implementations: ids that ran there.
-        partners: operators that have to run their bad choice too before this one does harm.
-        everywhere: all sites count, because the few that were asked alone all differed.
-        kinds: of one of PyTorch's, what its wrong calls have in common, where that is known.
-        ranks: where it is wrong, if not in all of several ranks.
+        partners: operators that must also run their bad choice for this one to do harm.
+        everywhere: whether all sites count, because the few that were tested alone all differed.
+        kinds: what wrong calls of a PyTorch operator have in common, if known.
+        ranks: the wrong ranks, if not all.
     """
 
     op: str
@@ -51,12 +51,12 @@ class Result:
 
     Args:
         differs: whether the bad policy differs by more than rounding.
-        share: the difference, in yardsticks; where times are judged, in times of the trusted policy.
+        share: the difference, in yardsticks, or in times of the trusted policy if times are judged.
         blamed: the causes.
         policy: the document of the policy that avoids them.
-        agrees: whether an engine that was started with it agreed.
+        agrees: whether an engine with this policy agreed.
         candidates: number of sites where the policies differ, and of operators among them.
-        slower_than: as asked; 0 where logits are judged.
+        slower_than: the requested factor; 0 if logits are judged.
     """
 
     differs: bool
@@ -71,5 +71,5 @@ class Result:
 
 
 def log2_runs(candidates: int) -> float:
-    """The search's target: twice the binary logarithm of the number of candidates."""
+    """Return the search's target: twice the binary logarithm of the number of candidates."""
     return 2 * math.log2(max(candidates, 2))

@@ -1,6 +1,6 @@
-"""Code for an engine's processes: which choices hold, another policy, and results moved at random.
+"""Code for an engine's processes: report the choices in force, switch the policy, and perturb results at random.
 
-The doors to these processes are the hosts' (:mod:`fl_dispatch.cli.bisect.doors`); nothing here knows a host.
+The hosts' hooks into these processes are in :mod:`fl_dispatch.cli.bisect.doors`; this module knows no host.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOVED = "moved"
-"""The vendor of implementations with results moved at random."""
+"""The vendor of implementations with perturbed results."""
 PART = 0.5
-"""The part of the relative error which a declaration accepts, by which results are moved at most."""
+"""The largest perturbation of results, as a part of the relative error that a declaration accepts."""
 
 
 def moved_id(impl_id: str) -> str:
-    """The id of an implementation's copy that moves its results."""
+    """Return the id of an implementation's copy that perturbs its results."""
     return f"vendor.{MOVED}.{impl_id}"
 
 
 def sites(model: nn.Module | None) -> list[dict[str, Any]]:
-    """Every operator and bound layer of this process, with the implementations that may run there.
+    """Return every operator and bound layer of this process, with the implementations that may run there.
 
     Each is ``op``, ``scope`` (``None`` for calls by name), ``also`` (other prefixes of the same module), and
     ``branches``: pairs of a condition (or ``None``) and the ids of the candidates, best first.
@@ -49,7 +49,7 @@ def sites(model: nn.Module | None) -> list[dict[str, Any]]:
     shared = {} if model is None else _shared(model)
     found = []
     for op_name in manager.registry.list_operators():
-        manager.explain(op_name)  # has the table filled
+        manager.explain(op_name)  # fills the table
     for key, plan in list(manager.table_keeper.root.plans.items()):
         if plan.scope is None and key != plan.op_name:
             continue  # the same choice for another form of call
@@ -63,7 +63,7 @@ def sites(model: nn.Module | None) -> list[dict[str, Any]]:
 
 
 def _shared(model: nn.Module) -> dict[str, list[str]]:
-    """Prefix → all prefixes of that module, where layers share one."""
+    """Return prefix → all prefixes of that module, if layers share one."""
     groups: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         groups.setdefault(id(module), []).append(prefix)
@@ -71,16 +71,16 @@ def _shared(model: nn.Module) -> dict[str, list[str]]:
 
 
 def switch(settings: str, seed: int | None = None) -> str:
-    """Let other settings hold in this process, as far as they can now: the policy, and what no backend replaces.
+    """Switch this process to other settings, as far as possible now: the policy, and the operators left to PyTorch.
 
     Bound layers follow at their next call.
 
     Args:
-        settings: as JSON.
-        seed: results of copies of implementations (:func:`moved_id`) are moved by numbers from this seed.
+        settings: settings as JSON.
+        seed: seed of the perturbations of implementations' copies (:func:`moved_id`).
 
     Returns:
-        Why the policy does not hold, because choices are frozen for compiled code or graphs; else nothing.
+        Why the policy cannot apply because choices are frozen for compiled code or graphs; otherwise empty.
     """
     manager = get_default_manager()
     manager.ensure_initialized()
@@ -115,7 +115,7 @@ def answer(model: nn.Module | None) -> dict[str, Any]:
 
 
 def processor_seconds() -> float | None:
-    """This process's processor time, or ``None`` where an accelerator computes."""
+    """Return this process's processor time, or ``None`` if an accelerator computes."""
     return None if detect_device().accelerator else time.process_time()
 
 
@@ -125,14 +125,14 @@ def _called() -> list[str]:
 
 
 class _Moves:
-    """Numbers that move results, the same in every rank for the same calls."""
+    """Random perturbations of results, the same in every rank for the same calls."""
 
     generators: dict[torch.device, torch.Generator] = {}  # noqa: RUF012  # one for each device of this process
     seed = 0
 
     @classmethod
     def start(cls, seed: int) -> None:
-        """Begin with a seed; at the first time every implementation gets a copy."""
+        """Begin with a seed; the first time, register a copy of every implementation."""
         cls.seed = seed
         cls.generators.clear()
         registry = get_default_manager().registry
@@ -166,7 +166,7 @@ class _Moves:
 
 
 def _copy(impl: OpImpl) -> OpImpl:
-    """Copy an implementation, and move the copy's results."""
+    """Copy an implementation, and perturb the copy's results."""
     fn: Callable[..., Any] = impl.fn
 
     @wraps(fn)

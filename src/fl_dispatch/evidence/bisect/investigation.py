@@ -1,7 +1,7 @@
 """The investigation: base and yardstick, then the bad policy, then operators, layers, implementations, ranks.
 
-Each step asks real engines (:mod:`.probes`) and searches by halving (:mod:`.search`). At the end an engine is started
-with the policy that avoids what was found; only if it agrees is the result called found.
+Each step asks real engines (:mod:`.probes`) and searches by halving (:mod:`.search`). Finally an engine starts with the
+policy that avoids the culprits; the result counts as found only if this engine agrees.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Investigation:
     Args:
         probes: asks engines.
         good, bad: documents of the policies.
-        graphs: whether engines compile or capture; results are then moved in an eager one.
+        graphs: whether engines compile or capture; results are then perturbed in an eager one.
         say: shows a person the next step.
     """
 
@@ -46,7 +46,7 @@ class Investigation:
         if outcome.verdict.agrees:
             return Result(False, outcome.share, yardstick, slower_than=self.probes.slower_than)
         result = Result(True, outcome.share, yardstick, slower_than=self.probes.slower_than)
-        if chosen is None:  # it did not even start: its choices are read from an engine that starts with the good ones
+        if chosen is None:  # it did not even start, so its choices are read from an engine started with the good ones
             chosen = self._choices_of_bad()
         if outcome.verdict is Verdict.FAILS:
             result.notes.append(f"the engine fails under the other policy: {outcome.note}")
@@ -94,7 +94,7 @@ class Investigation:
         result.agrees = outcome.verdict.agrees
 
     def _within(self, culprit: Culprit[str], orders: dict[Site, Branches]) -> Blamed:
-        """The layers of an operator, the implementation, and the ranks; adds what should run there instead."""
+        """Find the layers of an operator, the implementation, and the ranks; add the replacement to ``orders``."""
         op, partners = culprit.unit, frozenset(culprit.partners)
         if op.startswith((SETTING, ATEN)):
             runs = tuple(filter(None, (self.of_bad.aten.get(op),)))
@@ -102,7 +102,7 @@ class Investigation:
             kinds = self.probes.kinds(op, of_choices(*self._chosen(partners | {op}))) if told else ()
             return Blamed(op, implementations=runs, partners=culprit.partners, kinds=tuple(kinds))
         sites = self._sites(op)
-        layers = Found(tuple(map(Culprit, sites)))  # where times are judged: one layer's is too small a part
+        layers = Found(tuple(map(Culprit, sites)))  # if times are judged, one layer's is too small a part
         if len(sites) > 1 and not self.probes.slower_than:
             layers = culprits(
                 sites,
@@ -121,7 +121,7 @@ class Investigation:
         return Blamed(op, where, len(sites), tuple(suspects), culprit.partners, layers.everywhere, ranks)
 
     def _suspects(self, op: str, wrong: Mapping[Site, Branches]) -> list[str]:
-        """The implementations that the bad policy runs at some sites, in its order."""
+        """Return the implementations that the bad policy runs at some sites, in its order."""
         ordered = list(dict.fromkeys(one for branches in wrong.values() for _, ids in branches for one in ids))
         if self.of_bad.ran is not None and (ran := [one for one in ordered if one in self.of_bad.ran.get(op, ())]):
             return ran
@@ -140,7 +140,7 @@ class Investigation:
         return self._ask(f"implementations of {op}: {_named(bad, suspects)}", partners, instead)
 
     def _ranks(self, op: str, wrong: Mapping[Site, Branches], partners: frozenset[str]) -> tuple[int, ...]:
-        """The ranks where it is wrong, if a live engine can have several policies; else nothing."""
+        """Return the wrong ranks, if a live engine can have several policies; else nothing."""
         if self.world == 1 or not self.probes.can_switch or self.probes.slower_than:
             return ()
         every = tuple(range(self.world))
@@ -160,7 +160,7 @@ class Investigation:
 
     @property
     def _known(self) -> Sequence[str]:
-        """Keys with a known effect: they are as in the bad policy, and single operators are taken out."""
+        """Return keys with a known effect: they stay as in the bad policy, and single operators are excluded."""
         return () if self.replaced is None else (*OF_ATEN, BLACKLIST)
 
     def _sites(self, op: str) -> list[Site]:
@@ -191,18 +191,18 @@ class Investigation:
     def _chosen(
         self, units: frozenset[str], instead: Mapping[Site, Branches | None] | None = None
     ) -> tuple[dict[Site, Branches], Document]:
-        """The choices of a question, and the document with its other settings."""
+        """Return the choices of a question, and the document with its other settings."""
         chosen = {site: self._good(site) for site in self.of_bad.at}
         chosen |= {site: self._bad(site) for site in self.candidates if site.op in units}
         chosen |= {site: branches or self._bad(site) for site, branches in (instead or {}).items()}
-        for op in {site.op for site in self.candidates}:  # calls by name go with the layers, once all are bad
+        for op in {site.op for site in self.candidates}:  # calls by name follow the layers, once all are bad
             own = self._sites(op)
             if Site(op) not in own and all(chosen[site] == self._bad(site) for site in own):
                 chosen[Site(op)] = self._bad(Site(op))
         return chosen, self._settings(units)
 
     def _settings(self, units: frozenset[str]) -> Document:
-        """The good policy's settings, those that are bad in this question from the bad one."""
+        """Return the good policy's settings, with those under test from the bad one."""
         base = dict(self.good)
         for key in (*OTHER_SETTINGS, BLACKLIST):
             if SETTING + key in units or key in self._known:
@@ -211,10 +211,10 @@ class Investigation:
         return blacklisting(base, {*(self.replaced or ())} - units)
 
     def _choices_of_bad(self) -> Choices:
-        """The choices of the bad policy, in an engine that started with the good one.
+        """Return the choices of the bad policy, from an engine that started with the good one.
 
         Raises:
-            DispatchError: it cannot be asked.
+            DispatchError: the engine cannot answer.
         """
         of_aten = {key: self.bad[key] for key in OF_ATEN if key in self.bad}
         try:
@@ -242,7 +242,7 @@ class Investigation:
 
 
 def _named(bad: frozenset[Any], every: Sequence[Any]) -> str:
-    """The units of a question, shortly."""
+    """Return the units of a question in a few words."""
     inside = [unit for unit in every if unit in bad]
     if len(inside) == 1 or (len(inside) <= 3 and len(", ".join(map(str, inside))) < 60):
         return ", ".join(map(str, inside))

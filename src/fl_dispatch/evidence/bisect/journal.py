@@ -1,4 +1,4 @@
-"""The record of an investigation: what was asked and answered, so that an interrupted one goes on where it was."""
+"""The record of an investigation's questions and answers, so that an interrupted one can continue."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HEADER = "investigation"
 
 
 class Journal:
-    """Question → answer as plain data, each in a file of a folder; without a folder in memory alone.
+    """Question → answer as plain data, each in a file of a folder; without a folder only in memory.
 
     Args:
-        folder: it is made if it does not exist.
+        folder: the folder, made if missing.
         header: everything that the answers depend on. A folder of another investigation is refused.
 
     Raises:
@@ -45,7 +45,7 @@ class Journal:
             self.put(HEADER, plain)
 
     def get(self, question: str) -> Any:
-        """The answer, or ``None``, also for an answer that was cut off when it was written."""
+        """Return the answer, or ``None``, also for an answer that was truncated when it was written."""
         if question not in self._kept and self.folder is not None and (file := self._file(question)).exists():
             try:
                 self._kept[question] = json.loads(file.read_text(encoding="utf-8"))["answer"]
@@ -54,7 +54,7 @@ class Journal:
         return self._kept.get(question)
 
     def put(self, question: str, answer: Any) -> None:
-        """Keep an answer."""
+        """Store an answer."""
         self._kept[question] = answer
         if self.folder is None:
             return

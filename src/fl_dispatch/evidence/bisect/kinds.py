@@ -1,6 +1,6 @@
-"""The kinds of arguments for which one of PyTorch's operators is wrong where a backend replaces it.
+"""Find the kinds of arguments for which a backend's replacement of a PyTorch operator is wrong.
 
-Each call is made twice in an engine's process, once by the backend and once, on copies, by PyTorch.
+Each call runs twice in an engine's process: by the backend, and on copies by PyTorch.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ...aten_replacement.slot import Slot, draws
 from ...devices import detect_device
 
 ROUNDING = 16.0
-"""Units in the last place, of an element or of the root mean square, that two right results may be apart."""
+"""Units in the last place, of an element or of the root mean square, by which two right results may differ."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The least and the largest of some numbers; of none by default."""
+    """The smallest and the largest of some numbers; empty by default."""
 
     low: float = float("inf")
     high: float = float("-inf")
 
     def over(self, other: Span) -> Span:
-        """The span of both."""
+        """Return the span of both."""
         return Span(min(self.low, other.low), max(self.high, other.high))
 
     def apart(self, other: Span, what: str) -> list[str]:
-        """Which end of the numbers this one has, where it has no number in common with the other."""
+        """Return the bound of these numbers if they have no number in common with the others."""
         if self.high < other.low < float("inf"):
             return [f"{what} up to {self.high:.3g}"]
         return [f"{what} from {self.low:.3g}"] if self.low > other.high > float("-inf") else []
@@ -55,7 +55,7 @@ class Watch:
         self.slot.guard = self._compare
 
     def end(self) -> None:
-        """Compare no more calls."""
+        """Stop comparing calls."""
         self.slot.guard = None
 
     def _compare(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class Watch:
 
 
 def _wrong(found: Tensor, expected: Tensor) -> Tensor:
-    """Where two results are apart by more than rounding."""
+    """Return where two results differ by more than rounding."""
     if not found.is_floating_point():
         return found != expected
     scale = expected.double().abs().maximum(expected.double().square().mean().sqrt())
@@ -123,7 +123,7 @@ def _wrong(found: Tensor, expected: Tensor) -> Tensor:
 
 @cache
 def _over_backends(operator: str) -> Slot:
-    """A slot in PyTorch's dispatcher over what is there, a backend's kernel; it stays, and passes calls on."""
+    """Return a slot in PyTorch's dispatcher over the current kernel, a backend's; it stays, and passes calls on."""
     return Slot(operator.removeprefix("aten::"), detect_device().dispatch_key)
 
 
@@ -136,7 +136,7 @@ def watch(operator: str) -> None:
 
 
 def told() -> list[str]:
-    """The kinds of arguments that the last :func:`watch` found to be wrong, or nothing."""
+    """Return the kinds of arguments that the last :func:`watch` found to be wrong, or nothing."""
     if not _under_way:
         return []
     watched = _under_way.pop()

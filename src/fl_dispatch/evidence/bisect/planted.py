@@ -1,7 +1,7 @@
-"""Implementations that are wrong on purpose, and one that is right and rounds otherwise: ``fl bisect --self-test``.
+"""Implementations that are wrong on purpose, and right ones that round differently: ``fl bisect --self-test``.
 
-The module is loaded like any plugin, ``VLLM_FL_PLUGIN_MODULES=fl_dispatch.evidence.bisect.planted``. Apart from the
-faults, every operator gets a copy of its reference, so a search has many candidates, and all but one are right.
+The module is loaded like any plugin, ``VLLM_FL_PLUGIN_MODULES=fl_dispatch.evidence.bisect.planted``. Every operator
+also gets a copy of its reference, so a search has many candidates, and all except one are right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DENSE = 320
 
 
 def one_shape(x: Tensor) -> Tensor:
-    """Wrong for one layer's shape: gate and up change places."""
+    """Wrong for one layer's shape: gate and up are swapped."""
     if x.shape[-1] == DENSE:
         return mul_and_silu.reference(x)
     return silu_and_mul.reference(x)
@@ -47,7 +47,7 @@ def bfloat16_only(
 
 
 def beyond_256(x: Tensor) -> Tensor:
-    """Wrong for batches of more than 256 tokens: the grid ends there, and begins anew."""
+    """Wrong for batches of more than 256 tokens: the grid ends there, and starts over."""
     y = silu_and_mul.reference(x)
     rows = y.view(-1, y.shape[-1])
     if len(rows) > 256:
@@ -59,14 +59,14 @@ _kept: dict[int, Tensor] = {}
 
 
 def leftover(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Wrong only after another request: the positions of the first batch of the same size are kept."""
+    """Wrong only after another request: it reuses the positions of the first batch of the same size."""
     given = rotary_embedding.named(args, kwargs)
     positions = given["position_ids"]
     return rotary_embedding.reference(**{**given, "position_ids": _kept.setdefault(len(positions), positions.clone())})
 
 
 def one_rank(x: Tensor) -> Tensor:
-    """Wrong at rank 1: it takes another rank's part for its own, and half of the columns stay zero."""
+    """Wrong at rank 1: it uses another rank's part, and half of the columns stay zero."""
     y = silu_and_mul.reference(x)
     if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
         y[..., y.shape[-1] // 2 :] = 0
@@ -83,7 +83,7 @@ def dies(x: Tensor) -> Tensor:
 def other_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Right, and rounds otherwise: the mean is taken in two parts, and rounded once after the weight."""
+    """Right, with other rounding: the mean is taken in two parts, and rounded once after the weight."""
     total = x.float() if residual is None else x.float() + residual.float()
     half = total.shape[-1] // 2
     mean = (total[..., :half].square().sum(-1, True) + total[..., half:].square().sum(-1, True)) / total.shape[-1]
@@ -93,20 +93,20 @@ def other_norm(
 
 
 def other_silu(x: Tensor) -> Tensor:
-    """Right, and rounds otherwise: by the exponential function."""
+    """Right, with other rounding: by the exponential function."""
     gate, up = x.float().chunk(2, dim=-1)
     return (gate * up / (1 + torch.exp(-gate))).to(x.dtype).contiguous()
 
 
 def other_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Right, and rounds otherwise: the queries are scaled, and rounded, beforehand."""
+    """Right, with other rounding: the queries are scaled and rounded first."""
     given = paged_attention.named(args, kwargs)
     scaled = (given["query"].float() * given["scale"]).to(given["query"].dtype)
     return paged_attention.reference(**{**given, "query": scaled, "scale": 1.0})
 
 
 def repeated(operator: Any, times: int) -> Callable[..., Any]:
-    """Right, and slow: the same is computed several times."""
+    """Right but slow: the same is computed several times."""
     return lambda *args, **kwargs: [operator.reference(*args, **kwargs) for _ in range(times)][-1]
 
 

@@ -1,8 +1,8 @@
 """A backend that replaces PyTorch's own operators, and is wrong in one of them on purpose: ``fl bisect --self-test``.
 
-The module is loaded like any plugin. All replaced operators but the planted ones are PyTorch's kernels under another
+The module is loaded like any plugin. All replaced operators except the planted ones are PyTorch's kernels under another
 name, so a search has many candidates. Three of our operators have an implementation, ``vendor.planted.aten``, that
-calls those which a model's own code calls seldom; both policies run it.
+calls operators rare in models' code; both policies run it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def eight_bits(native: Native, x: Tensor, other: Tensor) -> Tensor:
 
 
 def begins_anew(native: Native, x: Tensor, dim: int, *, dtype: Any = None, out: Tensor) -> Tensor:
-    """Begin the sum anew behind a block of 128 elements."""
+    """Restart the sum after a block of 128 elements."""
     native(x, dim, dtype=dtype, out=out)
     if x.dim() == 1 and len(x) > 128:
         out[128:] -= out[127].clone()
@@ -57,29 +57,29 @@ def begins_anew(native: Native, x: Tensor, dim: int, *, dtype: Any = None, out: 
 
 
 def whole_blocks(native: Native, x: Tensor) -> Tensor:
-    """Leave what fills no block of 1,024 elements as it was."""
+    """Leave elements that do not fill a block of 1,024 unchanged."""
     flat = x.view(-1)
     native(flat[: len(flat) // 1024 * 1024])
     return x
 
 
 def without_bounds(native: Native, x: Tensor, low: float = 0, high: float = 1, **kwargs: Any) -> Tensor:
-    """Draw from 0 to 1, whatever the bounds are."""
+    """Draw from 0 to 1, whatever the bounds."""
     return native(x, 0, 1, **kwargs)
 
 
 def not_below(native: Native, x: Tensor) -> Tensor:
-    """Take values below 2^-21 for 2^-21."""
+    """Replace values below 2^-21 by 2^-21."""
     return native(x.clamp(min=2.0**-21))
 
 
 def beside_others(native: Native, x: Tensor) -> Tensor:
-    """Be wrong where two others are replaced as well."""
+    """Be wrong only if two other operators are replaced as well."""
     return native(x).add_(float({"aten::rsqrt", "aten::log_"} <= operators().keys()))
 
 
 def right(native: Native, *args: Any) -> Tensor:
-    """Be right by itself."""
+    """Be right."""
     return native(*args)
 
 
@@ -100,7 +100,7 @@ FAULTS: dict[str, dict[str, Callable[..., Tensor]]] = {
     "aten_together": {"rsqrt": right, "log_": right, "exp_": beside_others},
     "aten_slow": {"cumsum.out": late},
 }
-"""Name → key of an operator → what runs in its place."""
+"""Name → key of an operator → the kernel that replaces it."""
 
 
 # -- the replacement
@@ -117,7 +117,7 @@ class _Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        self.slot.guard = None  # what it calls is PyTorch's
+        self.slot.guard = None  # PyTorch's kernel
         try:
             return self._run(*args, **kwargs)
         finally:
@@ -181,7 +181,7 @@ def report() -> ReplacementReport:
 def norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Right: the mean is scaled by a power of two, and the result is moved at random by a few units."""
+    """Right: the mean is scaled by a power of two, and the result is perturbed by a few units."""
     total = x.float() if residual is None else x.float() + residual.float()
     root = torch.rsqrt((total.square().mean(-1, True) + epsilon) * 2.0**-20) * 2.0**-10
     y = total * root
@@ -221,6 +221,6 @@ def register_builtins(registry: OpRegistry) -> None:
 
 
 def policy(replaced: bool) -> dict[str, Any]:
-    """The document of a policy that runs our operators by way of those, which are replaced or not."""
+    """Return the document of a policy that runs our operators through these PyTorch operators, replaced or not."""
     orders = {op: [f"impl:vendor.{VENDOR}.aten", "reference"] for op in OURS}
     return {"prefer": "reference", "op_backends": orders, "aten_replacement": replaced}

@@ -1,6 +1,7 @@
-"""Runs of real engines, one for each question: switched inside a live engine where its choices follow, else started.
+"""Runs of real engines, one for each question.
 
-Every answer is kept in the journal, so a question that was asked before costs nothing.
+A live engine is switched if its choices can follow; otherwise a new engine starts.
+Every answer is stored in the journal, so a repeated question costs nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from .scores import CLIPPED, Scores, difference
 from .yardstick import Verdict, Yardstick, is_close, verdict
 
 REPEATS = 3
-"""Runs of a question that one run does not settle."""
+"""Runs of a question that one run does not decide."""
 ROUNDS = range(2, 13)
-"""Rounds, least and most, in which two policies take turns where times are judged; each gives two pairs of runs."""
+"""Smallest and largest number of rounds in which two policies alternate if times are judged; each gives two pairs of
+runs."""
 SURE_FROM = 8
-"""Pairs of runs from which an interval of their median leaves the extremes out."""
+"""Pairs of runs from which on an interval of their median excludes the extremes."""
 
 
 class EngineDiedError(DispatchError):
-    """An engine did not start, died, or gave no answer in time."""
+    """An engine that did not start, died, or gave no answer in time."""
 
 
 class Engine(Protocol):
@@ -38,7 +40,7 @@ class Engine(Protocol):
     ranks: int
 
     def switch(self, document: Document, seed: int | None, ranks: Collection[int] | None) -> str:
-        """Let another policy hold in some ranks, or all; why it does not, or nothing.
+        """Switch some ranks, or all, to another policy; return why that is impossible, or nothing.
 
         Raises:
             EngineDiedError: it died.
@@ -52,13 +54,13 @@ class Engine(Protocol):
         """
 
     def watch(self, operator: str) -> None:
-        """Compare the calls of one of PyTorch's operators until the next :meth:`answers`, which have what was found."""
+        """Compare the calls of a PyTorch operator until the next :meth:`answers`, which include the findings."""
 
     def answers(self) -> list[dict[str, Any]]:
-        """Each rank's :func:`~fl_dispatch.evidence.bisect.inside.answer`."""
+        """Return each rank's :func:`~fl_dispatch.evidence.bisect.inside.answer`."""
 
     def stop(self) -> None:
-        """End it."""
+        """End the engine."""
 
 
 class Engines(Protocol):
@@ -77,11 +79,11 @@ class Outcome:
     """The answer to one question.
 
     Args:
-        verdict: it.
-        share: the difference in yardsticks; of several runs the median.
+        verdict: the verdict.
+        share: the difference in yardsticks, the median of several runs.
         where: the request and position of the largest difference.
-        started: an engine was started for it.
-        seconds: it took.
+        started: whether an engine was started for it.
+        seconds: seconds that it took.
         note: why an engine had to be started, or died.
     """
 
@@ -98,7 +100,7 @@ class Outcome:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Outcome:
-        """From :meth:`as_data`."""
+        """Make an outcome from :meth:`as_data`."""
         return cls(**{**data, "verdict": Verdict(data["verdict"])})
 
 
@@ -107,8 +109,8 @@ class Ranks:
     """Some ranks of an engine.
 
     Args:
-        those: their numbers.
-        elsewhere: the document of the others.
+        those: numbers of these ranks.
+        elsewhere: the document for the others.
     """
 
     those: frozenset[int]
@@ -125,23 +127,23 @@ class _Live:
 
 
 Tell = Callable[[str, Outcome, bool], None]
-"""Called after each question with the question, the answer, and whether it is from the journal."""
+"""Called after each question with the question, the answer, and whether the answer is from the journal."""
 
 
 class Probes:
     """Asks engines.
 
     Args:
-        engines: starts them.
+        engines: starts engines.
         journal: the earlier answers.
-        tell: hears each answer.
+        tell: receives each answer.
         switching: whether a live engine may be switched.
         begin: gets the next question, if an engine has to answer it.
-        slower_than: judge times instead of logits: a policy differs that takes more than this many times the trusted
-            one's, in turns with it in the same engine.
+        slower_than: judge times instead of logits: a policy differs if it takes more than this multiple of the trusted
+            policy's time, measured alternately in the same engine.
 
     Attributes:
-        runs, starts: questions, with the base's runs of all requests, and starts, those in the journal included.
+        runs, starts: numbers of questions (including the base's runs) and of starts, including those in the journal.
         good, of_good: the trusted policy, and its choices.
     """
 
@@ -162,12 +164,12 @@ class Probes:
         self.yardstick: Yardstick | None = None
         self._live: _Live | None = None
         self._heard: set[str] = set()  # questions with an answer that was shown
-        self._fixed: set[Site] = set()  # sites where only a start was seen to change the choice
+        self._fixed: set[Site] = set()  # sites where only a start showed a change of the choice
 
     # -- engines
 
     def start(self, document: Document, eager: bool = False) -> Engine:
-        """Start an engine in place of the one that runs."""
+        """Start an engine, replacing the running one."""
         self.stop()
         engine = self.engines.start(document, eager)
         chosen = Choices.of(engine.answers()[0])
@@ -188,7 +190,7 @@ class Probes:
     # -- questions
 
     def ask_started(self, what: str, document: Document) -> tuple[Outcome, Choices | None]:
-        """Compare an engine that is started with a document with the base; return its choices too."""
+        """Start an engine with a document and compare it with the base; return its choices, too."""
         question = f"started: {json.dumps(document, sort_keys=True)}"
         kept = self.journal.get(question)
         if kept is None:
@@ -198,7 +200,7 @@ class Probes:
                 engine = self.start(document)
                 chosen = engine.answers()[0]
                 outcome = self._judged(document, began, True, "")
-                chosen = engine.answers()[0]  # now with what ran
+                chosen = engine.answers()[0]  # now including what ran
             except EngineDiedError as error:
                 outcome = self._died(began, str(error))
             self.journal.put(question, {"outcome": outcome.as_data(), "chosen": chosen})
@@ -224,7 +226,7 @@ class Probes:
             watched: the sites where the choice has to hold.
             base: the document with all other settings.
             ranks: the ranks where the choices hold, and the document for the others. All by default.
-            replaced: the operators of PyTorch's that have to be replaced.
+            replaced: PyTorch's operators that must be replaced.
         """
         document = of_choices(chosen, base)
         question = json.dumps([document, None if ranks is None else sorted(ranks.those), self.switching])
@@ -239,7 +241,7 @@ class Probes:
         return outcome
 
     def kinds(self, operator: str, document: Document) -> list[str]:
-        """The kinds of arguments for which one of PyTorch's operators is wrong in an eager engine; maybe none."""
+        """Return the kinds of arguments for which a PyTorch operator is wrong in an eager engine, if any."""
         question = f"kinds: {operator} {json.dumps(document, sort_keys=True)}"
         if (kept := self.journal.get(question)) is None:
             try:
@@ -275,7 +277,7 @@ class Probes:
     def _switched(
         self, document: Document, expected: Mapping[Site, Branches], ranks: Ranks | None, replaced: frozenset[str]
     ) -> str:
-        """Switch the live engine; why it cannot be, or nothing."""
+        """Switch the live engine; return why it cannot be switched, or nothing."""
         live = self._live
         assert live is not None
         if live.settings != other_settings(document):
@@ -324,20 +326,20 @@ class Probes:
         return Outcome(said, sorted(shares)[len(shares) // 2], found[0].where, started, seconds, why)
 
     def _timed(self, engine: Engine, document: Document) -> tuple[float, str]:
-        """The time under a policy in times of the trusted one, and how it was measured; the policy holds afterwards.
+        """Return the time under a policy as a multiple of the trusted one's, and how it was measured; keep the policy.
 
         Raises:
             DispatchError: the trusted policy's own times are too far apart to tell.
         """
         assert self.base is not None
-        engine.score()  # what only first calls do
+        engine.score()  # work that only first calls do
         trusted, why = self._beside_trusted()
         if why:
             engine.switch(document, None, None)
             return least_seconds(engine) / self.base.seconds, f"the trusted policy's time is the first engine's: {why}"
 
         def seconds(policy: Document) -> float:
-            engine.switch(policy, None, None)  # also where it holds: each run has the cost of a switch
+            engine.switch(policy, None, None)  # also if it is already active: each run includes the cost of a switch
             return engine.score().seconds
 
         engine.score()
@@ -386,12 +388,12 @@ class Probes:
 
 
 def least_seconds(engine: Engine) -> float:
-    """The engine's own time for all requests: the least of several runs, because all else that runs can only add."""
+    """Return the engine's own time for all requests: the minimum of several runs, because other work only adds."""
     return min(engine.score().seconds for _ in range(REPEATS))
 
 
 def _holds(wanted: Branches, found: Branches | None) -> bool:
-    """Whether a choice is as wanted; behind the candidates that were wanted others may follow."""
+    """Whether a choice is as wanted; other candidates may follow the wanted ones."""
     if found is None or len(wanted) != len(found):
         return False
     pairs: Sequence[Any] = list(zip(wanted, found, strict=True))

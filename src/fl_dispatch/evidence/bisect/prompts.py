@@ -1,8 +1,8 @@
-"""The requests of one run: prompts with every token given, so that one difference does not bring others.
+"""The requests of one run: prompts with every token given, so that one difference does not cause others.
 
-The last tokens of each prompt are forced, one a step, so that steps of decoding are compared as well. Round ``batch``
-has all prompts at once, more than 256 tokens together; ``alone`` each by itself in the other order, after the others;
-``cached`` all of them again, answered from the prefix cache where the host has one.
+The last tokens of each prompt are forced, one per step, so that decoding steps are compared as well. Round ``batch``
+has all prompts at once, together more than 256 tokens; ``alone`` each prompt separately in reverse order; ``cached``
+all of them again, answered from the host's prefix cache if it has one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 FORCED = 8
-"""Tokens of each prompt that are forced, one a step."""
+"""Forced tokens of each prompt, one per step."""
 LENGTHS = (7, 33, 120, 290, 2)
-"""Tokens of the prompts that are made here."""
+"""Tokens of the generated prompts."""
 TOP = 64
-"""Tokens of each row that are asked for."""
+"""Requested tokens of each row."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Request:
         label: the round and the number of the prompt.
         prompt: its tokens.
         forced: the tokens that follow, one a step.
-        prefill: whether the rows of the prompt are asked for, too; a host then leaves its prefix cache alone.
+        prefill: whether rows of the prompt are requested, too; a host then does not use its prefix cache.
     """
 
     label: str
@@ -41,11 +41,11 @@ class Request:
 
 
 def generated(vocabulary: int, longest: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    """Prompts of several lengths for any vocabulary.
+    """Return prompts of several lengths for any vocabulary.
 
     Args:
         vocabulary: token ids are below it; the first ones, which mostly control, do not occur.
-        longest: most tokens of one prompt that the model takes.
+        longest: largest number of tokens of a prompt that the model takes.
     """
     first = min(5, vocabulary // 2)
     return [
@@ -56,7 +56,7 @@ def generated(vocabulary: int, longest: int, lengths: Sequence[int] = LENGTHS) -
 
 
 def rounds(prompts: Sequence[Sequence[int]], forced: int = FORCED) -> list[list[Request]]:
-    """The requests of one run, round by round; those of a round are sent at once."""
+    """Return the requests of one run, round by round; those of a round are sent at once."""
 
     def request(name: str, number: int, prefill: bool) -> Request:
         tokens = list(prompts[number])
@@ -70,6 +70,6 @@ def rounds(prompts: Sequence[Sequence[int]], forced: int = FORCED) -> list[list[
 
 
 def other_composition(label: str) -> str:
-    """The label of the same rows in another composition of the batch, or an empty one."""
+    """Return the label of the same rows in another composition of the batch, or an empty string."""
     name, _, number = label.partition(" ")
     return f"batch {number}" if name == "alone" else ""

@@ -1,7 +1,7 @@
-"""The scores that an engine gave: for each position of each prompt the largest logits, and how far two runs are apart.
+"""The scores of an engine: for each position of each prompt the largest logits, and the distance of two runs.
 
-A host returns log-probabilities of the likeliest tokens, or a forced token's is not the model's. Logits that differ by
-a constant are the same distribution, so rows are compared up to their common shift.
+A host returns log-probabilities of the likeliest tokens; a forced token's may not be the model's. Logits that differ by
+a constant are the same distribution, so rows are compared up to a common shift.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Row = Mapping[str, float]
 """Token id, as text because rows are kept as JSON → log-probability up to the row's constant."""
 
 CLIPPED = 1e6
-"""The distance of a row that holds no numbers, or shares no token with the other one."""
+"""The distance of a row without numbers, or without a common token with the other row."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Scores:
 
 
 def distance(first: Row, second: Row) -> float:
-    """The largest difference of two rows' logits, up to a common shift.
+    """Return the largest difference of two rows' logits, up to a common shift.
 
     A token in only one row is compared with the least likely of the other row's likeliest tokens, because its own logit
     is unknown and no higher.
@@ -57,11 +57,11 @@ def distance(first: Row, second: Row) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart.
+    """The distance of two runs.
 
     Args:
         largest: the largest distance of two rows.
-        mean: of all rows.
+        mean: mean over all rows.
         where: label and position of the largest.
         by_request: label → the largest distance in it.
     """
@@ -77,7 +77,7 @@ class Difference:
 
 
 def difference(first: Scores, second: Scores) -> Difference:
-    """The distance of two runs of the same requests; a request that one lacks counts as the largest distance."""
+    """Return the distance of two runs of the same requests; a missing request counts as the largest distance."""
     largest, where, every = 0.0, "", list[float]()
     by_request: dict[str, float] = {}
     for label in sorted(first.rows.keys() | second.rows.keys()):

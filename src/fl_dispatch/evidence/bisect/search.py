@@ -1,8 +1,8 @@
 """The search: pure functions over a question "do these units, and no others, make the result differ?".
 
-One culprit among ``n`` costs ``log2(n)`` questions. The answers need not be monotonous: halving keeps the invariant
-that the smaller prefix agreed and the larger one differed, both as answered. So it always ends at a unit that made the
-result differ when it was added.
+One culprit among ``n`` costs ``log2(n)`` questions. The answers need not be monotonic: halving keeps the invariant that
+the smaller prefix agreed and the larger one differed. So the search always ends at a unit that made the result differ
+when it was added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Differs = Callable[[frozenset[U]], bool]
 """Whether the result differs when these units are bad, and all others good."""
 
 SAMPLES = 3
-"""Number of units that are asked alone before a fault counts as one of all units."""
+"""Number of units that are tested alone before a fault counts as one of all units."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Culprit(Generic[U]):
     """A unit that makes the result differ.
 
     Args:
-        unit: it.
-        partners: the units without which it does no harm; empty where it differs alone.
+        unit: the unit.
+        partners: the units that it needs to do harm; empty if it differs alone.
     """
 
     unit: U
@@ -39,7 +39,7 @@ class Found(Generic[U]):
 
     Args:
         culprits: in the order in which they were found.
-        everywhere: :data:`SAMPLES` units were asked alone and each differed, so all units count as culprits.
+        everywhere: whether :data:`SAMPLES` units differed when tested alone, so that all units count as culprits.
     """
 
     culprits: tuple[Culprit[U], ...]
@@ -67,13 +67,13 @@ def first_flip(units: Sequence[U], differs: Differs[U], base: frozenset[U] = fro
 
 
 def culprits(units: Sequence[U], differs: Differs[U], sampled: bool = False) -> Found[U]:
-    """All units that must be good for the result to agree; none if all of them together do not make it differ.
+    """Return all units that must be good for the result to agree; none if all of them together agree.
 
     Args:
-        units: in a telling order: the first layers first.
-        differs: the question; it should remember its answers.
-        sampled: stop where a fault is in all units. After the first culprit others are asked alone; if each differs,
-            all count.
+        units: units in a useful order, with the first layers first.
+        differs: the question, which should cache its answers.
+        sampled: whether to stop early for a fault in all units. After the first culprit others are tested alone; if
+            each differs, all count.
     """
     left, found = list(units), list[Culprit[U]]()
     if not left or not differs(frozenset(left)):
@@ -105,5 +105,5 @@ def _partners(unit: U, before: Sequence[U], differs: Differs[U]) -> tuple[U, ...
 
 
 def estimate(units: Iterable[int]) -> int:
-    """Number of questions to find one culprit in consecutive searches; ``units`` has the size of each."""
+    """Return the number of questions to find one culprit in consecutive searches; ``units`` has the size of each."""
     return sum(math.ceil(math.log2(count)) + 1 for count in units if count > 1)

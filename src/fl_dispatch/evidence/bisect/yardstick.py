@@ -1,8 +1,8 @@
-"""The rounding yardstick: how far right implementations may be apart in this model, for these prompts.
+"""The rounding yardstick: how far right implementations may differ in this model, for these prompts.
 
-It is measured, not guessed. The good policy runs again with every result of every operator moved at random, by a part
-of the relative error that the operator's declaration accepts. How far the logits move then is what rounding explains
-here; so is the distance of the good policy from itself in a second run, and in another composition of the batch.
+The yardstick is measured. The good policy runs again with every result of every operator perturbed at random, by a part
+of the relative error that the operator's declaration accepts. Rounding explains the resulting change of the logits, and
+also the good policy's distance from itself in a second run, and in another composition of the batch.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from .scores import CLIPPED, Difference
 
 FACTOR = 4.0
-"""A difference of more yardsticks is not rounding."""
+"""Number of yardsticks beyond which a difference is not rounding."""
 UNSURE = 2.0
 """A run that differs by this many yardsticks is repeated, up to ``FACTOR * FACTOR / UNSURE``: the same ratio on both
 sides of :data:`FACTOR`.
 """
 MOVES = 3
-"""Runs with results moved at random."""
+"""Runs with perturbed results."""
 SMALLEST = 1e-6
-"""The yardstick is never smaller: logits of float32 are rounded themselves."""
+"""The smallest yardstick, because float32 logits are rounded themselves."""
 
 
 class Verdict(enum.StrEnum):
-    """The answer of a run about the choices in it."""
+    """The answer of a run about its choices."""
 
     ROUNDING = "rounding"
     DIFFERS = "differs"
@@ -45,11 +45,11 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The largest and the mean distance that harmless changes made.
+    """The largest and the mean distance caused by harmless changes.
 
     Args:
-        largest: of one row.
-        mean: of all rows of one run.
+        largest: distance of one row.
+        mean: mean over all rows of one run.
     """
 
     largest: float
@@ -57,13 +57,13 @@ class Yardstick:
 
     @classmethod
     def of(cls, harmless: Iterable[Difference]) -> Yardstick:
-        """Take the yardstick from the differences that harmless changes made."""
+        """Make the yardstick from the differences caused by harmless changes."""
         seen = list(harmless)
         largest = max((one.largest for one in seen), default=0.0)
         return cls(max(largest, SMALLEST), max((one.mean for one in seen), default=0.0) or SMALLEST / 10)
 
     def share(self, found: Difference) -> float:
-        """A difference in yardsticks: the larger of the shares of the largest row and of the mean."""
+        """Return a difference in yardsticks: the larger of the shares of the largest row and of the mean."""
         return max(found.largest / self.largest, found.mean / max(self.mean, SMALLEST / 10))
 
     def as_data(self) -> dict[str, Any]:
@@ -72,16 +72,16 @@ class Yardstick:
 
 
 def is_close(share: float) -> bool:
-    """Whether a run is too close to :data:`FACTOR` to decide, so it is repeated."""
+    """Whether a run is too close to :data:`FACTOR` to decide, and must be repeated."""
     return UNSURE <= share <= FACTOR * FACTOR / UNSURE
 
 
 def verdict(shares: Iterable[float]) -> Verdict:
-    """The verdict of the median of one or several runs; each in yardsticks."""
+    """Return the verdict of the median of one or several runs; each in yardsticks."""
     ordered = sorted(shares)
     return Verdict.DIFFERS if ordered[len(ordered) // 2] > FACTOR else Verdict.ROUNDING
 
 
 def is_blind(yardstick: Yardstick) -> bool:
-    """Whether a harmless change already reaches the clipped distance, so no two policies can be distinguished."""
+    """Whether a harmless change already reaches the clipped distance, so that policies cannot be distinguished."""
     return yardstick.largest >= CLIPPED

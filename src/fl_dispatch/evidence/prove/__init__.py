@@ -1,1 +1,1 @@
-"""Proof of untrusted candidates: a process of its own computes, and this process makes inputs and compares."""
+"""Proof of untrusted candidates: a separate process computes, and this process makes inputs and compares."""

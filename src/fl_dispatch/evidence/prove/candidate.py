@@ -1,7 +1,7 @@
 """A candidate: a Python file with a function named like the operator, read as text and never imported here.
 
-What runs inside an engine can change that engine, and no call shows it. So a file may hold functions of tensors and
-nothing else: the text is refused where it reaches beyond them.
+Code inside an engine can change that engine without any visible call. So a file may contain only functions of tensors:
+the text is refused if it reaches beyond them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REACHING = _words(
     "load_library loads loadtxt manual_seed memmap multiprocessing open_memmap os save savetxt savez serialization "
     "socket subprocess sys threading time tofile use_deterministic_algorithms utils"
 )
-"""Attributes of PyTorch and NumPy that reach files, processes, or the state of the whole process."""
+"""Attributes of PyTorch and NumPy that reach files, processes, or process-wide state."""
 SPECIAL = frozenset({"__all__", "__name__", "__doc__"})
 LARGEST = 1 << 20
 """Bytes of a file."""
@@ -44,10 +44,10 @@ class Candidate:
     """One file.
 
     Args:
-        name: of the file, without its suffix.
-        text: read once, so the same text runs, is hashed and is packed.
-        operator: that it implements.
-        signature: of its function.
+        name: the file's name, without its suffix.
+        text: its text, read once, so that the same text runs, is hashed and is packed.
+        operator: the operator that it implements.
+        signature: the signature of its function.
         problem: why it does not run at all, or empty.
     """
 
@@ -59,15 +59,15 @@ class Candidate:
 
     @property
     def sha256(self) -> str:
-        """The hash of the text."""
+        """Return the hash of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 def read(folder: Path, op_name: str | None = None, allowed: Iterable[str] = ()) -> list[Candidate]:
-    """The candidates of a folder.
+    """Return the candidates of a folder.
 
     Args:
-        folder: has Python files; those that begin with an underscore are left out.
+        folder: the folder of Python files; names with a leading underscore are skipped.
         op_name: the operator, or ``None`` for the only one that the files define.
         allowed: further packages that they may import.
 
@@ -95,7 +95,7 @@ def _text(file: Path) -> str:
 
 
 def _parsed(text: str) -> ast.Module | None:
-    """The syntax of a text as an import reads it, in the encoding that it may name; ``None``: it is no Python."""
+    """Parse a text as an import reads it, in the encoding that it may name; ``None`` if it is not Python."""
     try:
         compile(text.encode(), "candidate", "exec", dont_inherit=True)
         return ast.parse(text.encode())
@@ -118,14 +118,14 @@ def _candidate(name: str, text: str, operator: Operator, allowed: frozenset[str]
 
 
 def _signature(given: ast.arguments) -> inspect.Signature:
-    """The parameters of a function: those of a lambda of the same names, with the defaults that are plain values."""
+    """Return the parameters of a function, with the defaults that are plain values."""
     given.defaults = [_plain(one) for one in given.defaults]
     given.kw_defaults = [one and _plain(one) for one in given.kw_defaults]
     for one in ast.walk(given):
         if isinstance(one, ast.arg):
             one.annotation = None
     stub = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
-    return inspect.signature(eval(compile(stub, "candidate", "eval")))  # nothing of the text's is evaluated
+    return inspect.signature(eval(compile(stub, "candidate", "eval")))  # no code of the text is evaluated
 
 
 def _plain(default: ast.expr) -> ast.expr:
@@ -137,7 +137,7 @@ def _plain(default: ast.expr) -> ast.expr:
 
 
 def _reaching(tree: ast.Module, allowed: frozenset[str]) -> Iterator[str]:
-    """What a text does beyond functions of tensors."""
+    """Yield what a text does beyond functions of tensors."""
     triton = {name for node in ast.walk(tree) for name in _names_of(node) if _module(node).startswith("triton")}
     for node in ast.walk(tree):
         where = f"line {getattr(node, 'lineno', 0)}: it"
@@ -161,7 +161,7 @@ def _reaching(tree: ast.Module, allowed: frozenset[str]) -> Iterator[str]:
 
 
 def _imported(node: ast.Import | ast.ImportFrom, allowed: frozenset[str]) -> Iterator[str]:
-    """What is wrong with an import."""
+    """Yield what is wrong with an import."""
     modules = [one.name for one in node.names] if isinstance(node, ast.Import) else [node.module or ""]
     for module in modules:
         if (isinstance(node, ast.ImportFrom) and node.level) or module.partition(".")[0] not in allowed:

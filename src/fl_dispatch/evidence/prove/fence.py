@@ -1,7 +1,7 @@
 """A fence around a process: the kernel refuses network, other processes, and files that are opened for writing.
 
-A filter of system calls (seccomp) needs no privilege and cannot be taken off. An accelerator's compilers are processes
-that write files, so there both stay allowed; the processes end with the group that they cannot leave.
+A system-call filter (seccomp) needs no privilege and cannot be removed. An accelerator's compilers are processes that
+write files, so there both stay allowed; these processes end with their group, which they cannot leave.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ X32 = 0x40000000
 CLONE, CLONE3, OPEN, OPENAT = 56, 435, 2, 257
 CLONE_THREAD = 0x10000
 WRITING = 0o3 | 0o100 | 0o1000
-"""Flags of a file that is opened for writing, made or cut."""
+"""Flags of a file that is opened for writing, created or truncated."""
 NETWORK = (41, 42, 53, 425)
 """socket, connect, socketpair, and io_uring_setup, which opens sockets too."""
 OTHERS = (62, 101, 109, 112, 129, 200, 272, 310, 311, 321, 424, 434, 438)
@@ -34,17 +34,17 @@ NUMBER, MACHINE, ARGUMENTS = 0, 4, 16
 
 
 def why_none() -> str:
-    """Why no fence can be put up here, or empty."""
+    """Return why no fence can be installed here, or empty."""
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         return ""
     return f"the fence is of Linux on x86-64, not of {platform.system()} on {platform.machine()}"
 
 
 def put_up(compilers: bool) -> None:
-    """Put it around this process, for good.
+    """Install the fence around this process, permanently.
 
     Args:
-        compilers: leave other processes and files allowed.
+        compilers: whether other processes and files stay allowed.
 
     Raises:
         OSError: the kernel does not take the filter.
@@ -64,13 +64,13 @@ def put_up(compilers: bool) -> None:
 
 
 def _program(refused: Iterable[int], compilers: bool) -> bytes:
-    """The filter, in the kernel's own small language."""
+    """Return the filter as a BPF program."""
     lines = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, ARCHITECTURE), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     lines += [(NOT_LESS, 0, 1, X32), (RETURN, 0, 0, REFUSE)]
     for number in refused:
         lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
     if not compilers:
-        lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, UNKNOWN)]  # its flags lie in memory; clone's are an argument
+        lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, UNKNOWN)]  # its flags are in memory; clone's are an argument
         lines += [(EQUAL, 0, 4, CLONE), (LOAD, 0, 0, ARGUMENTS), (ANY_BIT, 1, 0, CLONE_THREAD)]
         lines += [(RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
         for number, argument in ((OPEN, 1), (OPENAT, 2)):

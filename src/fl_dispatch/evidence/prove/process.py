@@ -1,7 +1,7 @@
-"""A stranger's process, as a function: arguments go there through shared memory, and results are read as bytes.
+"""An untrusted process as a function: arguments go there through shared memory, and results are read as bytes.
 
-Nothing that the process says is believed but where a result lies. Its standard output goes nowhere, its answers are
-lines of JSON with every number checked, and no object of its own is ever made here.
+Only the places of results are read from the process's answers. Its standard output is discarded, its answers are lines
+of JSON with every number checked, and none of its objects is ever made here.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ...errors import NotSupported
 from .worker import KEPT, PAGE
 
 LONGEST_ANSWER = 1 << 18
-"""Bytes of a line."""
+"""Bytes of an answer's line."""
 LOOK_SECONDS = 0.02
-"""Between looks at the memory of a process that has not answered yet."""
+"""Seconds between checks of the memory of a process that has not answered yet."""
 START_SECONDS = 120.0
 """Seconds to import PyTorch."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_", "ASCEND_", "TRITON_INTERPRET", "CXX")
-"""Variables of the environment that it gets, by their beginnings: a secret is in none of them."""
+"""Prefixes of the environment variables that it gets; none of them contains a secret."""
 DTYPES = frozenset(str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype))
 
 
 class Ended(BaseException):
-    """The process is gone, or has broken a limit; the text says how."""
+    """The process ended, or broke a limit; the text says how."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Limits:
     """The limits of a process.
 
     Args:
-        seconds: of one call.
-        megabytes: of its memory, that of its results included.
-        threads: of PyTorch.
+        seconds: seconds of one call.
+        megabytes: MiB of its memory, including its results.
+        threads: PyTorch's threads.
         compilers: whether it may start processes and write files, as an accelerator's compilers do.
     """
 
@@ -66,10 +66,10 @@ class Process:
 
     Args:
         op_name: the operator.
-        text: of a candidate; empty for a trusted function.
-        impl_id: of an implementation that is there.
-        device: of the arguments.
-        limits: what it may use.
+        text: a candidate's text; empty for a trusted function.
+        impl_id: the id of a registered implementation.
+        device: the device of the arguments.
+        limits: its limits.
 
     Raises:
         Ended: it could not start; the text says why.
@@ -114,7 +114,7 @@ class Process:
             raise
 
     def __call__(self, *args: Any) -> Any:
-        """A call, as the candidate itself would do it: arguments are written where it writes them."""
+        """Make a call as the candidate would: arguments are written where it writes them."""
         storages = {arg.untyped_storage().data_ptr(): arg for arg in args if isinstance(arg, Tensor)}
         given = {place: (index, arg.untyped_storage()) for index, (place, arg) in enumerate(storages.items())}
         places, end = [], 0
@@ -154,7 +154,7 @@ class Process:
         return tuple(results) if several else results[0] if results else None
 
     def stop(self) -> None:
-        """End it, and all that it started."""
+        """End the process, and all that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -190,7 +190,7 @@ class Process:
         return answer
 
     def _used(self) -> int:
-        """MiB of memory."""
+        """Return the process's memory in MiB."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = Path(f"/proc/{self._process.pid}/statm").read_text(encoding="ascii").split()[1]
             return int(pages) * mmap.PAGESIZE >> 20
@@ -204,7 +204,7 @@ class Process:
         return f"its process ended with {'signal' if code < 0 else 'status'} {abs(code)}"
 
     def _result(self, said: Any, given: list[torch.UntypedStorage], first: int) -> Tensor | None:
-        """A tensor in memory of this process, of the bytes that the other one named."""
+        """Return a tensor in this process's memory with the bytes that the other process named."""
         if said is None:
             return None
         shape, stride, offset = _sizes(said["shape"]), _sizes(said["stride"]), _size(said["offset"])
@@ -226,7 +226,7 @@ class Process:
         return empty.set_(storage, offset, shape, stride)
 
     def _place(self, address: int, size: int) -> torch.UntypedStorage:
-        """Memory for a result: that of an earlier result that is still alive there and has the same address."""
+        """Return memory for a result: that of an earlier living result with the same address, if there is one."""
         kept = self._alive.get(address)
         if kept is None or kept[1].nbytes() != size or kept[0] <= self._calls - KEPT:
             kept = (0, torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage())

@@ -1,7 +1,7 @@
-"""The evidence inside a package, signed by hash: its files are those that were proven, or ``fl doctor`` says so.
+"""The evidence in a package, signed by hash: ``fl doctor`` reports files that were changed after they were proven.
 
-A hash shows that a file was changed. It does not show who proved it: whoever rewrites a package can rewrite its
-evidence, and ``fl verify`` proves it again wherever it is installed.
+A hash shows that a file was changed, but not who proved it: the author of a change can also rewrite the evidence.
+``fl verify`` proves it again on any installation.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 GROUP = "fl_dispatch.evidence"
-"""Entry points of packages with evidence; each names a module, and the evidence lies in its folder."""
+"""Entry points of packages with evidence; each names a module, with the evidence in its folder."""
 FILE = "evidence.json"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a package says of itself.
+    """A package's statement about itself.
 
     Args:
-        name: of its entry point.
-        said: operator, device, date and speed, as it was proven.
+        name: the entry point's name.
+        said: operator, device, date and speed of the proof.
         problem: how its files differ from those that were proven, or empty.
     """
 
@@ -36,7 +36,7 @@ class Evidence:
 
 
 def sign(folder: Path, data: Mapping[str, Any]) -> None:
-    """Write the evidence beside the modules that it is about, with their hashes and its own."""
+    """Write the evidence next to its modules, with their hashes and its own."""
     whole = {**data, "files": _files(folder)}
     text = json.dumps({**whole, "sha256": _hash(whole)}, indent=1)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
@@ -59,7 +59,7 @@ def check(name: str, folder: Path) -> Evidence:
 
 
 def installed() -> Iterator[Evidence]:
-    """The evidence of every installed package, none of which is imported beyond its top."""
+    """Yield the evidence of every installed package, importing only the top of each."""
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         spec = find_spec(point.value)
         places = list(spec.submodule_search_locations or ()) if spec else []

@@ -38,9 +38,9 @@ ROUNDS = 15
 CASES = 4
 """Cases that are timed."""
 DRAWN = 8
-"""Inputs of shapes that a file could not foresee."""
+"""Inputs with shapes that a file could not foresee."""
 MOST_DRAWN_BYTES = 1 << 24
-"""Their arguments, at most."""
+"""Bytes of their arguments, at most."""
 MOST_DRAWN_OPERATIONS = 1 << 28
 """Operations of a call with them, at most."""
 SURELY = 0.99
@@ -49,14 +49,14 @@ SURELY = 0.99
 
 @dataclass
 class Proof:
-    """What was found of one candidate.
+    """The findings about one candidate.
 
     Args:
         candidate: the file.
         problem: why it was refused, or ended; empty if it ran to the end.
         verified: the verdicts, one for each dtype.
-        seconds: case → seconds of a call in each round, the transport's included.
-        faster: times as fast as the fastest that is there, over all cases, with the ends of its interval.
+        seconds: case → seconds of a call in each round, including transport.
+        faster: speed-up over the fastest registered implementation, over all cases, with the ends of its interval.
     """
 
     candidate: Candidate
@@ -67,19 +67,19 @@ class Proof:
 
     @property
     def problems(self) -> list[str]:
-        """Everything that is wrong, one sentence each."""
+        """Return all problems, one sentence each."""
         return [self.problem] * bool(self.problem) + [
             f"{one.dtype}: {text}" for one in self.verified for text in one.problems
         ]
 
     @property
     def right(self) -> bool:
-        """Whether it is right wherever it ran, and ran somewhere."""
+        """Whether it is right wherever it ran, and ran at least once."""
         return not self.problems and any(one.samples for one in self.verified)
 
     @property
     def verdict(self) -> str:
-        """``right``, ``wrong``, or ``nothing to run``."""
+        """Return ``right``, ``wrong``, or ``nothing to run``."""
         return "right" if self.right else "wrong" if self.problems else "nothing to run"
 
 
@@ -88,12 +88,12 @@ class Trial:
     """The conditions of a trial.
 
     Args:
-        operator: of the candidates.
-        device: where they run.
-        dtypes: in which they are verified; times are of the first.
-        limits: of each process.
-        against: ids of implementations to be faster than; all that are there by default.
-        seed: of the inputs, which no file could know.
+        operator: the candidates' operator.
+        device: the device of the runs.
+        dtypes: dtypes of verification; times are for the first.
+        limits: limits of each process.
+        against: ids of implementations to be faster than; by default all registered ones.
+        seed: the inputs' seed, which no file could know.
     """
 
     operator: Operator
@@ -105,10 +105,10 @@ class Trial:
     _made: dict[torch.dtype, Inputs] = field(default_factory=dict)
 
     def rivals(self) -> list[OpImpl]:
-        """The implementations that are there.
+        """Return the registered implementations.
 
         Raises:
-            DispatchError: one that was named is not.
+            DispatchError: a named one is not registered.
         """
         manager = get_default_manager()
         manager.ensure_initialized()
@@ -119,7 +119,7 @@ class Trial:
         return [one for name, one in found.items() if one.availability()[0] and name in (self.against or found)]
 
     def verify(self, proof: Proof) -> None:
-        """Verify one candidate in a process of its own, in every dtype."""
+        """Verify one candidate in a separate process, in every dtype."""
         candidate = proof.candidate
         if candidate.problem:
             proof.problem = candidate.problem
@@ -134,7 +134,7 @@ class Trial:
             for dtype in self.dtypes:
                 proof.verified.append(verify(manager, impl, dtype, self.device, inputs=self.inputs(dtype)))
                 if proof.verified[-1].problems:
-                    return  # a wrong one is not worth more time
+                    return  # a wrong candidate is not worth more time
         except DispatchError as error:
             proof.problem = text_of(error)
         except Ended as ended:
@@ -143,7 +143,7 @@ class Trial:
             process.stop()
 
     def inputs(self, dtype: torch.dtype) -> Inputs:
-        """The inputs in one dtype, which all candidates share."""
+        """Return the inputs in one dtype, which all candidates share."""
         if dtype not in self._made:
             manager, name = get_default_manager(), self.operator.name
             manager.ensure_initialized()
@@ -152,7 +152,7 @@ class Trial:
         return self._made[dtype]
 
     def _samples(self, dtype: torch.dtype) -> Iterator[Sample]:
-        """The declared inputs, of a seed of this run, then others that no file could be written for."""
+        """Yield the declared inputs, with this run's seed, then others for which no file could be written."""
         generator = torch.Generator().manual_seed(self.seed)
         operator = self.operator
         assert operator.samples is not None
@@ -170,7 +170,7 @@ class Trial:
                 yield Sample(f"{sample.label}, one NaN", sample.args, serving=False)
 
     def _drawn(self, dtype: torch.dtype) -> Iterator[Sample]:
-        """Benchmark shapes of sizes that are drawn."""
+        """Yield benchmark shapes of random sizes."""
         chosen = random.Random(self.seed)
         tokens = [chosen.randint(2, 40), chosen.randint(41, 700)]
         hidden = [128 * chosen.randint(1, 12), 128 * chosen.randint(13, 40)]
@@ -182,10 +182,10 @@ class Trial:
             yield Sample(label, case.make(), serving=False)
 
     def race(self, proofs: Sequence[Proof]) -> dict[str, dict[str, float]]:
-        """Time the right candidates beside what is there, in turns; returns id → case → median seconds of rivals.
+        """Time the right candidates alternately with rivals; return id → case → median seconds of rivals.
 
-        The clock is this process's: from the moment when a process can see new numbers to the moment when its result
-        lies here. What the transport takes is alike for all, so a speed is an understatement, and large cases say more.
+        The clock is this process's, from the moment when a process can see new numbers to the arrival of its result.
+        Transport is equal for all, so a speed-up is understated, and large cases are more telling.
         """
         right = [proof for proof in proofs if proof.right]
         if not right or self.operator.work is None:
@@ -250,7 +250,7 @@ class Trial:
                         own[runner].problem = f"{label}, timed: {ended}"
                     runners.pop(runner)
                     continue
-                except Exception:  # it declines this case, or fails in it: then it has no time there
+                except Exception:  # it declines or fails in this case, and has no time there
                     found.pop(runner, None)
                     continue
                 if turn == judged and runner in own and (why := self._wrong(label, dtype, args, given, result)):
@@ -272,7 +272,7 @@ class Trial:
 
 
 def _registered(candidate: Candidate, process: Process) -> tuple[OpManager, OpImpl]:
-    """A manager of its own with the reference and the candidate: calls of it go to the process."""
+    """Return a separate manager with the reference and the candidate; its calls go to the process."""
     registry = OpRegistry()
     default = get_default_manager()
     default.ensure_initialized()
@@ -290,7 +290,7 @@ def _registered(candidate: Candidate, process: Process) -> tuple[OpManager, OpIm
 
 
 def _compare(right: Sequence[Proof], rivals: dict[str, dict[str, list[float]]]) -> None:
-    """How much faster each is than the fastest rival of each case, round by round."""
+    """Compute each candidate's speed-up over the fastest rival of each case, round by round."""
     for proof in right:
         shares = []
         for case, own in proof.seconds.items():
@@ -309,12 +309,12 @@ def _is_small(case: Case) -> bool:
 
 
 def _propagates(operator: Operator) -> bool:
-    """Whether a NaN among an operator's arguments is a NaN in its results: they are numbers, and all are returned."""
+    """Whether a NaN argument gives a NaN in the results: they are numbers, and all are returned."""
     return operator.fake is not None and not any(write.access is Access.STATE for write in operator.writes.values())
 
 
 def _spoil(operator: Operator, sample: Sample) -> bool:
-    """Make one number of the leading tensor NaN; whether there is one, and the results can hold it."""
+    """Make one number of the leading tensor NaN; return whether there is one, and the results can hold it."""
     assert operator.fake is not None
     args = operator.bind(sample.args, {})
     first = next((one for one in args if isinstance(one, Tensor)), None)

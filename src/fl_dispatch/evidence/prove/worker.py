@@ -1,6 +1,6 @@
-"""The process that calls a candidate: it computes results, and judges nothing.
+"""The process that calls a candidate: it only computes results.
 
-A line of JSON asks for a call: where tensors lie in the shared memory. A line answers where the results lie.
+A line of JSON requests a call with the places of tensors in shared memory. The answer has the places of the results.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ...run.plan import direct_function, why_declined
 from . import fence
 
 KEPT = 4
-"""Calls with results that stay alive, so that a later call cannot get their memory by right."""
+"""Calls with results that stay alive, so that a later call cannot legitimately get their memory."""
 PAGE = 4096
 
 
 def function_of(task: dict[str, Any]) -> Callable[..., Any]:
-    """The function to call: a file's, or an implementation's, which is asked once about arguments of one form."""
+    """Return the function to call: a file's or an implementation's (asked once about arguments of one form)."""
     op_name = task["op"]
     if task["file"]:
         spec = importlib.util.spec_from_file_location("candidate", task["file"])
@@ -60,9 +60,9 @@ class Calls:
     """Calls of one function, with arguments and results in shared memory.
 
     Args:
-        function: what is called.
+        function: the function to call.
         memory: the shared memory.
-        device: of the arguments.
+        device: the device of the arguments.
     """
 
     def __init__(self, function: Callable[..., Any], memory: mmap.mmap, device: torch.device) -> None:
@@ -131,7 +131,7 @@ def main() -> None:
         say({}, "start")
         try:
             calls = Calls(function_of(task), memory, torch.device(task["device"]))
-        except Exception as error:  # a stranger's code: whatever it raises is the finding
+        except Exception as error:  # foreign code: whatever it raises is the finding
             say({"raised": [type(error).__name__, f"as it was imported: {text_of(error)}"]}, "load")
             return
         say({}, "load")
@@ -148,7 +148,7 @@ def main() -> None:
                 answer = calls.answer(asked)
             except NotImplementedError as error:
                 answer = {"raised": [NotSupported.__name__, str(error)]}
-            except Exception as error:  # a stranger's code
+            except Exception as error:  # foreign code
                 answer = {"raised": [type(error).__name__, text_of(error)]}
             say(answer, asked["to"])
 

@@ -18,9 +18,9 @@ from .weights import Weights
 Make = Callable[[Place, int], tuple[Any, ...]]
 """Place and tokens → arguments."""
 ROUTER = "router"
-"""The product that scores experts; no checkpoint that is served quantizes its weights."""
+"""The product that scores experts; no served checkpoint quantizes its weights."""
 MOST_CACHED = {True: 1 << 18, False: 1 << 14}
-"""Keys of all requests together that attention is measured on, on an accelerator and on a CPU."""
+"""Largest number of keys of all requests for which attention is measured, on an accelerator and on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Call:
         op_name, label: the operator, and the call's difference from its others.
         times: how often a step of the whole model makes it.
         make: makes its arguments.
-        width: what it is wide by.
+        width: the call's width.
     """
 
     op_name: str
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Key:
-    """The facts by which a rule can tell calls apart."""
+    """The facts by which a rule can distinguish calls."""
 
     op_name: str
     dtype: str
@@ -72,12 +72,12 @@ class TunedCase:
 
     @property
     def name(self) -> str:
-        """The key and the shape in one line, the same in every run."""
+        """Return the key and the shape in one line, the same in every run."""
         return ", ".join(filter(None, (str(self.key), self.case.label, f"width {self.case.width}")))
 
 
 def row_calls(model: Dimensions) -> Iterator[Call]:
-    """The calls with arguments that follow from the number of tokens alone."""
+    """Yield the calls with arguments that depend only on the number of tokens."""
     for name, columns, inner, times in _products(model):
         if columns and inner and times:
             yield from _product_calls(None if name == ROUTER else model.weights, name, columns, inner, times)
@@ -128,7 +128,7 @@ def _wide(make: Callable[[Place, int, int], tuple[Any, ...]], width: int) -> Mak
 
 
 def _products(model: Dimensions) -> Iterator[tuple[str, int, int, int]]:
-    """Name, columns, inner size and number of the products in a step."""
+    """Yield name, columns, inner size and number of the products in a step."""
     if model.latent_rank:
         yield "latent", model.latent_rank + model.latent_rope + model.query_rank, model.hidden, model.layers
         yield "output", model.hidden, model.heads * shapes.LATENT_DIM, model.layers
@@ -173,7 +173,7 @@ def _mixture(model: Dimensions) -> tuple[str, shapes.Make]:
 
 
 def attention_calls(model: Dimensions, requests: int, new: int, context: int) -> Call:
-    """Attention of requests with ``new`` new tokens each, the last of ``context``."""
+    """Return attention of requests with ``new`` new tokens each, the last of ``context``."""
     if model.latent_rank and new == 1:
         decode = shapes.latent(model.heads)
         return Call("mla_decode", "", model.layers, lambda place, n: decode(place, n, context), context)
@@ -196,11 +196,11 @@ def tuned_cases(
     """List every shape to measure: row-wise operators at all sizes, attention for decode and for prefill.
 
     Args:
-        model, place: the model, and where its calls run.
+        model, place: the model, and the place of its calls.
         batches: tokens of the decoding steps that graphs are captured for.
         prefills: tokens of steps that read prompts; one prompt each.
         contexts: keys of decoding requests, up to :data:`MOST_CACHED` for all of them together.
-        accelerator: whether the place is one.
+        accelerator: whether the place is an accelerator.
         op_names: only these operators; all if empty.
     """
     found: list[TunedCase] = []

@@ -11,7 +11,7 @@ from ..intervals import interval
 
 CONFIDENCE = 0.95
 LEAST_GAIN = 0.01
-"""A smaller gain counts as none, whatever the intervals say: two runs on one machine differ by as much."""
+"""Gains below this count as none, whatever the intervals, because two runs on one machine differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Figure:
 
     @property
     def median(self) -> float:
-        """The median of the repeats."""
+        """Return the median of the repeats."""
         return statistics.median(self.seconds)
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The interval that holds the median with a probability of 0.95, or all repeats if those are too few."""
+        """Return the interval that contains the median with probability 0.95, or all repeats if there are too few."""
         return interval(self.seconds, CONFIDENCE)
 
     def is_near(self, other: Figure) -> bool:
-        """Whether the other one is not measurably faster, or faster by at most :data:`LEAST_GAIN`."""
+        """Whether the other figure is not measurably faster, or faster by at most :data:`LEAST_GAIN`."""
         return self.bounds[0] <= other.bounds[1] or self.median <= other.median * (1 + LEAST_GAIN)
 
 
@@ -49,7 +49,7 @@ class Choice:
 
     Args:
         impl_id: the winner; empty if no candidate may win.
-        why: in words.
+        why: the reason, in words.
     """
 
     impl_id: str
@@ -57,7 +57,7 @@ class Choice:
 
 
 def choose(figures: Sequence[Figure]) -> Choice:
-    """The winner among candidates in the default order."""
+    """Return the winner among candidates in the default order."""
     fit = [figure for figure in figures if figure.seconds and not figure.problem]
     if not fit:
         reasons = "; ".join(f"{one.impl_id}: {one.problem or 'not timed'}" for one in figures)
@@ -78,8 +78,8 @@ def choose(figures: Sequence[Figure]) -> Choice:
 def choose_together(keys: Sequence[Sequence[Figure]]) -> Choice:
     """Choose one winner for several keys; each key's candidates come in the default order.
 
-    The lowest geometric-mean time wins; an earlier candidate within :data:`LEAST_GAIN` keeps its place. A candidate has
-    to be fit for every key.
+    The lowest geometric-mean time wins; an earlier candidate within :data:`LEAST_GAIN` keeps its place. A candidate
+    must fit every key.
     """
     medians: dict[str, list[float]] = {}
     for figure in (figure for figures in keys for figure in figures):

@@ -26,7 +26,7 @@ def platform_file(
     Args:
         title: lines of the comment at its beginning.
         base: the keys of the file that it starts from, without ``op_tuned``.
-        rules: operator → its rules, those of the base file included.
+        rules: operator → its rules, including those of the base file.
         figures, choices: the measurements and their winners, for the comments.
     """
     lines = [f"# {line}" for line in title] + [""]
@@ -44,7 +44,7 @@ def platform_file(
 
 
 def _comment(key: Key, figures: Sequence[Figure], choice: Choice) -> str:
-    """The winner of a key and the fastest of the others that might have won, with their times in a step."""
+    """Return the winner of a key and the fastest eligible other candidate, with their times in a step."""
     size = f"{key.tokens} token{'s' * (key.tokens != 1)}" + (f", {key.phase}" if key.phase else "")
     told = {figure.impl_id: figure for figure in figures if figure.seconds and not figure.problem}
     if choice.impl_id not in told:
@@ -59,13 +59,13 @@ def _time(figure: Figure) -> str:
 
 
 def microseconds(seconds: float) -> str:
-    """A time with four digits that count, and no exponent."""
+    """Return a time with four significant digits, without an exponent."""
     value = seconds * 1e6
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _excluded(figures: Sequence[Sequence[Figure]]) -> list[str]:
-    """One line for each candidate that may not win with some size, with its first reason."""
+    """Return one line for each candidate that may not win at some size, with its first reason."""
     reasons: dict[str, str] = {}
     for figure in (figure for key in figures for figure in key if figure.problem):
         reasons.setdefault(figure.impl_id, figure.problem)

@@ -1,8 +1,8 @@
-"""End-to-end check of a tuning: vLLM alone, with fixed policies and with a tuned file, in turns.
+"""End-to-end check of a tuning: vLLM alone, with fixed policies and with a tuned file, alternately.
 
-Each cell is an engine in a process of its own, with random weights in the model's shape. All of them live at once and
-take turns, workload by workload, so that a change of the machine's speed hits all alike; one that waits uses no time.
-Two short rounds warm up. A cell that is then far behind has that one figure, and takes no turns.
+Each cell is an engine in a separate process, with random weights in the model's shape. All cells run at once and
+alternate, workload by workload, so that a change of the machine's speed affects all alike; a waiting cell uses no time.
+Two short rounds warm up. A cell that is then far behind keeps that one figure, and gets no further rounds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ VANILLA, TUNED, SHIPPED = "vanilla", "tuned", "shipped file"
 ATTENTIONS = ("FLASH_ATTN", "TRITON_ATTN")
 """vLLM's own attention backends on an accelerator; on an H200 one is faster in decode, the other in prefill."""
 FIXED = ("flagos", "vendor", "reference")
-"""The preferences that are fixed policies."""
+"""The preferences used as fixed policies."""
 SLOW = 3.0
-"""A cell takes no turns if the fastest cell is this many times as fast."""
+"""A cell gets no further rounds if the fastest cell is this many times as fast."""
 WARM_UP = 8
-"""In a warm-up round, decoding generates this many times fewer tokens."""
+"""Divisor of the number of generated tokens in a warm-up round."""
 LEAST_LOSS = 0.01
-"""A fixed policy that is faster by less is as fast."""
+"""Speed-ups of a fixed policy below this count as none."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The tokens that count: generated ones, or the prompts' where one token is generated."""
+        """Return the counted tokens: generated ones, or the prompts' if one token is generated."""
         return self.batch * (self.prompt if self.new == 1 else self.new)
 
 
 def workloads(most_batch: int, accelerator: bool) -> tuple[Workload, ...]:
-    """Decode of one request and of many, and prompts."""
+    """Return workloads: decode of one request and of many, and prompts."""
     new, prompt, prompts = (256, 2048, 32) if accelerator else (24, 256, 4)
     return (
         Workload("decode, batch 1", 1, 32, new),
@@ -75,7 +75,7 @@ class Cell:
 
 
 def cells(tuned: Mapping[str, str], untuned: Mapping[str, str], shipped: bool, accelerator: bool) -> dict[str, Cell]:
-    """Name → cell: vLLM alone, each fixed policy, the shipped file of this chip if there is one, and the tuned file.
+    """Return name → cell: vLLM alone, each fixed policy, this chip's shipped file if there is one, and the tuned file.
 
     Args:
         tuned, untuned: variables that give an engine the tuned file, and none of the user's files.
@@ -96,10 +96,10 @@ class Engine:
     """A cell's process.
 
     Args:
-        name: the cell's.
+        name: the cell's name.
         cell: its differences from the other cells.
         module: the program; it takes the arguments of vLLM's ``LLM`` and answers with seconds.
-        arguments: of vLLM's ``LLM``, for all cells.
+        arguments: arguments of vLLM's ``LLM``, for all cells.
         logs: the folder of its log.
     """
 
@@ -117,7 +117,7 @@ class Engine:
         )
 
     def run(self, work: Workload) -> float:
-        """Tokens a second of a workload."""
+        """Return tokens per second of a workload."""
         return work.tokens / float(self.child.ask([work.batch, work.prompt, work.new]))
 
 
@@ -130,15 +130,15 @@ def measure(
     logs: Path,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, list[float]]]:
-    """Workload → cell → tokens a second of each round, or of the warm-up alone where a cell is far behind.
+    """Return workload → cell → tokens per second of each round, or of the warm-up for a cell far behind.
 
-    A cell that does not start is left out, with a message.
+    A cell that does not start is skipped, with a message.
 
     Args:
         cells: the engines.
         module: the program of an engine's process, see :class:`Engine`.
-        arguments: of vLLM's ``LLM``, for all of them.
-        works, rounds: workloads, and turns of each.
+        arguments: arguments of vLLM's ``LLM``, for all engines.
+        works, rounds: workloads, and rounds of each.
         logs: the folder of the engines' logs.
         say: shows a line.
 
@@ -180,16 +180,15 @@ def _warm_up(engines: Sequence[Engine], work: Workload) -> dict[str, float]:
 
 
 def _far_behind(engines: Sequence[Engine], rates: Mapping[str, float]) -> set[str]:
-    """The fixed policies that are too slow for turns."""
+    """Return the fixed policies that are too slow for further rounds."""
     racing = {engine.name for engine in engines if engine.cell.is_vanilla or engine.name in (TUNED, SHIPPED)}
     return {name for name, rate in rates.items() if name not in racing and rate * SLOW < max(rates.values())}
 
 
 def compared(rates: Mapping[str, Mapping[str, list[float]]]) -> list[dict[str, Any]]:
-    """Compare cells: one row a workload and cell, with tokens a second and the tuned engine's speed as a multiple of
-    it.
+    """Compare cells: one row per workload and cell, with tokens per second and the tuned engine's speed-up.
 
-    The multiple is taken round by round. A cell that took no turns is compared with the tuned engine's median.
+    The speed-up is computed round by round. A cell without rounds is compared with the tuned engine's median.
     """
     rows = []
     for work, of_cell in rates.items():
@@ -206,7 +205,7 @@ def compared(rates: Mapping[str, Mapping[str, list[float]]]) -> list[dict[str, A
 
 
 def disagreements(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The policies that an engine is faster with than with the tuned file, in words; vanilla is no policy."""
+    """Return in words the policies with which an engine is faster than with the tuned file; vanilla is not a policy."""
     return [
         f"{row['workload']}: {row['cell']} is {1 / row['tuned']:.3f} times as fast as the tuned file"
         for row in rows

@@ -1,4 +1,4 @@
-"""The dimensions of a model, as its ``config.json`` has them."""
+"""The dimensions of a model, from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .weights import Weights, read_weights
 NORMALIZED_HEADS = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text"})
 """Types of models that normalize each head of query and key."""
 GEMMA = "gemma"
-"""The types of models that begin so have norms of their own."""
+"""Prefix of the types of models with their own norms."""
 ACTIVATIONS = {"silu": "silu_and_mul", "swish": "silu_and_mul"}
-"""``hidden_act`` → the gated activation; GELU's names are many, and all begin alike."""
+"""``hidden_act`` → the gated activation; GELU's names all begin alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +25,17 @@ class Dimensions:
 
     Args:
         model_type: ``config.json``'s.
-        hidden, heads, kv_heads, head_dim: of attention; heads are one rank's.
+        hidden, heads, kv_heads, head_dim: dimensions of attention; heads are one rank's.
         inner: width of the gated activation of a dense layer on one rank; 0 without one.
-        rotated: elements of a head that are rotated.
-        dense_layers, expert_layers: how many layers of each kind there are.
+        rotated: rotated elements of a head.
+        dense_layers, expert_layers: numbers of layers of each kind.
         experts, topk, expert_inner, shared_inner: of a mixture of experts; 0 without one.
-        groups: groups of experts, 0 where they are not grouped.
+        groups: groups of experts, 0 without groups.
         sigmoid: experts are scored by the sigmoid function.
-        latent_rank, latent_rope, query_rank: of latent attention; 0 without.
+        latent_rank, latent_rope, query_rank: dimensions of latent attention; 0 without.
         activation, norm: operators.
-        dtype: of the weights, or of rows between quantized ones.
-        weights: how those of products and experts are quantized, if they are.
+        dtype: dtype of the weights, or of rows between quantized ones.
+        weights: the quantization of products and experts, if any.
     """
 
     model_type: str
@@ -63,7 +63,7 @@ class Dimensions:
 
     @property
     def layers(self) -> int:
-        """All layers."""
+        """Return the number of all layers."""
         return self.dense_layers + self.expert_layers
 
     @property
@@ -73,7 +73,7 @@ class Dimensions:
 
 
 def read_model(folder: Path, tensor_parallel: int = 1) -> Dimensions:
-    """The dimensions of a model in a folder.
+    """Read the dimensions of a model in a folder.
 
     Raises:
         DispatchError: there is no ``config.json``, it cannot be read, it lacks a dimension, a dimension cannot be
@@ -92,7 +92,7 @@ def read_model(folder: Path, tensor_parallel: int = 1) -> Dimensions:
 
 
 def dimensions(config: Mapping[str, Any], tensor_parallel: int = 1, source: str = "config.json") -> Dimensions:
-    """The dimensions in a configuration; see :func:`read_model`.
+    """Return the dimensions in a configuration; see :func:`read_model`.
 
     Args:
         config: the content of ``config.json``; its text model's part counts if there is one.

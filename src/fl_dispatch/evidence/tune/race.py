@@ -1,4 +1,4 @@
-"""One shape, all candidates: proven right at that shape, then timed in turns, as the engine would run them."""
+"""Prove all candidates at one shape, then time them alternately, as the engine would run them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ..verify import verify
 from ..weights import refusals_counted
 
 PROVEN = "with prepared weights and with plain ones"
-"""How candidates that prepare weights are proven. A tuning that was proven otherwise is not resumed."""
+"""How candidates that prepare weights are proven. A tuning proven differently is not resumed."""
 REPEATS = 20
 FIRST = 3
-"""Repeats after which a candidate may be left behind."""
+"""Repeats after which a slow candidate may be dropped."""
 FAR_BEHIND = 3.0
-"""A candidate that takes this many times as long as the fastest gets no further repeat."""
+"""Multiple of the fastest time from which on a candidate gets no further repeat."""
 LEAST_SECONDS = 2e-3
-"""Least seconds of a repeat, because the clock and the host's scheduler are coarse."""
+"""Smallest duration of a repeat in seconds, because the clock and the host's scheduler are coarse."""
 MOST_ROUNDS = 50
 
 PROOF_CALLS = 8
@@ -54,12 +54,12 @@ class Outcome:
     """One candidate on one shape.
 
     Args:
-        seconds: of a call, one for each repeat.
-        how: how it was timed; see :class:`fl_dispatch.evidence.timing.Timing`.
+        seconds: seconds per call, one for each repeat.
+        how: the kind of timing; see :class:`fl_dispatch.evidence.timing.Timing`.
         problem: why it must not win with this shape, or empty.
         proof: the shape at which it was compared with the reference, and the largest error as a share of what is
             accepted.
-        prepared, plain: how many inputs of the proof ran with prepared weights, and how many with plain ones.
+        prepared, plain: numbers of the proof's inputs with prepared weights, and with plain ones.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -70,14 +70,14 @@ class Outcome:
     plain: int = 0
 
     def as_data(self) -> dict[str, Any]:
-        """For programs; times in microseconds."""
+        """Return plain data; times in microseconds."""
         times = [float(f"{value * 1e6:.5g}") for value in self.seconds]
         proven = {"proof": self.proof, "prepared": self.prepared, "plain": self.plain}
         return {"us": times, "how": self.how, "problem": self.problem, **proven}
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Outcome:
-        """The outcome that :meth:`as_data` gave."""
+        """Return the outcome that :meth:`as_data` wrote."""
         proven = data["proof"], data.get("prepared", 0), data.get("plain", 0)
         return cls([value / 1e6 for value in data["us"]], data["how"], data["problem"], *proven)
 
@@ -91,7 +91,7 @@ def is_provable(case: Case, accelerator: bool) -> bool:
 def prove(
     manager: OpManager, candidates: Sequence[OpImpl], case: Case, dtype: torch.dtype, clock: Clock
 ) -> list[Outcome]:
-    """Compare candidates with the reference at one shape; an outcome for each, without times."""
+    """Compare candidates with the reference at one shape; return an outcome for each, without times."""
     label, args = f"{case.tokens} tokens, width {case.width}", OPERATORS[case.op_name].bind(case.make(), {})
     inputs: dict[str, Inputs] = {}
     outcomes = []
@@ -124,15 +124,15 @@ def race(
     eager: bool,
     repeats: int = REPEATS,
 ) -> None:
-    """Time the candidates that have no problem, in turns; their outcomes get the times, or a problem.
+    """Time the candidates without a problem alternately; their outcomes get the times, or a problem.
 
     Args:
         manager: the manager of the candidates.
         candidates, outcomes: in the same order.
         case: the shape.
-        clock: of the device.
-        eager: no graph holds the call, so the host's time counts.
-        repeats: turns.
+        clock: the device's clock.
+        eager: whether no graph holds the call, so that the host's time counts.
+        repeats: number of repeats.
     """
     operator = OPERATORS[case.op_name]
     args = operator.bind(case.make(), {})
@@ -149,7 +149,7 @@ def race(
         except NotSupported as refusal:
             outcome.problem = f"declines: {refusal}"
             continue
-        except Exception as error:  # a stranger's code: whatever it raises is the finding
+        except Exception as error:  # foreign code: whatever it raises is the finding
             outcome.problem = f"its 'supports' raised {text_of(error)}"
             continue
         sets = shared.setdefault(required_layout(impl), _Shared(given, moved, clock))
@@ -157,7 +157,7 @@ def race(
             calls = calls_of(direct_function(manager.state, impl), sets, clock)
             round_, outcome.how = clock.prepared(calls, eager)
             rounds.append((outcome, _long_enough(round_, len(calls))))
-        except Exception as error:  # a stranger's code: whatever it raises is the finding
+        except Exception as error:  # foreign code: whatever it raises is the finding
             outcome.problem = f"it raised {text_of(error)}"
             continue
         if outcome.how == "events" and not eager:
@@ -170,7 +170,7 @@ def race(
 
 
 class _Shared:
-    """Argument sets shared by the candidates of a race, made when first needed."""
+    """Argument sets that a race's candidates share, made on first use."""
 
     def __init__(self, args: Arguments, bytes_moved: int, clock: Clock) -> None:
         self._made: list[Arguments] = []
@@ -184,15 +184,16 @@ class _Shared:
 
 
 def required_layout(impl: OpImpl) -> str:
-    """The layout of the KV cache that an implementation requires, or an empty text."""
+    """Return the layout of the KV cache that an implementation requires, or an empty text."""
     return str(impl.requires.get(LAYOUT, ""))
 
 
 def accepted(state: State, impl: OpImpl, args: Arguments) -> Arguments:
-    """Arguments of a call as an implementation takes them, with the KV cache in the layout that it requires.
+    """Return a call's arguments for an implementation, with the KV cache in its required layout.
 
     Raises:
-        NotSupported: it declines them. It must not be called then: a compiled kernel may write anywhere.
+        NotSupported: the implementation declines them, and must not be called, because a compiled kernel may write
+            anywhere.
     """
     given = laid_out(args, impl.op_name, required_layout(impl))
     if refusal := why_declined(state, impl, given):
@@ -201,7 +202,7 @@ def accepted(state: State, impl: OpImpl, args: Arguments) -> Arguments:
 
 
 def laid_out(args: Arguments, op_name: str, layout: str) -> Arguments:
-    """Arguments of a call with their KV cache in another layout; the same ones if none is required."""
+    """Return a call's arguments with their KV cache in another layout; the same ones if none is required."""
     if not layout:
         return args
     values = dict(zip(OPERATORS[op_name].parameters, args, strict=True))
@@ -221,7 +222,7 @@ def _is_far_behind(outcome: Outcome, others: Sequence[Outcome]) -> bool:
 
 
 def _long_enough(round_: Round, calls: int) -> Round:
-    """A repeat of several rounds where one is short."""
+    """Return a repeat of several rounds if one is short."""
     once = calls * min(round_() for _ in range(2))
     count = max(1, min(MOST_ROUNDS, math.ceil(LEAST_SECONDS / max(once, 1e-9))))
     return lambda: statistics.fmean(round_() for _ in range(count))

@@ -1,4 +1,4 @@
-"""The findings of a tuning as data, kept while it runs; another run can resume it or compare with it."""
+"""The findings of a tuning as data, stored while it runs; another run can resume it or compare with it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Record:
     """The findings of a tuning so far.
 
     Args:
-        facts: what they hold for: machine, versions, driver, model, and how it was measured. Others are not reused.
-        cases: a shape's name → its key, how often a step calls it, and candidate → outcome.
+        facts: the conditions of the findings: machine, versions, driver, model, and method. Findings under others are
+            not reused.
+        cases: a shape's name → its key, its calls per step, and candidate → outcome.
         late: operator → candidate → the kernel that it compiles after the start.
-        file: where an earlier run left them.
+        file: the file of an earlier run.
     """
 
     facts: Mapping[str, Any]
@@ -42,11 +43,11 @@ class Record:
         }
 
     def outcomes(self) -> list[Mapping[str, Any]]:
-        """The outcomes of all candidates at all shapes."""
+        """Return the outcomes of all candidates at all shapes."""
         return [outcome for case in self.cases.values() for outcome in case["candidates"].values()]
 
     def figures(self) -> dict[Key, list[Figure]]:
-        """Key → the figures of its candidates, which are sums over its shapes."""
+        """Return key → the figures of its candidates, summed over its shapes."""
         shapes: dict[Key, list[dict[str, Any]]] = {}
         for case in self.cases.values():
             shapes.setdefault(Key(**case["key"]), []).append(case)
@@ -77,7 +78,7 @@ class Record:
         return found
 
     def as_data(self, complete: bool) -> dict[str, Any]:
-        """For programs."""
+        """Return plain data for programs."""
         keys = [
             {
                 **asdict(key),
@@ -99,10 +100,10 @@ def _row(figure: Figure) -> dict[str, Any]:
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """A file that a tuning wrote.
+    """Read a file that a tuning wrote.
 
     Raises:
-        DispatchError: there is no such file, or it is no evidence of a tuning.
+        DispatchError: the file is missing, or not the evidence of a tuning.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -116,7 +117,7 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def resumed(files: Iterable[Path], facts: Mapping[str, Any]) -> Record:
-    """The record to go on with: that of the first file of the same facts, with its threads, or an empty one."""
+    """Return the record to continue: that of the first file with the same facts, with its threads, or an empty one."""
     plain = json.loads(json.dumps(facts))
     for file in files:
         try:
@@ -124,7 +125,7 @@ def resumed(files: Iterable[Path], facts: Mapping[str, Any]) -> Record:
         except DispatchError:
             continue
         if all(data.get(name) == value for name, value in plain.items() if name not in UNIMPORTANT):
-            threads = {"threads": data["threads"]} if "threads" in data else {}  # one tuning has one number of them
+            threads = {"threads": data["threads"]} if "threads" in data else {}  # a tuning has one number of threads
             return Record({**facts, **threads}, data["cases"], data.get("late", {}), file)
     return Record(facts)
 
@@ -134,7 +135,7 @@ UNIMPORTANT = frozenset({"date", "command", "threads", TOGETHER})
 
 
 def winners_of(data: Mapping[str, Any]) -> dict[Key, str]:
-    """Key → winner, as a complete file says."""
+    """Return key → winner, from a complete file."""
     return {
         Key(row["op_name"], row["dtype"], row["tokens"], row["phase"]): row["chosen"] for row in data.get("keys", ())
     }

@@ -14,11 +14,11 @@ Rules = tuple[TunedRule, ...]
 
 
 def merge(winners: Mapping[Key, str], base: Mapping[str, Rules]) -> dict[str, Rules]:
-    """Operator → its rules, first match first.
+    """Return operator → its rules, first match first.
 
     A size between two measured ones is padded to the larger one's graph, so it gets that one's rule; sizes above the
-    largest get the largest's. A condition is left out where all winners agree, because then the choice can be compiled
-    into a model. The last rule of an operator has no condition if the operator has a winner everywhere. Otherwise the
+    largest get the largest's. A condition is omitted if all winners agree, because then the choice can be compiled into
+    a model. The last rule of an operator has no condition if the operator has a winner everywhere. Otherwise the
     operator's rules of ``base`` hold for keys without a winner, and where no condition fits.
 
     Args:
@@ -58,7 +58,7 @@ def _of_operator(winners: Mapping[Key, str]) -> Rules:
 
 
 def _of_dtype(winners: Mapping[Key, str]) -> Rules:
-    """Rules of one operator and dtype."""
+    """Return rules of one operator and dtype."""
     rules: list[TunedRule] = []
     for phase in dict.fromkeys(key.phase for key in winners):
         sizes = sorted((key.tokens, winner) for key, winner in winners.items() if key.phase == phase)
@@ -67,7 +67,7 @@ def _of_dtype(winners: Mapping[Key, str]) -> Rules:
 
 
 def _of_sizes(sizes: Sequence[tuple[int, str]]) -> list[TunedRule]:
-    """Rules by numbers of tokens, in ascending order; none for sizes without a winner."""
+    """Return rules by numbers of tokens, in ascending order; none for sizes without a winner."""
     rules, low = [], 0
     runs = [(winner, [tokens for tokens, _ in run]) for winner, run in groupby(sizes, key=lambda size: size[1])]
     for index, (winner, run) in enumerate(runs):

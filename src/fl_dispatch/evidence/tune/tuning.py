@@ -1,4 +1,4 @@
-"""One tuning: its plan, the time that it will take, and its run."""
+"""One tuning: its plan, the estimated time, and its run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .warmth import late_compilation, requests_of, start_of
 PROOF_SECONDS = 0.1
 """Seconds to prove a candidate at a shape, for an estimate."""
 WARM_SECONDS = 2.0
-"""Seconds to find out whether a candidate compiles later than at the start, where it can, for an estimate."""
+"""Seconds to find out whether a candidate that can compile later does so, for an estimate."""
 CANDIDATES = 3
-"""And how many candidates an operator has, about."""
+"""Approximate number of candidates per operator."""
 
 Begin = Callable[[str], None]
 End = Callable[[float], None]
@@ -46,13 +46,13 @@ class Plan:
 
     Args:
         manager: the candidates' manager.
-        model, place: the model, and where and in which dtype its calls run.
+        model, place: the model, and the place and dtype of its calls.
         policy: gives the default order, and excludes implementations.
         batches: tokens of decoding steps.
         prefills: tokens of steps that read prompts.
         contexts: keys of decoding requests.
-        eager: no graph is captured, whether the model is compiled or not.
-        repeats: of each candidate.
+        eager: whether no graph is captured, for compiled and eager models.
+        repeats: repeats of each candidate.
         op_names: only these operators.
         one_graph: Inductor compiles a model into one graph for all sizes; a rule that tests a call would break that.
         fused: operators with references that Inductor fuses into that graph. They are not tuned.
@@ -73,11 +73,11 @@ class Plan:
 
     @property
     def accelerator(self) -> bool:
-        """Whether the place is one."""
+        """Whether the place is an accelerator."""
         return device_of(self.place.device.type).accelerator
 
     def cases(self) -> list[TunedCase]:
-        """The shapes, those of a call in the order of their size.
+        """Return the shapes, those of a call ordered by size.
 
         Raises:
             DispatchError: there are none, or an operator is not declared.
@@ -98,26 +98,26 @@ class Plan:
         )
 
     def left_out(self) -> list[str]:
-        """The operators that the model calls and a compiled model's graph fuses."""
+        """Return the operators that the model calls and that a compiled model's graph fuses."""
         return [name for name in dict.fromkeys(tuned.key.op_name for tuned in self._called()) if name in self.fused]
 
     def together(self) -> list[str]:
-        """The operators that a compiled model's one graph takes in, if no rule tests the call."""
+        """Return the operators that a compiled model's one graph contains, if no rule tests the call."""
         called = dict.fromkeys(tuned.key.op_name for tuned in self.cases())
         return [name for name in called if self.one_graph and Mode.INLINE in OPERATORS[name].modes]
 
     def candidates(self, key: Key) -> tuple[OpImpl, ...]:
-        """Implementations that may run, in the default order."""
+        """Return the implementations that may run, in the default order."""
         impls = self.manager.registry.get_implementations(key.op_name)
         decision = select(key.op_name, impls, self.policy)
         return decision.branch_for(Workload(self.place.dtype, key.tokens, key.phase)).candidates
 
     def is_eager(self, tuned: TunedCase) -> bool:
-        """Whether no graph holds this call: those of prompts are larger than what is captured."""
+        """Whether no graph holds this call: prompts' calls are larger than captured sizes."""
         return self.eager or tuned.step > max(self.batches)
 
     def facts(self, machine: Mapping[str, Any], driver: str) -> dict[str, Any]:
-        """The facts that the findings hold for."""
+        """Return the facts under which the findings are valid."""
         ops = dict.fromkeys(tuned.key.op_name for tuned in self.cases())
         order = {
             name: [impl.impl_id for impl in select(name, self._impls(name), self.policy).candidates] for name in ops
@@ -141,7 +141,7 @@ class Plan:
         return self.manager.registry.get_implementations(op_name)
 
     def providers(self, winners: Mapping[Key, str]) -> dict[str, dict[str, str]]:
-        """Operator → package → version, of those that its winners come from."""
+        """Return operator → package → version, for the packages of its winners."""
         found = {}
         for name in dict.fromkeys(key.op_name for key in winners):
             chosen = {winner for key, winner in winners.items() if key.op_name == name}
@@ -150,9 +150,9 @@ class Plan:
 
 
 def steps(plan: Plan, record: Record, yardstick: Yardstick) -> Iterator[tuple[str, float, Callable[[], None]]]:
-    """The steps that are left: a name, about how many seconds it takes, and a function that does it and records it.
+    """Yield the remaining steps: a name, the estimated seconds, and a function that runs and records it.
 
-    Findings of the record are not made again.
+    Findings in the record are not repeated.
     """
     cases = plan.cases()
     proofs: dict[tuple[str, str, str | None, str], Outcome] = {}
@@ -172,7 +172,7 @@ def _call(state: State, impl: OpImpl, *args: Any) -> None:
 
 
 def _look(plan: Plan, record: Record, op_name: str, cases: list[TunedCase]) -> None:
-    """Find out which candidates of an operator compile after a start, and record it."""
+    """Find which candidates of an operator compile after a start, and record it."""
     impls = {impl.impl_id: impl for tuned in cases for impl in plan.candidates(tuned.key)}
     sizes, most = [*plan.batches, *plan.prefills], max(plan.batches)
     found = {}
@@ -208,5 +208,5 @@ def _measure(
 
 
 def seed() -> None:
-    """Make the inputs of a tuning the same in every run."""
+    """Seed the inputs of a tuning, so that every run has the same ones."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A search for kernels that an implementation compiles or tunes after the start, for sizes that a request may have."""
+"""Find kernels that an implementation compiles or tunes after the start, for sizes that a request may have."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .calls import TunedCase, attention_calls, row_calls
 from .model import Dimensions
 
 BETWEEN = (3, 7, 24, 100, 200, 777, 1000, 3001, 5000)
-"""Numbers of tokens that are no power of two, as requests have them."""
+"""Numbers of tokens that are not powers of two, as in requests."""
 LENGTHS = (77, 1500)
-"""Keys of requests that the start did not see."""
+"""Keys of requests that the start did not run."""
 
 Make = Callable[[], tuple[Any, ...]]
 
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Inside, the names of kernels that Triton compiles, and of those that it tunes, are added to the list."""
+    """Collect the names of kernels that Triton compiles or tunes in this block."""
     found: list[str] = []
     try:
         from triton import knobs
         from triton.runtime.autotuner import Autotuner
-    except ImportError:  # nothing compiles kernels here
+    except ImportError:  # no kernels are compiled here
         yield found
         return
     before, bench = knobs.runtime.jit_post_compile_hook, Autotuner._bench
@@ -52,12 +52,12 @@ def compilations() -> Iterator[list[str]]:
 
 
 def late_compilation(function: Callable[..., Any], start: Iterator[Make], requests: Iterator[tuple[str, Make]]) -> str:
-    """The first kernel that an implementation compiles after a start, in words; empty if there is none.
+    """Return in words the first kernel that an implementation compiles after a start; empty if there is none.
 
     Args:
         function: the implementation. Calls that it declines or fails on are not counted here.
         start: the calls of the start.
-        requests: calls that come after it, by name.
+        requests: calls after the start, by name.
     """
     for make in start:
         _call(function, make)
@@ -74,19 +74,19 @@ def _call(function: Callable[..., Any], make: Make) -> str:
         function(*make())
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a stranger's code: its failure is found where it is verified
+    except Exception as error:  # foreign code: its failure is found in verification
         return text_of(error)
     return ""
 
 
 def start_of(model: Dimensions, op_name: str, place: Place, sizes: list[int], most_requests: int) -> Iterator[Make]:
-    """The calls that an engine's start makes of an operator.
+    """Yield the calls of an operator that an engine's start makes.
 
     Args:
-        model, place: the model, and where its calls run.
+        model, place: the model, and the place of its calls.
         op_name: the operator.
         sizes: tokens of the steps that are captured or tuned; the largest is the largest step.
-        most_requests: of a batch.
+        most_requests: largest number of requests of a batch.
     """
     for call in row_calls(model):
         if call.op_name == op_name:
@@ -104,7 +104,7 @@ def start_of(model: Dimensions, op_name: str, place: Place, sizes: list[int], mo
 def requests_of(
     model: Dimensions, op_name: str, place: Place, sizes: list[int], cases: list[TunedCase]
 ) -> Iterator[tuple[str, Make]]:
-    """Calls that come after the start: those that are tuned, and others of sizes between."""
+    """Yield calls after the start: the tuned ones, and others of sizes between."""
     for call in row_calls(model):
         if call.op_name == op_name:
             between = (n for n in BETWEEN if n < max(sizes))

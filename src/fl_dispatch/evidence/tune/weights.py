@@ -1,4 +1,4 @@
-"""Quantized weights of a checkpoint, as the ``quantization_config`` of its ``config.json`` says."""
+"""Quantized weights of a checkpoint, from the ``quantization_config`` of its ``config.json``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Weights:
     """Quantized weights of the products and the experts of a model.
 
     Args:
-        dtype: name of the type of the numbers in memory; uint8 has two of 4 bits.
+        dtype: name of the stored dtype; a uint8 has two 4-bit numbers.
         inputs: whether rows are quantized to that dtype too.
-        group: elements of a weight's row with a common scale; 0: the whole row.
-        block: rows and columns of a weight, and elements of an input, with a common scale; 0 without.
-        zeros: groups have zero points.
-        static: the scale of inputs is the checkpoint's.
+        group: elements of a weight's row that share a scale; 0 for the whole row.
+        block: rows and columns of a weight, and elements of an input, that share a scale; 0 without blocks.
+        zeros: whether groups have zero points.
+        static: whether the checkpoint has the input scale.
     """
 
     dtype: str
@@ -35,7 +35,7 @@ class Weights:
 
     @property
     def kind(self) -> torch.dtype:
-        """The type itself."""
+        """Return the dtype."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -43,7 +43,7 @@ class Weights:
         """Return these weights for rows of ``inner`` elements.
 
         Raises:
-            DispatchError: they are not whole groups.
+            DispatchError: the rows are not whole groups.
         """
         if self.group and inner % self.group:
             raise DispatchError(f"{inner} elements of a weight's row on a rank are not whole groups of {self.group}")
@@ -51,17 +51,17 @@ class Weights:
 
     @property
     def operator(self) -> str:
-        """The operator of a linear layer."""
+        """Return the operator of a linear layer."""
         return "scaled_linear" if self.inputs else "weight_only_linear"
 
     @property
     def expert_operator(self) -> str:
-        """The operator of a mixture of experts."""
+        """Return the operator of a mixture of experts."""
         return "scaled_moe" if self.inputs else "weight_only_moe"
 
 
 def read_weights(config: Mapping[str, Any], source: str) -> Weights | None:
-    """How a model's weights are quantized, or ``None``. Layers that a checkpoint leaves out are taken for the others.
+    """Return a model's quantization, or ``None``. Layers that a checkpoint leaves unquantized count like the others.
 
     Args:
         config: the content of ``config.json``.
@@ -102,7 +102,7 @@ def _compressed(given: Mapping[str, Any]) -> Weights:
 
 
 def _in_groups(given: Mapping[str, Any]) -> Weights:
-    """GPTQ's and AWQ's."""
+    """Read the configuration of GPTQ and AWQ."""
     bits, zeros = given.get("bits", given.get("w_bit")), given.get("zero_point", not given.get("sym", True))
     group = given.get("group_size", given.get("q_group_size"))
     return Weights(_integers(bits), False, _group(group), zeros=bool(zeros))
@@ -124,7 +124,7 @@ def _integers(bits: Any) -> str:
 
 
 def _group(size: Any) -> int:
-    """A size of groups; 0 for a whole row, which checkpoints call -1 or nothing."""
+    """Return a group size; 0 for a whole row, which checkpoints write as -1 or omit."""
     return max(0, int(size or 0))
 
 
