@@ -94,9 +94,17 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture
-def configure(described: Callable[[str], Path]) -> Callable[..., Any]:
-    """Arguments of vLLM's engine → its configuration, after our changes; the model is Qwen3 unless another is named."""
+def configure(described: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Arguments of vLLM's engine → its configuration, after our changes; the model is Qwen3 unless another is named.
+
+    vLLM has Transformers read a DeepSeek-V3.2 as a dense DeepSeek-V3 from then on, which is taken back at a test's end.
+    """
+    from transformers import DeepseekV3Config
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {**CONFIG_MAPPING._extra_content})
+    monkeypatch.setattr(DeepseekV3Config, "model_type", DeepseekV3Config.model_type)
 
     def of(family: str = "qwen3", **arguments: Any) -> Any:
         fixed = {"dtype": "float32", "max_model_len": 256, "skip_tokenizer_init": True}
