@@ -198,8 +198,8 @@ def eagle_sample(
 def without_damaged_drafts(runner: ModelRunner, output: Any) -> Any:
     """Return the output of a pass; for NaN or infinity a draft model proposes all tokens equally.
 
-    That lowers acceptance but changes no answer, because SGLang's verification treats NaN probabilities as 0. With NaN
-    a device may choose a draft outside the vocabulary, and the next one would read past the embeddings.
+    That lowers acceptance but changes no answer. SGLang's verification treats NaN probabilities as 0, but its draws do
+    not: ``torch.multinomial`` raises, and ``row_argmax`` on GPUs chooses a token outside the vocabulary.
     """
     if runner.is_draft_worker and not _is_off() and output.logits_output.next_token_logits is not None:
         damaged_rows(output.logits_output.next_token_logits)

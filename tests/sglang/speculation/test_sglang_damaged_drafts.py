@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from serving import start
 
 import drafters
 import variants
+from interpreting import run
 from poison import SAID, variables
 from running import PROMPTS, expected_tokens, reference_network
 from sampling import drawn
 
 pytest.importorskip("sglang")
-
-from sglang_fl.worker import damage
 
 TREE = {"speculative_eagle_topk": 2, "speculative_num_steps": 2, "speculative_num_draft_tokens": 5}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +31,11 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 """Who drafts → SGLang's name of the way, and arguments."""
 PAIRS = {"tree": "draft_model"}
 CASES = [(way, times) for way in WAYS for times in (1, 1000)]
-HEADS: dict[str, dict[str, Any]] = {"rejection": {"speculative_use_rejection_sampling": True}, "tree": TREE}
+HEADS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "rejection": ({"speculative_use_rejection_sampling": True}, {"SGLANG_OPT_USE_GUMBEL_SAMPLE": "0"}),
+    "tree": (TREE, {}),
+}
+"""Arguments and variables of engines; with the variable ``torch.multinomial`` draws drafts, and from NaN it raises."""
 SAMPLES = 300
 SOUND = {"prompts": drafters.TURNS[:2], "max_tokens": drafters.LONG}
 ANSWERS = {"prompts": drafters.TURNS, "max_tokens": drafters.LONG, "apart": True}
@@ -89,17 +91,29 @@ def test_a_head_that_drafts_from_nan_costs_no_answer_and_no_distribution(
         head, tmp_path / "broken", lambda name, tensor: tensor * torch.nan if name == "fc.weight" else tensor
     )
     samples = {"prompts": PROMPTS[:1] * SAMPLES, "max_tokens": 2, "sampling": SPREAD}
-    engine = drafting("eagle", broken, max_running_requests=64, page_size=1, **HEADS[way])
-    greedy, sampled = start(target, ANSWERS, samples, engine=engine).result()["steps"]
+    arguments, given = HEADS[way]
+    engine = drafting("eagle", broken, max_running_requests=64, page_size=1, **arguments)
+    greedy, sampled = start(target, ANSWERS, samples, variables=given, engine=engine).result()["steps"]
     assert greedy["answers"] == expected_tokens(checkpoint("llama"), drafters.TURNS, drafters.LONG)
     drafters.check_pairs(reference_network(target, torch.float32), PROMPTS[0], sampled["tokens"])
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["the target", "a drafter"])
-def test_from_nan_a_model_that_drafts_proposes_every_token_alike(drafts: bool) -> None:
-    logits = torch.tensor([[0.0, 1.0], [torch.nan, 1.0]])
-    output = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
-    damage.without_damaged_drafts(SimpleNamespace(is_draft_worker=drafts), output)
-    assert logits[0].tolist() == [0.0, 1.0]
-    assert bool(logits[1].isnan().any()) != drafts
-    assert not drafts or logits[1].tolist() == [0.0, 0.0]
+CHOICE = """
+import torch
+from types import SimpleNamespace as Made
+from sglang.kernels.ops.speculative.row_argmax import row_argmax
+from sglang_fl.worker import damage
+logits = torch.full((1, {words}), torch.nan)
+print(int(row_argmax(logits.softmax(-1))))
+for drafts in (False, True):
+    damage.without_damaged_drafts(Made(is_draft_worker=drafts), Made(logits_output=Made(next_token_logits=logits)))
+    print(int(row_argmax(logits.softmax(-1))))
+"""
+
+
+def test_sglangs_kernel_chooses_a_draft_beyond_the_vocabulary_from_nan_but_not_from_what_a_drafter_gives() -> None:
+    """It splits a row 64 times, and its tiles have 2,048 elements: none is masked in Mistral's vocabulary."""
+    words = 131_072
+    unguarded, target, drafter = map(int, run(CHOICE.format(words=words)).splitlines()[-3:])
+    assert unguarded == target == words
+    assert drafter < words
