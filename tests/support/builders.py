@@ -14,7 +14,7 @@ KINDS = {"default": BackendImplKind.DEFAULT, "vendor": BackendImplKind.VENDOR, "
 
 
 def impl(impl_id: str, fn: Any = None, op: str = "demo", **fields: Any) -> OpImpl:
-    """An implementation whose kind and vendor follow from its id; it returns its id unless told otherwise."""
+    """Return an implementation with the kind and vendor that its id has; it returns its id unless ``fn`` is given."""
     kind = KINDS[impl_id.partition(".")[0]]
     if kind is BackendImplKind.VENDOR:
         fields.setdefault("vendor", impl_id.split(".")[1])
@@ -22,7 +22,7 @@ def impl(impl_id: str, fn: Any = None, op: str = "demo", **fields: Any) -> OpImp
 
 
 def manager_of(*impls: OpImpl, policy: SelectionPolicy | None = None) -> OpManager:
-    """A manager with just these implementations."""
+    """Return a manager with only these implementations."""
     set_global_policy(policy or SelectionPolicy())
     registry = OpRegistry()
     registry.register_many(impls)
@@ -30,7 +30,7 @@ def manager_of(*impls: OpImpl, policy: SelectionPolicy | None = None) -> OpManag
 
 
 def as_called(register: Callable[[OpRegistry], None], op_name: str, impl_id: str) -> OpImpl:
-    """A backend's implementation with the operator's parameters: it is called and asked as the core does it."""
+    """Return a backend's implementation with the operator's parameters, so that it is called as the core calls it."""
     registry = OpRegistry()
     register(registry)
     found = registry.get_implementation(op_name, impl_id)

@@ -1,4 +1,4 @@
-"""The command ``fl`` in a process of its own."""
+"""The command ``fl`` in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import processes
 
 
 def fl(*arguments: str, cold: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in its own process; ``cold``: as a user does."""
+    """Run the command in a separate process; ``cold``: a newly started Python, as users have it."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_FL_")}
     command = ["-c", "from fl_dispatch.cli import main; main()", *arguments]
     with tempfile.TemporaryFile() as errors:

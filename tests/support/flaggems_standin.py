@@ -1,6 +1,7 @@
-"""A stand-in for FlagGems on the CPU: its table, its ``enable`` and ``only_enable``, and kernels of all sorts.
+"""A stand-in for FlagGems on the CPU: its table, ``enable``, ``only_enable`` and several kernels.
 
-Some are right, one is wrong in its result, one in what it overwrites, one raises. They are really registered.
+Some kernels are right; one returns a wrong result, one overwrites a wrong one, and one raises. All are really
+registered.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ CONFIG = (
 
 
 class Register:
-    """Like FlagGems': calls ``register_impl`` for each entry that is left."""
+    """The counterpart of FlagGems' class: calls ``register_impl`` for each entry that was not excluded."""
 
     def __init__(self, config: Any, user_include_ops: Any = (), user_exclude_ops: Any = (), **_: Any) -> None:
         self.all_ops: list[str] = []
@@ -94,7 +95,7 @@ class Register:
 
 
 def modules() -> dict[str, ModuleType]:
-    """The modules that ``sys.modules`` holds once FlagGems is imported."""
+    """Return the modules that are in ``sys.modules`` after FlagGems is imported."""
     gems, runtime, register = (ModuleType(f"flag_gems{part}") for part in ("", ".runtime", ".runtime.register"))
     by_function: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
     for key, fn in CONFIG:
@@ -112,5 +113,5 @@ def modules() -> dict[str, ModuleType]:
 
 
 def is_imported() -> bool:
-    """Whether this process has imported FlagGems, or this stand-in of it."""
+    """Whether this process has imported FlagGems or this stand-in."""
     return "flag_gems" in sys.modules

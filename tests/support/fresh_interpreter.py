@@ -1,4 +1,4 @@
-"""Interpreters that have imported nothing of this project yet."""
+"""Interpreters that have not imported this project yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SOURCES = Path(vllm_fl.__file__).parents[1]
 
 
 def fresh(code: str, *arguments: str, cold: bool = False) -> str:
-    """The output of an interpreter that has nothing of ours imported yet; ``cold``: nothing at all."""
+    """Return the output of an interpreter that has not imported this project; ``cold``: that has imported nothing."""
     given = arguments or ("-c", code)
     done = processes.python(
         *given, environment={"PYTHONPATH": str(SOURCES), "HOME": "/nonexistent"}, timeout=120, cold=cold

@@ -1,9 +1,10 @@
-"""Runs a warp-specialized Gluon kernel on the CPU, where Triton has no interpreter for it.
+"""Run a warp-specialized Gluon kernel on the CPU, for which Triton has no interpreter.
 
-It knows what the Hopper kernels need. Each part of a program is a thread. Whatever the device may do late is done late:
-a copy's bytes arrive when they are waited for, products see them behind a fence, and until then the buffer holds NaN. A
-product reads its buffers when it is issued and again when it is waited for, and has to find the same. So a buffer that
-is taken or given back too early is an error or a wrong result, and so is a barrier that nobody reaches.
+Only the features that the Hopper kernels use are emulated. Each partition of a program is a thread. Whatever the device
+may do late is done late: the bytes of a copy arrive at the wait, products see them only behind a fence, and until then
+the buffer holds NaN. A product reads its buffers when it is issued and again at its wait, and must find the same
+numbers. Therefore a buffer that is read or reused too early gives an error or a wrong result, and so does a barrier
+that never completes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 UNFILLED = 0x7FBB
 """The NaN of half types that a buffer holds until it is full; no computation makes this one."""
 PATIENCE = 20.0
-"""Seconds after which a wait is taken for a deadlock."""
+"""Seconds after which a wait counts as a deadlock."""
 LAYOUTS = ("Blocked", "Slice", "NVMMADistributed", "DotOperand", "NVMMAShared", "SwizzledShared", "DistributedLinear")
 
 
@@ -57,7 +58,7 @@ class Pointer:
 
 
 class Barrier:
-    """Completes a phase after ``count`` arrivals and the copies of as many bytes as are expected, which land then."""
+    """A barrier: completes a phase after ``count`` arrivals and the expected bytes of copies, which land then."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.changed, self.count, self.arrived, self.phases = changed, 0, 0, 0
@@ -92,7 +93,7 @@ class Barrier:
 
 
 class Descriptor:
-    """A tensor as copies in bulk see it: four dimensions, 64 bits of an address, zeros outside."""
+    """A tensor descriptor for bulk copies: four dimensions, 64-bit addresses, zeros outside."""
 
     def __init__(self, made: Any) -> None:
         self.source = Pointer.of(made.base)
@@ -151,7 +152,7 @@ class Shared:
 
 
 class Chunks:
-    """Tiles as their chunks of some columns, which lie one behind the other in shared memory."""
+    """Tiles stored as chunks of some columns each, one after another in shared memory."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -162,7 +163,7 @@ class Chunks:
 
 
 class Barriers:
-    """Several barriers, or the one of them that an index chooses."""
+    """Several barriers, or one of them selected by an index."""
 
     def __init__(self, each: list[Barrier]) -> None:
         self.each = each
@@ -172,7 +173,7 @@ class Barriers:
 
 
 def aggregate(cls: Any) -> Any:
-    """As Gluon's: a value of each annotated field, none of any other, and no change once it is made."""
+    """Gluon's decorator of that name: only the annotated fields have values, and these cannot be changed."""
     fields = tuple(cls.__annotations__)
 
     def init(self: Any, *values: Any, **named: Any) -> None:
@@ -189,19 +190,19 @@ def aggregate(cls: Any) -> Any:
 
 
 def multiple_of(value: Tensor, factors: list[int]) -> Tensor:
-    """As Gluon's, which believes the claim."""
+    """Gluon's hint of that name, which is not checked."""
     assert all(not (value % factor).any() for factor in factors), f"not multiples of {factors}: {value.flatten()}"
     return value
 
 
 def empty(memory: Tensor) -> Tensor:
-    """Memory of a half type that nothing has been written to."""
+    """Return memory of a half type that nothing was written to."""
     memory.view(torch.int16).fill_(UNFILLED)
     return memory
 
 
 class Product:
-    """A product that is under way."""
+    """A product that was issued and not yet waited for."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self.work, self.result = work, None
@@ -211,11 +212,11 @@ class Product:
 
 
 class Machine:
-    """The names that a kernel finds in the modules that it imports.
+    """The names that a kernel imports.
 
     Args:
-        programs: along the first axis of the grid.
-        seed: of how threads dawdle.
+        programs: number along the first axis of the grid.
+        seed: of the random delays of threads.
     """
 
     def __init__(self, programs: int, seed: int = 0) -> None:
@@ -225,7 +226,7 @@ class Machine:
         self.random = random.Random(seed)
 
     def run(self, kernel: Callable[..., None], *arguments: Any, more: tuple[int, int] = (1, 1)) -> None:
-        """All programs, one after the other; ``more`` is how many the grid has along its other axes."""
+        """Run all programs, one after another; ``more`` holds the grid's sizes along its other axes."""
         made = lambda value: Descriptor(value) if hasattr(value, "block_shape") else value
         given = [Pointer.of(value) if isinstance(value, Tensor) else made(value) for value in arguments]
         for others in product(*map(range, more)):
@@ -235,9 +236,9 @@ class Machine:
                 kernel(*given)
 
     def load(self, directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
-        """The names that a kernel's files define, in an order in which each knows the ones before.
+        """Return the names that a kernel's files define; a file may use the names of those before it.
 
-        A name is a path below the directory without ``.py``. All names share one namespace, imports are left out.
+        A name is a path below the directory without ``.py``. All files share one namespace; their imports are left out.
         """
         found = self._names()
         for name in names:

@@ -11,7 +11,7 @@ UNPACKED = {"0.33": "0.33.0"}
 
 
 def files_of_vllm(version: str) -> Path:
-    """The folder with the files of a version; without them the test is skipped."""
+    """Return the folder with the files of a version; if they are missing, skip the test."""
     folder = HOSTS / f"vllm-{UNPACKED[version]}"
     if not folder.exists():
         pytest.skip(f"vLLM {version} is not unpacked: make hosts")

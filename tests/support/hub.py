@@ -1,4 +1,4 @@
-"""A hub of checkpoints on this machine, which answers what Hugging Face's client asks of the real one."""
+"""A hub of checkpoints on this machine that answers the requests of Hugging Face's client."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 
 def commit(revision: str) -> str:
-    """The hash that stands for a revision."""
+    """Return the hash that stands for a revision."""
     return hashlib.sha1(revision.encode()).hexdigest()
 
 
 @contextmanager
 def served(name: str, revisions: Mapping[str, Path]) -> Iterator[tuple[str, list[str]]]:
-    """A hub with one checkpoint.
+    """Serve one checkpoint from a local hub.
 
     Args:
         name: of the checkpoint, ``owner/name``.
         revisions: branch → its folder.
 
     Yields:
-        The hub's address, and a list of what was fetched: ``branch/file``.
+        The hub's address, and a list of the files fetched so far, as ``branch/file``.
     """
     folders = {asked: folder for branch, folder in revisions.items() for asked in (branch, commit(branch))}
     branches = {asked: branch for branch in revisions for asked in (branch, commit(branch))}

@@ -1,7 +1,7 @@
-"""Programs in Triton's interpreter, which is made quicker; no result of it becomes another.
+"""Programs in Triton's interpreter, made faster without any change of a result.
 
-Four fifths of its time go into types, shapes and patches of its language that it makes again at every operation of a
-kernel: they are made once.
+The interpreter spends four fifths of its time on types, shapes and patches of its language, all made again at every
+operation of a kernel. Here they are made once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def run(program: str, *arguments: str, **environment: str) -> str:
-    """The output of a Python program, with Triton interpreted unless the environment says otherwise."""
+    """Return the output of a Python program; Triton is interpreted unless the environment sets otherwise."""
     done = subprocess.run(
         [sys.executable, __file__, program, *arguments],
         capture_output=True,
@@ -28,7 +28,7 @@ def run(program: str, *arguments: str, **environment: str) -> str:
 
 
 def quicken() -> None:
-    """Have this process's interpreter work out once what does not change."""
+    """Make this process's interpreter compute only once what does not change."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -45,7 +45,7 @@ def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
-    """The language is patched when a kernel starts, and not again at each call of a function in it."""
+    """Patch the language when a kernel starts, and not again at each call of a function in it."""
     patched: set[frozenset[str]] = set()
 
     @cache
@@ -74,7 +74,7 @@ def _patch_once_a_launch(interpreter: Any) -> None:
 
 
 def _know_types(interpreter: Any) -> None:
-    """NumPy's type is looked up by name."""
+    """Look NumPy's type up by name."""
     known: dict[str, Any] = {}
 
     def looking_up(given: Any) -> Any:
@@ -90,7 +90,7 @@ def _know_types(interpreter: Any) -> None:
 
 
 def _know_shapes(core: Any) -> None:
-    """Types of blocks that are alike share what is made of their shape, and tensors of them too."""
+    """Share the shape's computed values between equal block types, and between tensors of them."""
     shapes: dict[tuple[int, ...], tuple[Any, int, tuple[Any, Any]]] = {}
     names: dict[tuple[str, tuple[int, ...]], str] = {}
 
@@ -122,7 +122,7 @@ def _know_shapes(core: Any) -> None:
 
 
 def _know_operations(semantic: Any) -> None:
-    """Operands of one shape or type are left as they are, and nothing is computed for an assertion that is off."""
+    """Leave operands of one shape or type unchanged, and compute nothing for disabled assertions."""
     results: dict[tuple[Any, ...], Any] = {}
 
     def broadcasting(given: Any) -> Any:
@@ -164,7 +164,7 @@ def _know_operations(semantic: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = ""  # a host's folder here would pass for a host
+    sys.path[0] = ""  # a folder with the name of a host would be imported as the host
     if os.environ.get("TRITON_INTERPRET") == "1":
         quicken()
     _, program, *arguments = sys.argv

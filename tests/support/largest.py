@@ -1,4 +1,4 @@
-"""The size of the largest tensor that is made inside: what a bound on memory holds for."""
+"""The size of the largest tensor that is made in a context: tests bound memory by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that a result inside has."""
+    """Record the largest number of elements of any result in the context."""
 
     elements = 0
 

@@ -1,8 +1,8 @@
 """Random calls of every native entry, under the sanitizers of addresses and of undefined behaviour.
 
-``python native_fuzz.py SECONDS SEED NOTE`` compiles the C++ of this project with them, calls it with arguments
-that are right, wrong in one place or in several, and prints what it did as JSON. ``NOTE`` is a file that has the call
-under way, for when the process ends. The sanitizer's library must be preloaded: :func:`run` does.
+``python native_fuzz.py SECONDS SEED NOTE`` compiles the C++ of this project with them, calls it with right arguments
+and with arguments that are wrong in one or more places, and prints a report as JSON. The file ``NOTE`` holds the
+current call, in case the process dies. The sanitizer's library must be preloaded: :func:`run` does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.cpp"))
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 RANKS = 3
-"""Changes of one call, at most."""
+"""Largest number of changes of one call."""
 
 
 def run(seconds: float, seed: str, cache: Path) -> dict[str, Any]:
-    """The report of a process of this module.
+    """Run this module in a process and return its report.
 
     Args:
-        cache: a folder for what is compiled.
+        cache: a folder for compiled files.
     """
     names = ("libasan.so", "libstdc++.so")  # the second, or an exception ends the process
     found = [
@@ -73,7 +73,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """The implementations of the registry that run this project's C++, and the kernels of vLLM's V2 runner."""
+    """Return the registry's implementations that run this project's C++, and the kernels of vLLM's V2 runner."""
     from fl_dispatch import get_default_manager
     from fl_dispatch.errors import NotSupported
     from fl_dispatch.evidence.verify import implementations
@@ -93,7 +93,7 @@ def entries() -> list[Entry]:
 
 
 class _Declined(Exception):
-    """The function left its arguments to the form."""
+    """Raised when the function declines arguments, which the form then handles."""
 
 
 def _answering(function: Callable[[Any], bool], names: list[str]) -> Callable[..., None]:
@@ -129,7 +129,7 @@ def _size(arg: Any) -> int:
 
 
 def _copied(arg: Any) -> Any:
-    """Memory of its own, of the exact size, so that the sanitizer sees a byte too many; gaps stay."""
+    """Copy to separate memory of the exact size, so that the sanitizer sees a byte too many; gaps are kept."""
     import torch
 
     if not isinstance(arg, torch.Tensor) or not arg.numel():
@@ -289,14 +289,14 @@ RUNNER = {
         "local_argmax local_max logits_cache logits expanded_idx_mapping seeds pos temp vocab_size",
     ),
 }
-"""Form that has a function in its place → right calls of it, and the names of their arguments."""
+"""Form in place of which a function runs → right calls of it, and the names of their arguments."""
 
 
 # -- wrong calls ------------------------------------------------------------------------------------------------------
 
 
 def _changes(chance: random.Random, tensor: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Changes of a tensor, by name."""
+    """Yield changes of a tensor, by name."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -374,7 +374,7 @@ def _is_freed(tensor: Any) -> bool:
 
 
 def _wrong(chance: random.Random, args: list[Any], alone: bool) -> str:
-    """Change some arguments in place, and say which; ``alone``: PyTorch, which does not look, reads none of them."""
+    """Change some arguments in place and describe that; ``alone``: unchecked code of PyTorch reads none of them."""
     import torch
 
     said = []
@@ -430,7 +430,7 @@ def main(seconds: float, seed: str, note: str) -> dict[str, Any]:
     load = cpp.load
 
     class Recorded:
-        """A library whose calls are counted."""
+        """A library with counted calls."""
 
         def __init__(self, source: Path) -> None:
             self.source, self.library = source, load(source)

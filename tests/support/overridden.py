@@ -1,4 +1,4 @@
-"""Names of a host that a plugin overrides in its classes as they are imported, beside what the plugin's facts say."""
+"""Names of a host that a plugin's classes override, compared with the plugin's facts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EVERY_CLASS = {
 
 
 def overridden(plugin: ModuleType, host: str, left_out: Sequence[str] = ()) -> Iterator[tuple[type, str, Any]]:
-    """Yield each of our classes, a name that it overrides, and what ours has.
+    """Yield each class of the plugin, a name that it overrides, and the plugin's value.
 
     Args:
         plugin: its package.
         host: the host's package.
-        left_out: parts of the names of modules that cannot be imported here, or are for other versions.
+        left_out: parts of names of modules that cannot be imported here or that are for other versions.
     """
     for found in pkgutil.walk_packages(plugin.__path__, f"{plugin.__name__}."):
         if any(part in found.name for part in left_out):
@@ -41,7 +41,7 @@ def overridden(plugin: ModuleType, host: str, left_out: Sequence[str] = ()) -> I
 
 
 def listed(facts: Sequence[HostFact], version: str) -> dict[tuple[type, str], str]:
-    """A class of the host and a name that is overridden → the name with its parameters, as facts say."""
+    """Return (class of the host, overridden name) → the name with its parameters, as facts say."""
     found = {}
     for fact in facts:
         module, _, name = fact.owner.partition(":")
@@ -52,9 +52,9 @@ def listed(facts: Sequence[HostFact], version: str) -> dict[tuple[type, str], st
 
 
 def assert_listed(facts: Sequence[HostFact], names: Sequence[tuple[type, str, Any]], version: str) -> int:
-    """Find each name in the facts, and bind its arguments as they say; returns the number of methods that were bound.
+    """Find each name in the facts and bind its arguments as they say; return the number of bound methods.
 
-    A name that is in no fact may be renamed by the host: it is called no more, and nothing says so.
+    A name that is in no fact could be renamed by the host: it would no longer be called, and no check would report it.
     """
     known, compared = listed(facts, version), 0
     calls = {

@@ -1,4 +1,4 @@
-"""Processes of their own for engines and other programs: forks of a warm process, or cold starts.
+"""Separate processes for engines and other programs: forks of a warm process, or cold starts.
 
 ``pool`` limits how many of them run at a time.
 """
@@ -26,15 +26,15 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 AT_ONCE = 1 if "FL_SUITE" in os.environ else max(2, (os.cpu_count() or 2) // 4)
-"""Processes that this one starts at a time: an engine needs a core of its own, and the suite has two units at work."""
+"""Processes that this one starts at a time: an engine needs one core, and the suite runs two units at once."""
 
 pool = ThreadPoolExecutor(AT_ONCE)
 
 KEPT = 32_000
-"""Characters of a log's end that an error has: the stacks of an engine that crashed are about 20 000."""
+"""Characters kept of a log's end for an error: the stacks of a crashed engine take about 20 000."""
 
 always_cold = False
-"""Set where what a warm process imports starts threads, which a fork would lose: with the drivers of a GPU."""
+"""Set if imports of the warm process start threads, as the drivers of a GPU do: a fork would lose them."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Finished:
 
     @property
     def last_line(self) -> str:
-        """The last line that it wrote, usually the error."""
+        """Return the last line of the output, usually the error."""
         return self.log.strip().rpartition("\n")[2]
 
 
 def free_port() -> int:
-    """A TCP port for a program that binds it seconds later, on any address of this machine, IPv6 too.
+    """Return a TCP port that a program can bind seconds later on any address of this machine, also with IPv6.
 
-    It lies below those that the kernel gives away, because another test's connection may take one of these meanwhile.
-    Nobody's seed decides it: two test files that seed alike would be given the same ones.
+    The port lies below the kernel's ephemeral ports, because a connection of another test could take one of these. It
+    is not drawn from a seeded generator: two test files with the same seed would get the same ports.
     """
     families = [socket.AF_INET, socket.AF_INET6] if socket.has_dualstack_ipv6() else [socket.AF_INET]
     while True:
@@ -75,7 +75,7 @@ def _is_free(family: socket.AddressFamily, port: int) -> bool:
 
 
 class Runs(Mapping[str, Any]):
-    """Name → what a process gave, waited for when somebody asks; one that failed fails those who ask for it."""
+    """Name → result of a process, waited for at first access; a failed process fails only the tests that access it."""
 
     def __init__(self, started: Mapping[str, Future[Any]]) -> None:
         self._started = dict(started)
@@ -91,7 +91,7 @@ class Runs(Mapping[str, Any]):
 
 
 def then(started: Future[S], change: Callable[[S], T]) -> Future[T]:
-    """What ``change`` makes of a result, as soon as that is there; an error of either is the error."""
+    """Return a future of ``change`` applied to a future's result; an error of either is its error."""
     found: Future[T] = Future()
 
     def answer(ended: Future[S]) -> None:
@@ -140,7 +140,7 @@ def begin(
     cold: bool = False,
     address: str = "",
 ) -> Process:
-    """Start Python in a process of its own, which writes to files of this process; see :func:`python`."""
+    """Start Python in a separate process that writes to files of this process; see :func:`python`."""
     if cold or always_cold:
         told = {**environment, "PYTHONFAULTHANDLER": "1"}
         return subprocess.Popen(
@@ -151,7 +151,7 @@ def begin(
 
 @cache
 def warm() -> str:
-    """The address of this environment's warm process: the suite's, or one that ends with this process."""
+    """Return the address of this environment's warm process: the suite's, or one that ends with this process."""
     if given := os.environ.get("FL_SUITE_WARM"):
         return given
     address, _ = start_warm(Path(sys.executable), Path(tempfile.mkdtemp(prefix="fl-warm-"), "socket"))

@@ -1,4 +1,4 @@
-"""Prompts for real engines, and the tokens that they should generate, whatever the host."""
+"""Prompts for real engines, and the tokens that they should generate, for any host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_TOKENS = 16
 
 
 def reference_network(model: Path, dtype: Any, host: str = "vllm") -> Any:
-    """Hugging Face's network of a checkpoint, which computes what the host's engine should."""
+    """Return Hugging Face's network of a checkpoint, set up to compute the same as the host's engine."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -23,7 +23,7 @@ def reference_network(model: Path, dtype: Any, host: str = "vllm") -> Any:
         if type(module).__name__.endswith("Indexer"):
             module.forward = _lower_first(module.forward)
     one_more = {("cohere2", "vllm"), ("cohere2", "sglang"), ("gemma3n_text", "sglang")}
-    if (network.config.model_type, host) in one_more:  # the host's window has the token itself beside it
+    if (network.config.model_type, host) in one_more:  # the host's window also counts the token itself
         network.config.sliding_window += 1
     if (network.config.model_type, host) == ("gemma3n_text", "vllm"):  # its class adds no embeddings to each layer
         network.model.get_per_layer_inputs = lambda *_: None
@@ -31,9 +31,9 @@ def reference_network(model: Path, dtype: Any, host: str = "vllm") -> Any:
 
 
 def _lower_first(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """An indexer's ``forward`` that lists the lower position of equal scores first, as ``index_topk`` does.
+    """Make an indexer's ``forward`` list the lower position of equal scores first, as ``index_topk`` does.
 
-    ``Tensor.topk`` takes any of them, and tokens that no head of the indexer looks at all have a score of 0.
+    ``Tensor.topk`` may take any of them, and tokens that no head of the indexer attends to have a score of 0.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -56,7 +56,7 @@ def _lower_first(forward: Callable[..., Any]) -> Callable[..., Any]:
 def expected_tokens(
     model: Path, prompts: Sequence[list[int]] = PROMPTS, max_tokens: int = MAX_TOKENS
 ) -> list[list[int]]:
-    """The tokens that Hugging Face transformers generates greedily for prompts; no choice was close."""
+    """Return the tokens that Hugging Face transformers generates greedily for prompts; no choice may be close."""
     import torch
 
     network = reference_network(model, torch.float32)
@@ -80,6 +80,6 @@ def expected_tokens(
 
 
 def ran(result: Mapping[str, Any], operator: str) -> set[str]:
-    """The implementations of an operator that the engine's process called."""
+    """Return the implementations of an operator that the engine's process called."""
     pairs = (key.split(" ") for key in result["report"]["counts"])
     return {impl_id for name, impl_id in pairs if name == operator}

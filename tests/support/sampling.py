@@ -1,6 +1,6 @@
-"""Cases that are exhaustive rather than telling: all of them in ``make test-all``, and a sample in ``make test``.
+"""Exhaustive cases: ``make test-all`` runs all of them, and ``make test`` a sample.
 
-The commit's hash draws the sample, so that over time all cases run, and a run can be repeated.
+The commit's hash selects the sample, so over time all cases run, and a run can be repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALL = "all"
 
 @cache
 def seed() -> str:
-    """``FL_SAMPLE`` where it is set: "all", or the hash of a commit; else the hash of this checkout's."""
+    """Return ``FL_SAMPLE`` if it is set ("all" or the hash of a commit), else the hash of this checkout's commit."""
     if given := os.environ.get("FL_SAMPLE"):
         return given
     command = ["git", "rev-parse", "--short=12", "HEAD"]
@@ -29,7 +29,7 @@ def seed() -> str:
 
 
 def drawn(cases: Sequence[T], count: int, what: str) -> list[T]:
-    """``count`` of the cases in their order, or all of them; ``what`` tells one draw of a commit from another."""
+    """Return ``count`` of the cases in their order, or all of them; ``what`` makes draws for one commit differ."""
     if seed() == ALL or count >= len(cases):
         return list(cases)
     chosen = random.Random(f"{seed()} {what}").sample(range(len(cases)), count)
@@ -37,7 +37,7 @@ def drawn(cases: Sequence[T], count: int, what: str) -> list[T]:
 
 
 def fuzz(sample: int, exhaustive: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Settings of Hypothesis: ``sample`` examples that the commit draws, or ``exhaustive`` random ones."""
+    """Return settings of Hypothesis: ``sample`` examples selected by the commit, or ``exhaustive`` random ones."""
     import hypothesis
 
     everything = seed() == ALL

@@ -1,7 +1,7 @@
-"""Threads, tasks and processes that call, register, change policies and sit in contexts, all at once; counted.
+"""Threads, tasks and processes that call, register, change policies and enter contexts, all at once; counted.
 
-Shared by ``test_concurrency.py`` (seconds) and ``benchmarks/stress.py`` (minutes). Every result is compared
-with the one that the caller's own policy asks for.
+Shared by ``test_concurrency.py`` (seconds) and ``benchmarks/stress.py`` (minutes). Every result is compared with the
+one that the caller's own policy requires.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ ACTIVATED = torch.nn.functional.silu(X[:, :2]) * X[:, 2:]
 
 
 class Wrong(AssertionError):
-    """A call ran something else than its own policy asks for."""
+    """Raised when a call ran another implementation than its own policy requires."""
 
 
 @dataclass
 class Figures:
-    """The record of a storm."""
+    """The counts of a storm."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -63,12 +63,12 @@ Step = Callable[[random.Random, Counter[str]], None]
 
 
 def three() -> list[Any]:
-    """One implementation of each kind of the operator ``demo``."""
+    """Return one implementation of each kind of the operator ``demo``."""
     return [impl(name) for name in EXPECTED.values()]
 
 
 def expect(got: Any, wanted: Any, what: str) -> None:
-    """Raises :class:`Wrong` unless they are the same."""
+    """Raise :class:`Wrong` unless both are equal."""
     if got != wanted:
         raise Wrong(f"{what}: {got!r} instead of {wanted!r}")
 
@@ -77,7 +77,7 @@ def expect(got: Any, wanted: Any, what: str) -> None:
 
 
 def call_in_contexts(choose: random.Random, counts: Counter[str]) -> None:
-    """Calls in a context, in one nested in it, and outside."""
+    """Call in a context, in a nested one, and outside."""
     prefer = choose.choice(list(EXPECTED))
     with with_preference(prefer):
         for _ in range(CALLS_AT_ONCE):
@@ -93,7 +93,7 @@ def call_in_contexts(choose: random.Random, counts: Counter[str]) -> None:
 
 
 def call_bound(choose: random.Random, counts: Counter[str]) -> None:
-    """Binds an operator for one of many layers and calls it."""
+    """Bind an operator for one of many layers and call it."""
     bound = bind_op("silu_and_mul", f"layers.{choose.randrange(10)}")
     for _ in range(CALLS_AT_ONCE):
         if not torch.equal(bound(X), ACTIVATED):
@@ -102,21 +102,21 @@ def call_bound(choose: random.Random, counts: Counter[str]) -> None:
 
 
 def call_what_fails_at_times(choose: random.Random, counts: Counter[str]) -> None:
-    """Calls an operator whose first implementation fails every now and then; another one takes over."""
+    """Call an operator with a first implementation that fails now and then, so that another one takes over."""
     for _ in range(CALLS_AT_ONCE):
         expect(call_op("flaky", choose.random()), "right", "a fallback")
     counts["calls"] += CALLS_AT_ONCE
 
 
 def fail_at_times(x: float) -> str:
-    """An implementation that fails for one call in a thousand."""
+    """Fail for one call in a thousand."""
     if x < 1e-3:
         raise RuntimeError("now and then")
     return "right"
 
 
 def use_a_manager_of_its_own(choose: random.Random, counts: Counter[str]) -> None:
-    """Makes a manager, calls for the first time, by name and bound, in a context and outside, and drops it."""
+    """Make a manager; call first by name and bound, in a context and outside; then drop the manager."""
     registry = OpRegistry()
     registry.register_many(three())
     manager = OpManager(registry, register_builtins=False)
@@ -129,7 +129,7 @@ def use_a_manager_of_its_own(choose: random.Random, counts: Counter[str]) -> Non
 
 
 def change_the_global_policy(choose: random.Random, counts: Counter[str]) -> None:
-    """Changes what all other threads see outside of contexts, lifts bans, asks availability again, counts or not."""
+    """Change the global policy, and at random lift bans, ask availability again, switch counting or explain."""
     set_global_policy(SelectionPolicy(prefer=choose.choice(list(EXPECTED))))
     manager = get_default_manager()
     choose.choice(
@@ -145,7 +145,7 @@ def change_the_global_policy(choose: random.Random, counts: Counter[str]) -> Non
 
 
 def registrar() -> Step:
-    """Registers better and better implementations; the next call runs each."""
+    """Register better and better implementations; the next call must run each."""
     number = 0
 
     def register(choose: random.Random, counts: Counter[str]) -> None:
@@ -163,7 +163,7 @@ def registrar() -> Step:
 
 
 def run_tasks(choose: random.Random, counts: Counter[str]) -> None:
-    """Interleaved tasks, each in a context of its own."""
+    """Run interleaved tasks, each in a separate context."""
 
     async def task(prefer: str) -> None:
         with with_preference(prefer):
@@ -186,7 +186,7 @@ def run_tasks(choose: random.Random, counts: Counter[str]) -> None:
 
 
 def child_is_right() -> bool:
-    """A forked child calls in a context and outside, registers, changes the policy, starts a thread."""
+    """Whether a forked child gets right results: in a context, after changes of registry and policy, in a thread."""
     with with_preference("vendor"):
         right = call_op("demo", 1) == EXPECTED["vendor"]
         get_default_manager().registry.register_impl(impl("vendor.child", priority=500))
@@ -201,7 +201,7 @@ def child_is_right() -> bool:
 
 
 def fork_and_wait(child: Callable[[], Any] = child_is_right, timeout: float = CHILD_SECONDS) -> int:
-    """Forks; returns the child's exit code: 0 right, 1 wrong, 2 it raised, -1 it hung and was killed."""
+    """Fork; return the child's exit code: 0 right, 1 wrong, 2 it raised, -1 it hung and was killed."""
     pid = os.fork()
     if pid == 0:
         code = 2
@@ -223,7 +223,7 @@ def fork_and_wait(child: Callable[[], Any] = child_is_right, timeout: float = CH
 
 
 def fork_at_a_random_moment(choose: random.Random, counts: Counter[str]) -> None:
-    """Forks, in half of the cases inside a context."""
+    """Fork, in half of the cases inside a context."""
     time.sleep(choose.random() * 0.005)
     with with_preference("reference") if choose.random() < 0.5 else contextlib.nullcontext():
         expect(fork_and_wait(), 0, "a forked child's exit code (1 wrong, 2 raised, -1 hung)")
@@ -231,7 +231,7 @@ def fork_at_a_random_moment(choose: random.Random, counts: Counter[str]) -> None
 
 
 def fresh_child_is_right(queue: Any) -> None:
-    """A spawned child does everything anew."""
+    """Register and call in a spawned child, which has no state of its parent; put whether all results are right."""
     get_default_manager().registry.register_many(three())
     with with_preference("vendor"):
         right = call_op("demo", 1) == EXPECTED["vendor"]
@@ -239,7 +239,7 @@ def fresh_child_is_right(queue: Any) -> None:
 
 
 def start_a_fresh_child(method: str, counts: Counter[str]) -> None:
-    """Starts a child by ``spawn`` or ``forkserver``."""
+    """Start a child by ``spawn`` or ``forkserver``."""
     context = multiprocessing.get_context(method)
     queue = context.Queue()
     process = context.Process(target=fresh_child_is_right, args=(queue,))
@@ -256,7 +256,7 @@ def start_a_fresh_child(method: str, counts: Counter[str]) -> None:
 
 @contextlib.contextmanager
 def quick_switches(interval: float = 1e-5) -> Iterator[None]:
-    """Have threads take turns more often."""
+    """Make threads take turns more often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(interval)
     try:
@@ -278,7 +278,7 @@ def quiet() -> Iterator[None]:
 
 
 def steps() -> list[Step]:
-    """One for each thread of a storm."""
+    """Return one step for each thread of a storm."""
     return [
         call_in_contexts,
         call_in_contexts,
@@ -294,12 +294,12 @@ def steps() -> list[Step]:
 def storm(
     seconds: float = 0.0, forks: int = 0, fresh: int = 0, seed: int = 0, report: Callable[[Figures], None] | None = None
 ) -> Figures:
-    """Let all of it happen at once in this process, on a new default manager.
+    """Run all of it at once in this process, on a new default manager.
 
     Args:
-        seconds: how long, at least.
-        forks: how many children are forked meanwhile, by this thread and by another one.
-        fresh: how many children are started by ``spawn``, and how many by ``forkserver``.
+        seconds: shortest duration.
+        forks: number of children forked meanwhile, by this thread and by another one.
+        fresh: number of children started by ``spawn``, and as many by ``forkserver``.
         seed: of every choice.
         report: called now and then.
     """

@@ -1,6 +1,6 @@
-"""Two ranks in processes of their own that exchange tensors, once for each library.
+"""Two ranks in separate processes that exchange tensors, once for each library.
 
-A script calls :func:`main` with what one rank does; a test starts the script with :func:`run`.
+A script calls :func:`main` with the work of one rank; a test starts the script with :func:`run`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ HOST_PREFIXES = ("VLLM_", "SGLANG_", "FLAG", "USE_FLAG")
 
 
 def run(script: Path, folder: Path, libraries: Mapping[str, Path | str]) -> dict[str, list[Any]]:
-    """Run a script; library → what its work returned on each rank, tensors as lists.
+    """Run a script; return library → the result of its work on each rank, with tensors as lists.
 
     Args:
         script: calls :func:`main`.
         folder: an empty one.
-        libraries: name → what ``FLAGCX_PATH`` is; empty for ``torch.distributed``.
+        libraries: name → value of ``FLAGCX_PATH``; empty for ``torch.distributed``.
     """
     variables = {name: value for name, value in os.environ.items() if not name.startswith(HOST_PREFIXES)}
     arguments = [f"{name}={path}" for name, path in libraries.items()]

@@ -1,12 +1,12 @@
-"""A process that has imported what takes long, and runs each command line of Python that it is given in a fork.
+"""A warm process: it has imported slow modules, and runs each command line of Python from a client in a fork.
 
     python warm.py SOCKET
 
-Importing PyTorch and what the hosts need takes five seconds of processor time, a fork none. No module of a host and
-none of ours is imported here, so every fork resolves its platform and reads its settings from its own environment.
+The import of PyTorch and of the hosts' requirements takes five seconds of processor time, a fork none. No module of a
+host or of this project is imported here, so every fork resolves its platform and reads its settings anew.
 
-A process that a fork *spawns* is a fork too, of a copy of this process, with spawn's meaning: it inherits no state,
-gets its parent's environment, and imports its parent's main module again. ``processes.python`` is the other side.
+A process *spawned* by a fork is a fork too, of a copy of this process, and behaves as spawned: it inherits no state,
+gets its parent's environment, and imports its parent's main module again. The client is ``processes.python``.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SLOW = (
     "xgrammar",
     "pytest",
 )
-"""Modules of the hosts' requirements; an environment has those that its host needs."""
+"""Modules of the hosts' requirements; each environment has those that its host needs."""
 
 FORBIDDEN = ("vllm", "sglang", "fl_dispatch", "vllm_fl", "sglang_fl", "fl_transfer")
-"""They keep state of the process that imported them."""
+"""Packages that keep state of the process that imported them."""
 
 ENVIRONMENT = "environment of the parent"
-"""Added to what multiprocessing tells a spawned process."""
+"""Key added to the data that multiprocessing sends to a spawned process."""
 
 
 def main(address: str) -> None:
@@ -64,7 +64,7 @@ def main(address: str) -> None:
 
 
 def _serve(address: str) -> dict[str, Any]:
-    """Fork for each connection; returns the request, in the fork that shall run it."""
+    """Fork for each connection; return the request in the fork that is to run it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         unnoticed = f"{address}.new"
@@ -84,7 +84,7 @@ def _serve(address: str) -> dict[str, Any]:
 
 
 def _keep(connection: socket.socket) -> dict[str, Any]:
-    """Fork once more and wait for that process; tell the client its number and then its exit status."""
+    """Fork once more and wait for that process; send the client its number and then its exit status."""
     text, (output, errors), _, _ = socket.recv_fds(connection, 1 << 16, 2)
     while not text.endswith(b"\n"):
         text += connection.recv(1 << 16)
@@ -104,7 +104,7 @@ def _keep(connection: socket.socket) -> dict[str, Any]:
     connection.sendall(b"%d\n" % pid)
     ended = os.pidfd_open(pid)
     ready, _, _ = select.select([ended, connection], [], [])
-    if ended not in ready:  # the client is gone
+    if ended not in ready:  # the client has closed the connection
         os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
@@ -112,7 +112,7 @@ def _keep(connection: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any], paths: list[str]) -> None:
-    """Be the process that Python would have started."""
+    """Set this process up as Python would have started it."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
@@ -139,7 +139,7 @@ def _become(request: dict[str, Any], paths: list[str]) -> None:
 
 
 def _end(run: Callable[..., None], *arguments: Any) -> NoReturn:
-    """End as Python does, but for taking its modules apart, which takes longer than all else that a short one does."""
+    """End as Python does, but without finalizing modules, which takes longer than the rest of a short process."""
     try:
         run(*arguments)
         code = 0
@@ -158,7 +158,7 @@ def _end(run: Callable[..., None], *arguments: Any) -> NoReturn:
 
 
 def _spawn_by_forking() -> None:
-    """Let multiprocessing's "spawn" fork a copy that is made now, as its "forkserver" would a process of its own."""
+    """Make multiprocessing's "spawn" fork a copy made now, as its "forkserver" does with a separate process."""
     listener, (alive, held) = socket.socket(socket.AF_UNIX), os.pipe()
     address = mp_connection.arbitrary_address("AF_UNIX")
     listener.bind(address)
@@ -180,7 +180,7 @@ def _spawn_by_forking() -> None:
 
 
 def _copy(listener: socket.socket, alive: int) -> NoReturn:
-    """Fork what is spawned, until the process that spawns has ended. Signals that it gets as a parent are passed on."""
+    """Fork for each spawn until the spawning process has ended. Signals that it gets as a parent are passed on."""
     prepare = spawn.prepare
 
     def prepare_environment(data: dict[str, Any]) -> None:
