@@ -1,8 +1,8 @@
-"""Counts lines and tokens of code by part, and lines of the core proper by promise: ``make lines``.
+"""Count lines and tokens of code by part, and lines of the core proper by promise: ``make lines``.
 
-The exit status is 1 where a part is above its budget.
-Blank lines, comments and docstrings do not count. A promise is a row of docs/guide/contract.md that a user could do
-without; its lines are the files, classes and functions that serve nothing else.
+The exit status is 1 if a part is above its budget. Blank lines, comments and docstrings do not count. A promise is a
+row of docs/guide/contract.md that a user could do without; its lines are the files, classes and functions that serve
+only this promise.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Part:
     """A part of the sources, with its budget.
 
     Args:
-        patterns: of its files; a file belongs to the first part that matches.
-        lines: of code that it may have at most.
-        tokens: that it may have at most, so that nothing is squeezed into fewer lines.
+        patterns: of its files; a file belongs to the first part with a matching pattern.
+        lines: largest number of lines of code.
+        tokens: largest number of tokens, so that code is not squeezed into fewer lines.
     """
 
     patterns: tuple[str, ...]
@@ -161,7 +161,8 @@ PROMISES = {
     "errors say what to do, and the log can be configured": ("errors.py", "logger_manager.py"),
     "the documented import paths": ("__init__.py", "manager/__init__.py"),
 }
-"""Promise → its parts of the core proper; a part counts for the first promise that names it, a file after its names."""
+"""Promise → its parts of the core proper. A part counts for the first promise that names it; a file counts without its
+named parts."""
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -170,7 +171,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def code_of(path: Path) -> tuple[frozenset[int], int]:
-    """The lines of one file that hold code, and the number of its tokens."""
+    """Return the lines of one file that hold code, and the number of its tokens."""
     text = path.read_text()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -182,7 +183,7 @@ def code_of(path: Path) -> tuple[frozenset[int], int]:
 
 
 def places(path: Path) -> dict[str, range]:
-    """Every class, function and method of one file, with its lines."""
+    """Return every class, function and method of one file, with its lines."""
     found = {}
     for node in ast.parse(path.read_text()).body:
         inner = node.body if isinstance(node, ast.ClassDef) else []
@@ -194,7 +195,7 @@ def places(path: Path) -> dict[str, range]:
 
 
 def by_promise(core: set[Path]) -> dict[str, int]:
-    """Lines of the core proper by promise, and last those that serve all of them."""
+    """Return the core proper's lines by promise; the last entry has those that serve all promises."""
     left = {path: set(code_of(path)[0]) for path in core}
     counts = dict.fromkeys(PROMISES, 0)
     parts = [(promise, *part.partition(":")[::2]) for promise, named in PROMISES.items() for part in named]

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/features.md from docs/features.toml: `python tools/features.py`."""
+"""Write the tables of docs/features.md from docs/features.toml: `python tools/features.py`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BEGIN, END = "<!-- tables of features.toml -->", "<!-- end -->"
 
 
 def cell(feature: dict[str, Any], column: str) -> dict[str, Any]:
-    """One cell's data; a cell that is left out has none."""
+    """Return the data of one cell; an absent cell has none."""
     return feature.get(column, {})
 
 
 def tables() -> str:
-    """The table of words, and the table of what a "part" means."""
+    """Return the table of words, and the table of the meanings of "part"."""
     rows = [["", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1)]
     notes = [["feature", "where", "what works"], ["---"] * 3]
     for feature in DATA["feature"]:
@@ -33,7 +33,7 @@ def tables() -> str:
 
 
 def filled(page: str) -> str:
-    """The page with the tables in their place."""
+    """Return the page with the tables filled in."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.partition(END)[2]}"
 

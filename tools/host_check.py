@@ -1,10 +1,11 @@
-"""Whether a version of a host that nobody has installed still has what a plugin relies on.
+"""Check whether a version of a host that is not installed still has everything that a plugin uses.
 
     python tools/host_check.py vllm 0.33.0 [--wheel FILE | --source FOLDER] [--pip PYTHON]
 
-Without a file or a folder the wheel is downloaded. It is read, not installed: no requirement of it is needed. The first
-table has the facts that do not hold; each is to be settled before that version is served. The second has layer classes
-that run the host's own code although one of our operators might do, or that nobody has judged: no error.
+Without a file or a folder the wheel is downloaded. It is read, not installed, so its requirements are not needed. The
+first table has the facts that do not hold; each must be resolved before that version is served. The second lists layer
+classes that run the host's own code although an operator could replace it, or without a recorded decision; this is no
+error.
 
 Exit status: 0, every fact holds; 1, one does not; 2, there is nothing to read.
 """
@@ -26,10 +27,10 @@ from fl_dispatch.hosting.facts.source import SourceTree
 
 
 def download(package: str, version: str, folder: Path, python: str) -> Path:
-    """Fetch a wheel, without what it requires, by the pip of an interpreter.
+    """Fetch a wheel without its requirements by an interpreter's pip.
 
     Raises:
-        OSError: pip fails; the last line of its errors says why, or which version is the newest.
+        OSError: pip fails; the message is the last line of its errors, or names the newest version.
     """
     command = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
     command += ["--dest", str(folder), f"{package}=={version}"]
@@ -43,7 +44,7 @@ def download(package: str, version: str, folder: Path, python: str) -> Path:
 
 
 def contract(asked: argparse.Namespace, folder: Path, progress: Console) -> HostContract:
-    """Read what was asked for; a terminal shows how far it is."""
+    """Read the requested wheel or folder; a terminal shows the progress."""
     host = host_of(asked.package)
     source = asked.source
     with progress.status(f"downloading {asked.package} {asked.version}") as status:
@@ -57,7 +58,7 @@ def contract(asked: argparse.Namespace, folder: Path, progress: Console) -> Host
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status, see above."""
+    """Run the check and return the exit status (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", choices=PLUGINS)
     parser.add_argument("version")

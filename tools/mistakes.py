@@ -1,8 +1,8 @@
-"""Does the suite notice? Makes deliberate mistakes in a copy of the sources, and runs a test that must fail.
+"""Make deliberate mistakes in a copy of the sources, and run tests that must fail.
 
     python tools/mistakes.py [NAME ...]
 
-A mistake whose tests pass is a hole in them: the exit status is the number of these.
+A mistake that no test notices is a gap in the tests: the exit status is the number of these.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ ROOT = Path(__file__).parent.parent
 FAMILIES = "tests/vllm/models/test_families.py"
 COMPILED = "tests/vllm/compilation/test_compiled_models.py"
 TESTS_FAILED = 1
-"""pytest's exit status."""
+"""Exit status of pytest if tests failed."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A text in a file of the sources that is replaced, and a test that must fail then.
+    """A replacement of a text in a source file, and a test that must fail with it.
 
     Args:
-        name: what went wrong.
+        name: of the mistake, as a sentence.
         file: below ``src``.
-        right: the text; it stands there once.
-        wrong: instead.
-        test: its node id.
+        right: the original text; it occurs once in the file.
+        wrong: its replacement.
+        test: node id of the test.
         venv: the environment that the test runs in.
     """
 
@@ -350,7 +350,7 @@ MISTAKES = (
 
 def noticed(mistake: Mistake) -> bool:
     """Whether the test fails with the mistake in a copy of the sources."""
-    every = {"FL_SAMPLE": "all"} if "[" in mistake.test else {}  # a commit may not draw the case that is named
+    every = {"FL_SAMPLE": "all"} if "[" in mistake.test else {}  # the commit's sample may leave the named case out
     with tempfile.TemporaryDirectory(prefix="fl-mistake-") as folder:
         source = Path(folder, "src")
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))

