@@ -30,22 +30,22 @@ from fl_dispatch.evidence.child import Child
 PROMPTS, PROMPT = 4, 512
 """Prompts of the prefill and their tokens."""
 NEW, BATCHES = 64, (1, 8)
-"""Generated tokens of a request, and requests of the decodes."""
+"""Generated tokens of each request, and the requests of each decode."""
 WORKLOADS = {f"prefill {PROMPTS} x {PROMPT}": 0, **{f"decode, batch {batch}": batch for batch in BATCHES}}
 """Workload → requests of a decode; 0 for the prefill."""
 REPEATS = 3
 """Timed turns of a workload in one process; their median counts."""
 PLACE = 1 << 30
-"""Bytes of the KV cache, the same for both: vLLM would take a share of the machine, which hides the weights."""
+"""Bytes of the KV cache, the same for both engines: vLLM would take a share of the machine, which hides the weights."""
 READY, FIRST, MEMORY = "seconds until ready", "seconds until ready, first start", "resident memory, MiB"
 COSTS = (FIRST, READY, MEMORY)
-"""Figures of which less is better."""
+"""Figures that are better if smaller."""
 
 
 def engine(options: dict[str, Any]) -> None:
-    """The process of one engine: ready when it says a line, then a workload's seconds for each line that it gets."""
+    """Run one engine: print a line when it is ready, then answer each input line with a workload's seconds."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # the engine's log does not stand between the answers
+    os.dup2(2, 1)  # the engine's log must not stand between the answers
     import psutil
 
     from vllm import LLM, SamplingParams
@@ -55,7 +55,7 @@ def engine(options: dict[str, Any]) -> None:
     print(json.dumps(time.time() - psutil.Process().create_time()), file=answers)
 
     def served(requests: int) -> float:
-        """Seconds of new prompts, or of decoding alone: a request's time less that of its first token."""
+        """Return the seconds of new prompts, or of decoding alone: a request's time less that of its first token."""
         count, length = (requests, 16) if requests else (PROMPTS, PROMPT)
         ids = [[drawn.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
         spent = []
@@ -79,7 +79,7 @@ def engine(options: dict[str, Any]) -> None:
 
 
 def _round(name: str, own: Mapping[str, str], options: dict[str, Any], cache: Path) -> dict[str, float]:
-    """One process's figures."""
+    """Return the figures of one process."""
     variables = {key: value for key, value in own.items() if key != PYTHON}
     quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
@@ -100,13 +100,13 @@ def _round(name: str, own: Mapping[str, str], options: dict[str, Any], cache: Pa
 
 
 def compare(pair: Mapping[str, Mapping[str, str]], model: Path, dtype: str, rounds: int) -> dict[str, Any]:
-    """Both engines in each round, who begins changing from round to round.
+    """Run both engines in each round; the one that begins changes from round to round.
 
     Args:
         pair: engine → its own variables; the ratio is the second one's over the first one's.
         model: a checkpoint.
-        dtype: what they compute in.
-        rounds: after a first one, whose start compiles, and of which nothing else counts.
+        dtype: of the computation.
+        rounds: number after a first one; that one compiles, and only its start is reported.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in pair}
     with tempfile.TemporaryDirectory() as cache:
@@ -130,7 +130,7 @@ def compare(pair: Mapping[str, Mapping[str, str]], model: Path, dtype: str, roun
 
 
 def report(data: dict[str, Any]) -> None:
-    """The table for people."""
+    """Print the results as a table."""
     from fl_dispatch.cli.output import print_table
 
     speeds = {f"{workload}, tokens/s": cells for workload, cells in data["results"].items()}

@@ -37,12 +37,12 @@ LONGEST_WAIT = 0.1  # of a reader: Python's threads take turns of 5 ms, and a bu
 
 
 class Reader(threading.Thread):
-    """Calls an operator again and again, and keeps the longest time that it took."""
+    """A thread that calls an operator again and again, and keeps the longest time of a call."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.longest, self._over = 0.0, threading.Event()
-        self._call()  # the first one in a context makes its table
+        self._call()  # the first call in a context makes its table
 
     def _call(self) -> None:
         call_op("silu_and_mul", X)
@@ -62,7 +62,7 @@ class Reader(threading.Thread):
 
 
 def measure(work: Callable[[], None]) -> dict[str, float]:
-    """Seconds of the clock and of this thread for some work, and the longest call of a reader meanwhile."""
+    """Return seconds of the clock and of this thread for some work, and a reader's longest call during it."""
     reader = Reader()
     reader.start()
     clock, processor = time.perf_counter(), time.thread_time()
@@ -82,14 +82,14 @@ def goal(name: str) -> str:
 
 
 def keep(policies: int) -> None:
-    """Enter contexts with policies of their own, as requests do; their tables are kept for the next ones."""
+    """Enter contexts with different policies, as requests do; their tables are kept for later ones."""
     for number in range(policies):
         with policy_context(SelectionPolicy(deny_vendors=frozenset({f"nobody{number}"}))):
             call_op("silu_and_mul", X)
 
 
 def in_turns(policies: int) -> dict[str, float]:
-    """Milliseconds to enter a context when policies take turns, one for each tenant, and the bytes of a table."""
+    """Return milliseconds to enter a context when policies take turns, one a tenant, and the bytes of a table."""
     kept = [SelectionPolicy(per_op_order=((f"rms_norm@tenant{number}", ("reference",)),)) for number in range(policies)]
 
     def enter() -> None:

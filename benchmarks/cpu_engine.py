@@ -60,18 +60,18 @@ class Engine:
             self.engine.add_request(str(self.served), {"prompt_token_ids": ids}, sampling)
 
     def begin(self, requests: int, count: int) -> None:
-        """Begin a decode that has so many steps to time, instead of the last one."""
+        """Begin a decode with ``count`` steps to time, in place of the last one."""
         self.end()
         self._add(self.cached[:requests], UNTIMED + count + 1)
         self.steps(UNTIMED)
 
     def end(self) -> None:
-        """Finish what runs."""
+        """End the running requests."""
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
     def steps(self, count: int) -> list[tuple[float, float]]:
-        """Processor and wall seconds of each of so many steps."""
+        """Return processor and wall seconds of each of ``count`` steps."""
         found = []
         for _ in range(count):
             processor, wall = time.process_time(), time.perf_counter()
@@ -80,13 +80,13 @@ class Engine:
         return found
 
     def prefill(self) -> list[tuple[float, float]]:
-        """The same of one step over prompts that were never seen."""
+        """Return the same for one step over new prompts."""
         self.end()
         self._add([self._prompt(PROMPT) for _ in range(PROMPTS)], 1)
         return self.steps(1)
 
     def profile(self, count: int) -> str:
-        """A table of operators by their own processor time, in so many steps of the decode; 0: in a prefill."""
+        """Return a table of operators by their own processor time in ``count`` steps of the decode; 0: in a prefill."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU]) as found:
@@ -94,7 +94,7 @@ class Engine:
         return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
 
     def facts(self) -> dict[str, Any]:
-        """The engine's platform and settings, as it says them."""
+        """Return the platform and settings that the engine reports."""
         from vllm.platforms import current_platform
 
         config = self.llm.llm_engine.vllm_config
@@ -124,7 +124,7 @@ def _threads(worker: Any) -> int:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # the engine's log does not stand between the answers
+    os.dup2(2, 1)  # the engine's log must not stand between the answers
     engine = Engine(json.loads(sys.argv[1]))
     print(json.dumps(engine.facts()), file=answers)
     for line in sys.stdin:

@@ -36,18 +36,18 @@ SETTINGS = ("ignore", "recompute")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: an engine's options, and how its time is read."""
+    """An engine's options, and the way to read its time."""
 
     options: Mapping[str, Any]
-    """Options of ``vllm.LLM``, beside those of every subject."""
+    """Options of ``vllm.LLM``, in addition to those of every subject."""
     stretch: int
-    """Decode steps under one setting before the next one's turn."""
+    """Decode steps under one setting before the turn of the next."""
     clock: Callable[[], float]
-    """Seconds, when the steps so far are done."""
+    """Clock that reads seconds after all steps so far have ended."""
 
 
 def on_a_cpu(folder: Path) -> Subject:
-    """A small model with weights in ``folder``."""
+    """Return a small model with weights in ``folder``."""
     from fl_dispatch.cli.checkpoints import build_checkpoint
 
     model = build_checkpoint("qwen3", folder, **SHAPE)
@@ -55,7 +55,7 @@ def on_a_cpu(folder: Path) -> Subject:
 
 
 def on_a_gpu(folder: Path, shape: str) -> Subject:
-    """A published shape, whose configuration goes into ``folder``."""
+    """Return a published shape; its configuration is written into ``folder``."""
     import torch
 
     def clock() -> float:
@@ -68,7 +68,7 @@ def on_a_gpu(folder: Path, shape: str) -> Subject:
 
 
 def take_turns(subject: Subject, batch: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a decode step under each setting, round by round."""
+    """Return the seconds of a decode step under each setting, round by round."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm import LLM, SamplingParams

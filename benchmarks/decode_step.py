@@ -42,7 +42,7 @@ from fl_dispatch.evidence.timing import Clock
 SHAPE = "llama-3.1-8b"
 AS_IT_IS, AT_ONCE, NOTHING = "as it is", "rotation and write at once", "nothing asked for"
 FUSED = frozenset({"norm", "gate", "row"})
-"""Parts of products in a step: norms before them, gates behind them, rows that are not quantized."""
+"""Parts fused into products in a step: norms before them, gates after them, rows without quantization."""
 FP8, BLOCK_SIZE = "float8_e4m3fn", 16
 EPSILON = 1e-5
 REPLAYS = 20
@@ -71,7 +71,7 @@ FUSED_FORMS: Mapping[bool, Mapping[bool, tuple[tuple[int, int, int], ...]]] = {
         True: ((4, 4096, 4), (4, 2048, 2), (4, 1024, 1), (2, 2048, 2)),
     },
 }  # fmt: skip
-"""Quantized or not → normalized or not → other forms of products that do more."""
+"""Quantized or not → normalized or not → other forms of fused products."""
 AHEAD: tuple[Mapping[str, int], ...] = (
     *({"BYTES": mib << 20} for mib in (1, 2, 4, 6, 8, 16)),
     *({"ASKING": programs} for programs in (1, 8)),
@@ -138,7 +138,7 @@ class Step:
         return scaled_linear.scaled_linear(*x, *weight) if self.quantized else linear.linear(*x, *weight)
 
     def _normalized(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The sum, and the argument of the product that follows."""
+        """Return the sum, and the argument of the next product."""
         if self.quantized:
             made = quantized_rows.rms_norm_quantize(x, FP8, residual, weight, EPSILON)
         else:
@@ -149,7 +149,7 @@ class Step:
     def _from_norm(
         self, x: Tensor, residual: Tensor | None, norm: Tensor, weight: tuple[Tensor, ...], gated: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """A norm and a product, whose result may be gated; and the sum of the row and the residual."""
+        """Return the product of a normalized row, gated if asked for, and the sum of the row and the residual."""
         scale = weight[1] if self.quantized else None
         gate_too = gated and "gate" in self.fused
         norm_too = fused_linear.FORMS[weight[0].element_size(), True] is not None and residual is not None
@@ -170,7 +170,7 @@ class Step:
         return self._product(quantization.quantize(x, FP8) if self.quantized else (x,), weight)
 
     def __call__(self) -> Tensor:
-        """The logits of the next token."""
+        """Return the logits of the next token."""
         x, residual = self.token.clone(), None
         for weights, (first, second), (keys, values) in zip(self.layers, self.norms, self.caches, strict=False):
             qkv, residual = self._from_norm(x, residual, first, weights["qkv"])
@@ -201,7 +201,7 @@ class Step:
 
 
 def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
-    """Names of ways to launch a step, and what is patched for each."""
+    """Return names of ways to launch a step → the patches for each."""
     found: dict[str, Patches] = {AS_IT_IS: (), AT_ONCE: ((Step, "at_once", True),)}
     whole: Patches = ((Step, "fused", FUSED),)
     silent: Patches = ((prefetch, "BYTES", 0),)
@@ -243,7 +243,7 @@ def patched(patches: Patches) -> Iterator[None]:
 
 
 def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of a step, and where it writes the logits."""
+    """Return a graph of a step, and the tensor that it writes the logits to."""
     step()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -252,7 +252,7 @@ def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 
 def compare(step: Step, chosen: Mapping[str, Patches], rounds: int) -> tuple[dict[str, list[float]], dict[str, bool]]:
-    """Microseconds of a step in each way, by round; whether its logits are those of the first way."""
+    """Return microseconds of a step in each way, by round, and whether its logits equal those of the first way."""
     with successors.recorded(), patched(() if step.quantized else ((Step, "fused", FUSED),)):
         step()
     graphs, logits = {}, {}

@@ -82,7 +82,7 @@ Way = tuple[Callable[[], Any], Callable[[], Any], int]
 
 
 def measure(ways: dict[str, Way], rounds: int) -> dict[str, dict[str, float]]:
-    """Times each way against its direct call; both run in loops made by the same template."""
+    """Time each way against its direct call; both run in loops made by the same template."""
     differences: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, (way, direct, calls) in ways.items():
@@ -98,7 +98,7 @@ def measure(ways: dict[str, Way], rounds: int) -> dict[str, dict[str, float]]:
 
 
 def loop(expressions: tuple[str, ...], calls: int, names: dict[str, Any]) -> Callable[[], None]:
-    """A function that evaluates expressions in turn, ``calls`` in all."""
+    """Return a function that evaluates expressions in turn, ``calls`` in all."""
     lines = "".join(f"        {expression}\n" for expression in expressions)
     source = f"def run():\n    for _ in range({max(1, calls // len(expressions))}):\n{lines}"
     namespace = dict(names)
@@ -108,7 +108,7 @@ def loop(expressions: tuple[str, ...], calls: int, names: dict[str, Any]) -> Cal
 
 
 def way(way: str | tuple[str, ...], direct: str | tuple[str, ...], calls: int, names: dict[str, Any]) -> Way:
-    """A way of calling and the direct call, both warmed up."""
+    """Return a way of calling and the direct call, both warmed up."""
     ways, directs = (part if isinstance(part, tuple) else (part,) for part in (way, direct))
     for expression in ways:
         for _ in range(3):
@@ -127,7 +127,7 @@ def frozen() -> Iterator[None]:
 
 
 def prepare() -> dict[str, Any]:
-    """Registers what is measured; returns the names that the expressions use."""
+    """Register the measured operators; return the names that the expressions use."""
     set_global_policy(SelectionPolicy())
     registry = get_default_manager().registry
     many = [OpImpl(f"op{index}", "default.bench", BackendImplKind.DEFAULT, lambda x: x) for index in range(40)]
@@ -156,7 +156,7 @@ def prepare() -> dict[str, Any]:
         ]
     )
     x = torch.ones(4)
-    call_op("rms_norm", x, x)  # proven with arguments that it may overwrite, too
+    call_op("rms_norm", x, x)  # proven also with arguments that it may overwrite
     call_op("gemma_rms_norm", x, x)
     return {
         "x": x,

@@ -34,17 +34,17 @@ TILES = (
     (64, 128, 2, 4), (64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 4, 5),
     (128, 128, 8, 3), (128, 128, 8, 4), (256, 128, 8, 3),
 )  # fmt: skip
-"""Columns, depth, warps and stages."""
+"""Columns, depth, warps and stages of a tile."""
 TOGETHER = (1, 8)
 COPIED = 1 << 29
-"""Bytes."""
+"""Bytes of the copy that gives the rate."""
 CALLS = 8
-"""A measurement is of so many."""
+"""Calls in one measurement."""
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def arguments(tokens: int) -> Arguments:
-    """Random numbers, whose results are near one."""
+    """Return random arguments with results near one."""
     torch.manual_seed(0)
 
     def weight(*shape: int) -> Tensor:
@@ -71,7 +71,7 @@ def ours(args: Arguments) -> Tensor:
 
 
 def vllms(args: Arguments) -> Callable[[], Tensor]:
-    """vLLM's Triton kernel, which it takes for blocks on Hopper where no expert is elsewhere."""
+    """Return vLLM's Triton kernel, which vLLM takes for blocks on Hopper if all experts are on this device."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import fused_experts
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
@@ -87,7 +87,7 @@ def vllms(args: Arguments) -> Callable[[], Tensor]:
 
 
 def not_quantized(args: Arguments) -> Tensor:
-    """The results of rows that stay what they are, in float32."""
+    """Return the results of rows that are not quantized, in float32."""
     x, w13, s13, w2, s2, weights, ids = args
 
     def widened(numbers: Tensor, scale: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def not_quantized(args: Arguments) -> Tensor:
 
 
 def errors(args: Arguments) -> dict[str, float]:
-    """Errors in units of the results' root mean square."""
+    """Return errors in units of the results' root mean square."""
     found = ours(args).float()
     with mock.patch.object(quantized_moe, "sums_narrow", return_value=False):
         exact = ours(args).float()
@@ -121,7 +121,7 @@ def errors(args: Arguments) -> dict[str, float]:
 
 
 def candidates(tokens: int) -> Iterator[tuple[str, Plans]]:
-    """Plans of one tile each."""
+    """Yield plans of one tile each, by name."""
     pairs = tokens * TOPK / EXPERTS
     for rows in (16, 32) if pairs <= 16 else (32, 64) if pairs <= 64 else (64, 128):
         for tile in TILES:
@@ -132,7 +132,7 @@ def candidates(tokens: int) -> Iterator[tuple[str, Plans]]:
 
 
 def products(args: Arguments, plans: Plans | None) -> list[Callable[[], None]]:
-    """The two products of a call."""
+    """Return the two products of a call."""
     kept: list[tuple[Any, ...]] = []
     multiply = quantized_moe.multiply
 

@@ -37,10 +37,10 @@ from fl_dispatch.evidence.origin import origin
 LIMIT = 60.0
 """Seconds after which a server that has not ended is killed."""
 READY = 240.0
-"""Seconds that a server has to start."""
+"""Seconds that a server may take to start."""
 WAYS = {"plugin": {"VLLM_PLUGINS": "fl"}, "vanilla": {"VLLM_PLUGINS": ""}}
 SHAPE = {"head_dim": 64}
-"""Of the model: vLLM's own attention has no kernel for smaller heads on a CPU."""
+"""Shape of the model: vLLM's own attention has no kernel for smaller heads on a CPU."""
 ENGINES = """
 import sys
 from vllm import LLM, SamplingParams
@@ -87,7 +87,7 @@ def _sigterm(model: Path, tries: int) -> Iterator[dict[str, Any]]:
 
 
 def _end_server(model: Path, way: str) -> dict[str, Any]:
-    """Start a server, begin a completion, send SIGTERM; the seconds until it has ended."""
+    """Start a server, begin a completion, send SIGTERM; return the seconds until the server has ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -105,7 +105,7 @@ def _end_server(model: Path, way: str) -> dict[str, Any]:
                 {"Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request) as answer:
-                for _ in range(20):  # lines of tokens that came
+                for _ in range(20):  # lines of received tokens
                     answer.readline()
                 began = time.monotonic()
                 server.send_signal(signal.SIGTERM)
@@ -119,7 +119,7 @@ def _end_server(model: Path, way: str) -> dict[str, Any]:
             return {"seconds": None, "status": log.read()[-300:]}
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)  # its engine too
+                os.killpg(server.pid, signal.SIGKILL)  # also its engine
             server.wait()
 
 
@@ -149,7 +149,7 @@ def _engines(model: Path, tries: int) -> Iterator[dict[str, Any]]:
 
 
 def _said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """Exit status of a command, and the last line that says whether the second engine answers, or why not."""
+    """Return the exit status of a command, and its last line: the second engine's answer, or its error."""
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=READY, check=False)
     except subprocess.TimeoutExpired:

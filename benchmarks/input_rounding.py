@@ -7,8 +7,8 @@ Three tables, each of the small model's prompts and in float32 by PyTorch; no en
 - *library*: the network of ``quantized_network`` beside the forward pass of ``compressed-tensors`` in
   Transformers, for the same checkpoint.
 - *rounding*: the distance of log-probabilities if each product has an error as large as a sum's in float32.
-- *powers of two*: the network whose scales of inputs are rounded up to powers of two (``"scale_fmt": "ue8m0"``) beside
-  the network whose scales are not.
+- *powers of two*: the network with scales of inputs rounded up to powers of two (``"scale_fmt": "ue8m0"``) beside
+  the network with unrounded scales.
 
 Distances are root mean squares and largest values. It takes the environment with vLLM, which has the library.
 """
@@ -39,13 +39,13 @@ from running import PROMPTS  # noqa: E402
 
 TEXTS = [prompt for prompt in PROMPTS if len(prompt) > 1]
 SCALES = {"q_proj": 0.05, "k_proj": 0.02, "v_proj": 0.1}
-"""Scales of inputs of merged products; others have the tests' own."""
+"""Scales of inputs of merged products; other products have the scales of the tests."""
 BLOCKS = "fp8, blocks of 128"
 LIBRARY, INT8 = "compressed-tensors W8A8 fp8", "compressed-tensors W8A8 int8"
 
 
 def static(scale: float) -> Scheme:
-    """``fp8`` of ``compressed-tensors`` with a scale for each weight, and one for its input."""
+    """Return ``fp8`` of ``compressed-tensors`` with one scale for each weight, and one for its input."""
     per_tensor = checkpoints.whole("float", "tensor")
     config = checkpoints.compressed("float-quantized", per_tensor, {**per_tensor, "dynamic": False})
     return Scheme(config, eight_bits(FP8, "tensor", scale), "Fp8Layer", rows_of(FP8, scale=scale))
@@ -53,7 +53,7 @@ def static(scale: float) -> Scheme:
 
 @dataclass(frozen=True)
 class ThreeScales(Scheme):
-    """Static ``fp8``, whose ``q_proj``, ``k_proj`` and ``v_proj`` have scales of their own."""
+    """Static ``fp8`` with separate scales for ``q_proj``, ``k_proj`` and ``v_proj``."""
 
     def of(self, name: str) -> Scheme:
         part = name.removesuffix(".weight").rpartition(".")[2]
@@ -61,7 +61,7 @@ class ThreeScales(Scheme):
 
 
 def by_half_the_range(x: Tensor) -> Tensor:
-    """Inputs in int8 as the library has them: from -128 to 127, a scale a row of its largest magnitude over 127.5."""
+    """Quantize inputs to int8 as the library does: -128 to 127, scale: a row's largest magnitude over 127.5."""
     units = symmetric(x, 127.5)
     return (x / units).round().clamp(-128, 127) * units
 
@@ -86,12 +86,12 @@ ROUNDED: Mapping[str, Scheme] = {
 
 
 def apart(ours: Tensor, theirs: Tensor) -> dict[str, float]:
-    """The distance of log-probabilities."""
+    """Return the distance of log-probabilities."""
     return {"root mean square": distance(ours, theirs), "largest": float((ours - theirs).abs().max())}
 
 
 def of_the_library(scheme: Scheme, folder: Path) -> Tensor:
-    """Log-probabilities of the library's own forward pass for a checkpoint of a scheme."""
+    """Return the log-probabilities of the library's own forward pass for a checkpoint of a scheme."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     checkpoint = checkpoints.write_checkpoint(folder, scheme)
@@ -106,7 +106,7 @@ def of_the_library(scheme: Scheme, folder: Path) -> Tensor:
 
 
 def by_powers_of_two(x: Tensor) -> Tensor:
-    """Inputs with a scale for 128 elements, which is rounded up to a power of two."""
+    """Quantize inputs with one scale for 128 elements, rounded up to a power of two."""
     inner = x.shape[-1]
     parts = functional.pad(x, (0, -inner % 128)).unflatten(-1, (-1, 128))
     units = torch.exp2(torch.ceil(torch.log2(symmetric(parts, 448.0))))
@@ -138,7 +138,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def here() -> dict[str, Any]:
-    """The machine, the date, and the versions."""
+    """Return the machine, the date, and the versions."""
     found = machine(torch.device("cpu"))
     named = {name: metadata.version(name) for name in ("transformers", "compressed-tensors")}
     return {**found, "versions": {**found["versions"], **named}}

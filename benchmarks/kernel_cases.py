@@ -43,7 +43,7 @@ H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=
 
 
 class CompilingDriver:
-    """Stands in for Triton's driver: it knows a target, and no device."""
+    """A replacement of Triton's driver that has a target but no device."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET
@@ -235,7 +235,7 @@ def _joined_norm(rows: int, add: bool, group: int = 0, scale: Tensor | None = No
 def _rotated(
     at_once: bool, dim: int = 128, part: int = 128, *, kind: torch.dtype = torch.bfloat16, interleaved: bool = False
 ) -> None:
-    """32 tokens of a projection as vLLM has it, with its cache."""
+    """Run 32 tokens of a projection, with vLLM's shapes and its cache."""
     heads, kv_heads = 32, 8
     parts = _empty(32, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
     tables = *_empty(4096, part).chunk(2, -1), _empty(32, dtype=torch.int64)
@@ -284,7 +284,7 @@ def _convolutions(rows: int, prompts: bool, channels: int = 8192) -> None:
 def _corrections(
     rows: int, prompts: bool, dim: int = 128, *, dtype: torch.dtype = torch.bfloat16, by_key: bool = True
 ) -> None:
-    """``by_key``: keys lie side by side in the states, as vLLM shapes them."""
+    """Run a layer with a state; ``by_key``: keys are adjacent in the states, as in vLLM."""
     key_heads, heads, requests = 16, 32, 4 if prompts else rows
     query, key, value = _empty(rows, (2 * key_heads + heads) * dim, dtype=dtype).split(
         (key_heads * dim, key_heads * dim, heads * dim), dim=1
@@ -475,7 +475,7 @@ CASES = (
 
 @contextlib.contextmanager
 def h200(offer_hopper: bool) -> Iterator[None]:
-    """Operators choose their kernels as on an H200; Triton compiles for it, from then on in this process."""
+    """Make operators choose their kernels as on an H200; from then on Triton compiles for it in this process."""
     gpu = SimpleNamespace(
         compute_units=lambda index: H200.multi_processor_count,
         shared_memory=lambda index: H200.shared_memory_per_block_optin,
@@ -494,7 +494,7 @@ def h200(offer_hopper: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
-    """Compile what is launched instead of running it."""
+    """Compile launched kernels instead of running them."""
 
     def compile_only(
         launcher: Any, grid: Any, tensors: Any, numbers: Any, *, sizes: Any = (), warps: int = 4, stages: int = 3
@@ -507,7 +507,7 @@ def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
 
 
 def compile_case(case: Case) -> list[Any]:
-    """The kernels that a case launches, compiled, each once."""
+    """Return the kernels that a case launches, compiled, each once."""
     compiled: list[Any] = []
     with launches(case.hopper, compiled):
         case.call()

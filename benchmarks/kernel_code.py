@@ -1,7 +1,7 @@
 """Compares the compiled kernels of two trees without a GPU: sm_90 code of attention's and the experts' kernels.
 
-A kernel whose code is the same needs no measurement. For others the figures say what to measure: registers, spills,
-shared memory, instructions by kind, the loops of the tensor cores, and the first instruction that differs.
+A kernel with the same code needs no measurement. For others the figures say what to measure: registers, spills, shared
+memory, instructions by kind, the loops of the tensor cores, and the first instruction that differs.
 
     python benchmarks/kernel_code.py --base REV [--case TEXT] [--triton FOLDER] [--json FILE]
 
@@ -54,12 +54,12 @@ KINDS = {
     "global": ("LDG", "STG"),
     "spills": ("LDL", "STL"),
 }
-"""Instructions of SASS that are counted, by their first name."""
+"""Counted instructions of SASS, by their first name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One of SASS, with its encoding, which has what the text leaves out: stalls, and barriers that it waits for."""
+    """An instruction of SASS. Its encoding holds data that the text leaves out: stalls, and barriers waited for."""
 
     address: int
     text: str
@@ -67,18 +67,18 @@ class Instruction:
 
     @cached_property
     def opcode(self) -> str:
-        """The name with its modifiers, without a predicate: ``MUFU.EX2``."""
+        """Return the name with its modifiers, without a predicate: ``MUFU.EX2``."""
         words = self.text.split()
         return words[1] if words[0].startswith("@") else words[0]
 
     @property
     def kind(self) -> str:
-        """The name without modifiers."""
+        """Return the name without modifiers."""
         return self.opcode.split(".")[0]
 
     @property
     def target(self) -> int:
-        """The address that a branch leads to, else -1."""
+        """Return the target address of a branch, else -1."""
         found = re.search(r"(0x[0-9a-f]+)$", self.text) if self.kind == "BRA" else None
         return int(found[1], 16) if found else -1
 
@@ -99,7 +99,7 @@ class Code:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Instructions by kind, and all of them."""
+        """Return the number of instructions by kind, and of all."""
         found = Counter(each.kind for each in self.instructions)
         return {kind: sum(found[name] for name in names) for kind, names in KINDS.items()} | {
             "all": len(self.instructions)
@@ -107,7 +107,7 @@ class Code:
 
     @cached_property
     def loops(self) -> list[list[Instruction]]:
-        """The innermost loops with products of the tensor cores."""
+        """Return the innermost loops with products of the tensor cores."""
         spans = [(each.target, each.address) for each in self.instructions if 0 <= each.target <= each.address]
         bodies = [[each for each in self.instructions if start <= each.address <= end] for start, end in spans]
         bodies = [body for body in bodies if any(each.kind in KINDS["tensor cores"] for each in body)]
@@ -121,7 +121,7 @@ class Code:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """The figures of one side, for the results."""
+        """Return the figures of one side, for the results."""
         return {
             "kernel": self.name,
             "registers": self.registers,
@@ -132,7 +132,7 @@ class Code:
 
 
 def opcodes(instructions: Sequence[Instruction]) -> list[str]:
-    """Names in order, without registers and addresses."""
+    """Return names in order, without registers and addresses."""
     return [each.opcode for each in instructions]
 
 
@@ -157,7 +157,7 @@ def disassemble(case: str, name: str, cubin: Path, shared: int, tools: Path) -> 
 
 
 def compiled(tree: Path, folder: Path, case: str, triton: Path | None) -> dict[str, Any]:
-    """Compile the cases with the sources of a tree, in a process of its own."""
+    """Compile the cases with the sources of a tree, in a separate process."""
     folder.mkdir()
     path = [str(tree / "src"), *([str(triton)] if triton else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0"}
@@ -170,7 +170,7 @@ def compiled(tree: Path, folder: Path, case: str, triton: Path | None) -> dict[s
 
 
 def read(folder: Path, made: dict[str, Any], tools: Path) -> list[Code | str]:
-    """The code of each kernel, or the error of its compiler."""
+    """Return the code of each kernel, or the error of its compiler."""
 
     def one(row: dict[str, Any]) -> Code | str:
         if "error" in row:
@@ -182,14 +182,14 @@ def read(folder: Path, made: dict[str, Any], tools: Path) -> list[Code | str]:
 
 
 def _likeness(old: Sequence[Instruction], new: Sequence[Instruction]) -> str:
-    """How far two loops agree."""
+    """Return the part in which two loops agree: all "code", the "opcodes" or "nothing"."""
     if [each.encoding for each in old] == [each.encoding for each in new]:
         return "code"
     return "opcodes" if opcodes(old) == opcodes(new) else "nothing"
 
 
 def difference(old: Code, new: Code) -> dict[str, Any]:
-    """How far two kernels agree."""
+    """Return how far two kernels agree."""
     if old.encodings == new.encodings:
         return {"same": "code"}
     pairs = zip(old.encodings, new.encodings, strict=False)
@@ -242,7 +242,7 @@ def compare(base: Path, triton: Path | None, case: str, scratch: Path) -> dict[s
 
 
 def printed(rows: list[dict[str, Any]]) -> None:
-    """A line for each kernel, base → new where they differ, and below it the first difference."""
+    """Print a line for each kernel, base → new if they differ, and below it the first difference."""
     table: list[Sequence[object]] = []
     for row in rows:
         if row["same"] == "not compiled":
@@ -275,7 +275,7 @@ def printed(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Compare, print, and say by the exit status whether all code is the same."""
+    """Compare, print, and return 1 if some code differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, metavar="REV", help="the commit to compare with")
     parser.add_argument("--case", default="", help="only cases with this text in their name")
