@@ -28,7 +28,7 @@ RANKS = 2
 
 
 def measure(rank: int, meeting_point: str) -> list[list[float]]:
-    """Microseconds of the kernel and of NCCL for each size."""
+    """Return microseconds of the kernel and of NCCL for each size."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=meeting_point, rank=rank, world_size=RANKS)
     ranks = list(range(RANKS))
@@ -37,7 +37,7 @@ def measure(rank: int, meeting_point: str) -> list[list[float]]:
     library = TorchCollectives(group, ranks)
     shared = one_shot.SharedMemory(group, device)
     shared.meet()
-    dist.barrier(group=cpu_group)  # nobody adds before all memory is ready
+    dist.barrier(group=cpu_group)  # all memory must be ready before the first sum
     return one_shot.measure((shared.add, library.all_reduce), device, cpu_group)
 
 

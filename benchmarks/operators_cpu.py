@@ -35,12 +35,12 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK = 12, 4, 64, 32
 HIDDEN, INTERMEDIATE = 768, 2048
 TOKENS = (1, 8, 64, 512)
 BATCHES = ((1, 1, 512), (8, 1, 512), (8, 1, 64), (1, 512, 512), (4, 128, 512))
-"""Attention's: requests, new tokens of each, keys of each."""
+"""Batches of attention: requests, new tokens of each, keys of each."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one operator; those of attention once in each cache layout."""
+    """Arguments of one operator; attention has one case for each cache layout."""
 
     op_name: str
     label: str
@@ -48,12 +48,12 @@ class Case:
 
 
 def normal(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Standard normal numbers."""
+    """Return standard normal numbers."""
     return torch.randn(shape).to(dtype)
 
 
 def caches(dtype: torch.dtype, blocks: int, layout: str) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[blocks, BLOCK, KV_HEADS, HEAD_DIM]`` of one tensor, in a layout."""
+    """Return keys and values ``[blocks, BLOCK, KV_HEADS, HEAD_DIM]``, parts of one tensor in a layout."""
     if layout == "NHD":
         both = normal(dtype, blocks, BLOCK, KV_HEADS, 2 * HEAD_DIM)
         return both[..., :HEAD_DIM], both[..., HEAD_DIM:]
@@ -63,7 +63,7 @@ def caches(dtype: torch.dtype, blocks: int, layout: str) -> tuple[Tensor, Tensor
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Every case of a dtype."""
+    """Yield every case of a dtype."""
     size = str(dtype).removeprefix("torch.")
     angles = torch.outer(torch.arange(1024), 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
     cos, sin = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).chunk(2, -1)
@@ -95,7 +95,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def candidates(case: Case) -> dict[str, Callable[[], Any]]:
-    """Implementation → a call of it on the case."""
+    """Return implementation → a call of it on the case."""
 
     def call(impl: OpImpl) -> Callable[[], Any]:
         return lambda: impl.fn(*case.args)
@@ -109,7 +109,7 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def measure(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Microseconds a call in each round, the implementations in turns."""
+    """Return microseconds a call in each round; the implementations take turns."""
     repeat: dict[str, int] = {}
     for name, call in calls.items():
         call()
@@ -129,7 +129,7 @@ def measure(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def summary(rounds: dict[str, list[float]]) -> dict[str, Any]:
-    """Median and quartiles of each implementation, and the reference's time over vendor.cpu's, round by round."""
+    """Return median and quartiles of each implementation, and the reference's time over vendor.cpu's by round."""
     result: dict[str, Any] = {}
     for name, values in rounds.items():
         low, median, high = statistics.quantiles(values, n=4)

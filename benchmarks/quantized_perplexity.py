@@ -36,7 +36,7 @@ UNQUANTIZED = "not quantized"
 
 
 def engines_perplexities(host: Host, checkpoint: Path, dtypes: Sequence[str]) -> dict[str, float]:
-    """By a real engine in each dtype; the tolerance is left to the reader."""
+    """Return dtype → the perplexity from a real engine; no tolerance is checked."""
     sys.path.insert(0, str(ROOT / "tests" / host.value))
     if host is Host.VLLM:
         from engines import start_features
@@ -53,7 +53,7 @@ def engines_perplexities(host: Host, checkpoint: Path, dtypes: Sequence[str]) ->
 
 
 def here(host: Host) -> dict[str, Any]:
-    """The machine, the date, and the versions."""
+    """Return the machine, the date, and the versions."""
     found = machine(torch.device("cpu"))
     named = ("transformers", *(["sglang"] if host is Host.SGLANG else []))
     return {**found, "versions": {**found["versions"], **{name: metadata.version(name) for name in named}}}

@@ -58,7 +58,7 @@ Constants = Mapping[str, Any]
 
 
 def arguments(kind: str, rows: int, columns: int, inner: int) -> tuple[Any, ...]:
-    """Random numbers, whose products are near one."""
+    """Return random arguments with products near one."""
 
     def scales(*shape: int) -> torch.Tensor:
         return (torch.rand(shape, device="cuda") + 0.5) * (inner**-0.25 / 32)
@@ -77,7 +77,7 @@ def arguments(kind: str, rows: int, columns: int, inner: int) -> tuple[Any, ...]
 
 
 def candidates(kind: str, rows: int) -> Iterator[Constants]:
-    """Constants of a module; none are the tables as they are."""
+    """Yield constants of a module; an empty one leaves the tables unchanged."""
     yield {}
     if kind == "w4":
         if rows == 1:
@@ -120,12 +120,12 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
 
 
 def microseconds(clock: Clock, function: Any, args: tuple[Any, ...], moved: int) -> float:
-    """Device time of a call."""
+    """Return the device time of a call."""
     return clock.time(calls_of(function, rotated(args, moved, clock), clock)).median * 1e6
 
 
 def rivals(op_name: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """The vendor's kernels that take these arguments."""
+    """Yield the vendor's kernels that take these arguments."""
     manager = get_default_manager()
     manager.ensure_initialized()
     for impl in manager.registry.get_implementations(op_name):

@@ -65,7 +65,7 @@ TINY = {
     "head_dim": 32,
     "layer_types": ["full_attention"] * 2,
 }
-"""So small that a step costs what the host does in it."""
+"""A model so small that a step costs only the host's work."""
 LARGE = {
     **SHAPE,
     "vocab_size": 32_000,
@@ -76,7 +76,7 @@ LARGE = {
     "num_key_value_heads": 8,
     "layer_types": ["full_attention"] * 16,
 }
-"""As Llama-3.2-1B but for the vocabulary: 1.1 billion parameters."""
+"""The shape of Llama-3.2-1B with a smaller vocabulary: 1.1 billion parameters."""
 EXPERTS = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -93,7 +93,7 @@ EXPERTS = {
 MODELS = {"tiny": TINY, "large": LARGE, "experts": EXPERTS}
 SHIPPED = "cpu.yaml"
 SCHEMES_OF_TESTS = str(Path(__file__).resolve().parents[1] / "tests/scenarios/quantized")
-"""They write quantized checkpoints."""
+"""Folder of the tests' modules that write quantized checkpoints."""
 PREFERENCES = ("reference", "vendor", "flagos")
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
 BATCHES = (1, 8)
@@ -107,7 +107,7 @@ class Server:
 
     Args:
         model: the checkpoint.
-        dtype: what it computes in.
+        dtype: of the computation.
     """
 
     def __init__(self, model: Path, dtype: str) -> None:
@@ -131,18 +131,18 @@ class Server:
         self._finish()
 
     def prompt(self) -> list[int]:
-        """A prompt that was never served."""
+        """Return a prompt that was never served."""
         return [self.random.randrange(10, SHAPE["vocab_size"]) for _ in range(PROMPT)]
 
     def prefill(self) -> float:
-        """Tokens a second of one new prompt under the policy in force."""
+        """Return tokens a second of one new prompt under the current policy."""
         self._add([self.prompt()], 1)
         speed = PROMPT / self._step()
         self._finish()
         return speed
 
     def decode(self, batch: int, order: Sequence[str], policies: Mapping[str, SelectionPolicy]) -> dict[str, float]:
-        """Tokens a second of a batch under each policy; the steps take them in the given order."""
+        """Return tokens a second of a batch under each policy; the steps take them in the given order."""
         from fl_dispatch import set_global_policy
 
         self._add(self.cached[:batch], UNTIMED_STEPS + len(order) + 1)
@@ -168,13 +168,13 @@ class Server:
             self.engine.step()
 
     def _step(self) -> float:
-        """One step of the engine; its processor seconds."""
+        """Run one step of the engine; return its processor seconds."""
         started = time.process_time()
         self.engine.step()
         return time.process_time() - started
 
     def chosen(self) -> dict[str, str]:
-        """Operator → the implementation that runs first under the policy in force."""
+        """Return operator → the implementation that runs first under the current policy."""
         from fl_dispatch import get_default_manager
 
         decisions = {op: get_default_manager().explain(op) for op in OPERATORS}
@@ -182,7 +182,7 @@ class Server:
 
 
 def run(server: Server, rounds: int) -> dict[str, Any]:
-    """All policies in turns; workload → policy → tokens a second of each round."""
+    """Run all policies in turns; return workload → policy → tokens a second of each round."""
     from fl_dispatch import SelectionPolicy, get_policy, set_global_policy
 
     policies = {SHIPPED: get_policy(), **{f"prefer={name}": SelectionPolicy(prefer=name) for name in PREFERENCES}}
@@ -206,7 +206,7 @@ def run(server: Server, rounds: int) -> dict[str, Any]:
 
 
 def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
-    """Median and quartiles of each policy, and the shipped order's gain over each, round by round."""
+    """Return median and quartiles of each policy, and the shipped order's gain over each, round by round."""
     result: dict[str, Any] = {}
     for name, values in samples.items():
         low, median, high = statistics.quantiles(values, n=4)
@@ -222,7 +222,7 @@ def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def report(data: dict[str, Any]) -> None:
-    """The table for people."""
+    """Print the results as a table."""
     from fl_dispatch.cli.output import print_table
 
     rows = []
@@ -239,7 +239,7 @@ def report(data: dict[str, Any]) -> None:
 
 
 def in_turns(arguments: argparse.Namespace) -> None:
-    """Both engines, in each dtype; a result that the file has of the same kind is replaced."""
+    """Run both engines in each dtype; a result of the same kind in the file is replaced."""
     import as_started
     import in_turns
     import torch

@@ -35,7 +35,7 @@ CHANGE = "fill_quantized"
 
 
 def cells_of(drafter: Path, accepted: float, drafted: int) -> dict[str, Cell]:
-    """The engines; ``drafter``: the folder of the drafter's configuration."""
+    """Return the engines; ``drafter``: the folder of the drafter's configuration."""
     speculation = {
         "method": "eagle3",
         "model": str(drafter),
@@ -53,7 +53,7 @@ def cells_of(drafter: Path, accepted: float, drafted: int) -> dict[str, Cell]:
 
 
 def tokens_a_step(counters: Mapping[str, float]) -> float | None:
-    """The tokens that a step with drafts gave, by an engine's counters."""
+    """Return the tokens given by a step with drafts, by an engine's counters."""
     steps = counters.get("vllm:spec_decode_num_drafts", 0)
     return 1 + counters["vllm:spec_decode_num_accepted_tokens"] / steps if steps else None
 

@@ -43,11 +43,11 @@ FIGURES: Mapping[str, str] = {
     "p99_itl_ms": "between tokens, p99, ms",
     "output_throughput": "tokens/s",
 }
-"""The client's names of what is compared → ours."""
+"""The client's names of the compared figures → the names here."""
 SPREAD = 0.5
-"""Lengths are drawn from the mean less this share to the mean and this share."""
+"""Lengths are drawn from the mean less this share to the mean plus this share."""
 READY_WITHIN = 600.0
-"""Seconds that a server has to answer."""
+"""Seconds that a server may take until it answers."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Load:
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """A tokenizer whose tokens are the words ``t0`` to ``t<size - 1>``, so that lengths of texts are exact."""
+    """Write a tokenizer with the tokens ``t0`` to ``t<size - 1>``, so that lengths of texts are exact."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     made = Tokenizer(models.WordLevel({f"t{number}": number for number in range(size)}, unk_token="t0"))
@@ -71,7 +71,7 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 
 class Server:
-    """A server in a process of its own, whose log is in ``logs``."""
+    """A server in a separate process, with its log in ``logs``."""
 
     def __init__(self, name: str, cell: Cell, model: Path, port: int, options: Sequence[str], logs: Path) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_FL_", "VLLM_PLUGINS"))}
@@ -88,7 +88,7 @@ class Server:
             )
 
     def wait(self) -> None:
-        """Wait until it answers; ends the program if it does not."""
+        """Wait until the server answers; end the program if it does not."""
         deadline = time.monotonic() + READY_WITHIN
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/health", timeout=2):

@@ -53,7 +53,7 @@ class StepClock:
         return self._before + (0.0 if self._began is None else time.process_time() - self._began)
 
     def run(self, step: Any) -> float:
-        """Run a step; its seconds."""
+        """Run a step; return its seconds."""
         before, self._began = self(), time.process_time()
         step()
         self._before, self._began = self(), None
@@ -61,7 +61,7 @@ class StepClock:
 
 
 def engine(model: Path) -> Any:
-    """vLLM's engine, to be driven step by step."""
+    """Return vLLM's engine, to be driven step by step."""
     from vllm import LLM
 
     sizes = {"max_model_len": 512, "max_num_seqs": BATCH, "max_num_batched_tokens": 1024}
@@ -70,7 +70,7 @@ def engine(model: Path) -> Any:
 
 
 def copies() -> None:
-    """A copy of each operator's reference, which comes before it."""
+    """Register a copy of each operator's reference, which comes before it."""
     from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, get_default_manager, set_global_policy
 
     registry = get_default_manager().registry
@@ -83,7 +83,7 @@ def copies() -> None:
 
 
 def take_turns(llm_engine: Any, rounds: int) -> dict[str, Any]:
-    """Seconds of the decode steps under each setting, and what each setting says of itself."""
+    """Return seconds of the decode steps under each setting, and the report of each setting."""
     from fl_dispatch import get_default_manager
     from fl_dispatch.shadow.sampling import Sampling, Wish
     from vllm import SamplingParams

@@ -231,12 +231,12 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """Layers of the published model."""
+        """Number of layers of the published model."""
         return int(self.config["num_hidden_layers"])
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """All that a step calls."""
+        """All operators that a step calls."""
         return (*LAYERS, "kv_cache_write", *self.attention, *self.experts)
 
     @property
@@ -245,7 +245,7 @@ class Shape:
         return "mla_decode" in self.attention
 
     def cache_bytes(self, layers: int, tokens: int) -> int:
-        """Bytes of a bfloat16 cache."""
+        """Return bytes of a bfloat16 cache."""
         return tokens * layers * self.cached * 2
 
     def gib(self, layers: int, tokens: int) -> float:

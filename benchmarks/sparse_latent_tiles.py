@@ -41,9 +41,9 @@ from fl_dispatch.ops.quantization import FP8
 
 RANK, ROPE, TOPK, INDEX_HEADS, INDEX_DIM, BLOCK_SIZE = 512, 64, 2048, 64, 128, 64
 POOL = 1 << 32
-"""Bytes of a cache, or those that a batch needs if they are more."""
+"""Bytes of a cache; a batch that needs more gets more."""
 COPIED = 1 << 29
-"""Bytes whose copy is timed."""
+"""Bytes of the timed copy."""
 AS_IT_IS = "as it is"
 Constants = Mapping[str, Any]
 Arguments = tuple[Any, ...]
@@ -101,16 +101,16 @@ class Batch:
         return f"last {self.new:,} of {self.context:,}"
 
     def pool(self, slot_bytes: int) -> int:
-        """Blocks of a cache."""
+        """Return the number of blocks of a cache."""
         return max(self.requests * self.blocks, POOL // (BLOCK_SIZE * slot_bytes))
 
     def table(self, pool: int) -> Tensor:
-        """Other blocks at each call."""
+        """Return a table with other blocks at each call."""
         order = torch.randperm(pool, device=self.device)[: self.requests * self.blocks]
         return order.int().view(self.requests, self.blocks)
 
     def listed(self) -> Tensor:
-        """Random positions in ascending order that a query sees."""
+        """Return random positions in ascending order that a query attends to."""
         lists = torch.full((self.tokens, TOPK), -1, dtype=torch.int32, device=self.device)
         for token in range(self.tokens):
             seen = self.context - self.new + token % self.new + 1
@@ -120,7 +120,7 @@ class Batch:
 
 
 def attention(batch: Batch, heads: int, stored: torch.dtype) -> Iterator[Arguments]:
-    """Arguments of ``mla_sparse``: other blocks and lists each time."""
+    """Yield arguments of ``mla_sparse``, with other blocks and lists each time."""
     query = torch.randn(batch.tokens, heads, RANK, device=batch.device).bfloat16()
     rope = torch.randn(batch.tokens, heads, 2 * ROPE, device=batch.device).bfloat16()[..., ROPE:]
     pool = batch.pool((RANK + ROPE) * stored.itemsize)
@@ -132,7 +132,7 @@ def attention(batch: Batch, heads: int, stored: torch.dtype) -> Iterator[Argumen
 
 
 def lists(batch: Batch, heads: int, stored: torch.dtype) -> Iterator[Arguments]:
-    """Arguments of ``index_topk``: other blocks each time."""
+    """Yield arguments of ``index_topk``, with other blocks each time."""
     query = torch.randn(batch.tokens, INDEX_HEADS, INDEX_DIM, device=batch.device).bfloat16()
     weights = torch.randn(batch.tokens, INDEX_HEADS, device=batch.device)
     pool = batch.pool(INDEX_DIM * stored.itemsize)
@@ -144,13 +144,13 @@ def lists(batch: Batch, heads: int, stored: torch.dtype) -> Iterator[Arguments]:
 
 
 def dense(batch: Batch, heads: int, stored: torch.dtype) -> Iterator[Arguments]:
-    """Arguments of ``mla_decode``: other blocks each time."""
+    """Yield arguments of ``mla_decode``, with other blocks each time."""
     for query, cache, _, table, starts, new, scale, rank, out, cache_scale, rope in attention(batch, heads, stored):
         yield query, cache, table, starts, batch.lengths, new, batch.context, scale, rank, out, True, cache_scale, rope
 
 
 def filled(blocks: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A cache of random numbers."""
+    """Return a cache of random numbers."""
     cache = torch.empty(blocks, BLOCK_SIZE, width, dtype=dtype, device=device)
     step = max(1, (1 << 26) // (BLOCK_SIZE * width))
     for first in range(0, blocks, step):
@@ -179,7 +179,7 @@ class Rates:
 
 
 def near(result: Tensor, expected: Tensor) -> bool:
-    """Whether lists are the same, or results are as near as roundings have them."""
+    """Whether lists are equal, or results differ by no more than rounding."""
     if not result.dtype.is_floating_point:
         return torch.equal(result, expected)
     error = (result.float() - expected.float()).square().mean().sqrt() / expected.float().square().mean().sqrt()
@@ -187,7 +187,7 @@ def near(result: Tensor, expected: Tensor) -> bool:
 
 
 class Trial:
-    """A part's operator on one batch, timed with constants in the place of its module's."""
+    """A part's operator on one batch, timed with constants in place of those of its module."""
 
     def __init__(self, clock: Clock, part: str, batch: Batch, heads: int, stored: torch.dtype) -> None:
         name, self.module, made = PARTS[part]
@@ -207,7 +207,7 @@ class Trial:
             self.name += ", by the kernel for Hopper" if sparse_latent.takes_hopper(*rows) else ""
 
     def seconds(self, constants: Constants) -> float | str:
-        """Of a call, or why there are none."""
+        """Return the seconds of a call, or the reason that there are none."""
         with mock.patch.multiple(self.module, **constants) if constants else mock.patch.dict({}):
             try:
                 if not near(self.function(*self.sets[0]), self.expected):
@@ -217,7 +217,7 @@ class Trial:
                 return str(error).splitlines()[0]
 
     def search(self) -> tuple[dict[str, float | str], Constants, float]:
-        """Constants → seconds, then the fastest ones and their seconds."""
+        """Return constants → seconds, then the fastest constants and their seconds."""
         times: dict[str, float | str] = {AS_IT_IS: self.seconds({})}
         best, least = dict[str, Any](), times[AS_IT_IS]
         assert isinstance(least, float), least

@@ -55,7 +55,7 @@ max_num_seqs=2, kv_cache_memory_bytes=1 << 24)"
 
 
 def measure(before: str, way: str, **variables: str) -> tuple[float, float]:
-    """Processor seconds and MiB of resident memory that a way adds in a fresh process."""
+    """Return processor seconds and MiB of resident memory that a way adds in a fresh process."""
     source = MEASURE.format(before=before, way=way)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **variables}
     ended = subprocess.run(

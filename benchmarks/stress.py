@@ -35,19 +35,19 @@ ROUND_SECONDS, ROUND_FORKS = 30.0, 100  # each round starts on a new default man
 
 
 def managers() -> int:
-    """The number of managers that are alive."""
+    """Return the number of live managers."""
     gc.collect()
     return sum(type(thing) is OpManager for thing in gc.get_objects())
 
 
 def resident_mib() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() >> 20
 
 
 def run(seconds: float, forks: int, fresh: int) -> tuple[Figures, list[dict[str, int]]]:
-    """Rounds until the time is over and the forks are done, and the memory and managers after each."""
+    """Run rounds until the time is over and the forks are done; return the memory and managers after each."""
     total, left = Figures(), []
     number = 0
     while total.seconds < seconds or total.counts["forks"] < forks:
