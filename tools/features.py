@@ -9,7 +9,7 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 DATA = tomllib.loads((DOCS / "features.toml").read_text(encoding="utf-8"))
 COLUMNS: dict[str, str] = DATA["columns"]
-WORDS = {"works": "**works**", "part": "part", "refused": "refused", "none": "–", None: "not run"}
+WORDS = {"works": "**works**", "part": "partial", "refused": "refused", "none": "–", None: "not run"}
 BEGIN, END = "<!-- tables of features.toml -->", "<!-- end -->"
 
 
@@ -19,7 +19,7 @@ def cell(feature: dict[str, Any], column: str) -> dict[str, Any]:
 
 
 def tables() -> str:
-    """Return the table of words, and the table of the meanings of "part"."""
+    """Return the table of words, and the table that says what works where a feature is "partial"."""
     rows = [["", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1)]
     notes = [["feature", "where", "what works"], ["---"] * 3]
     for feature in DATA["feature"]:
@@ -28,7 +28,7 @@ def tables() -> str:
         for column, title in COLUMNS.items():
             if note := cell(feature, column).get("note"):
                 notes.append([feature["name"], title, note])
-    head = "\n\n## The parts that work\n\n"
+    head = "\n\n## Partial support\n\n"
     return head.join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, notes))
 
 
