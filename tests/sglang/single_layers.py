@@ -75,6 +75,15 @@ class LayersOfSGLang:
     def linear_kernel(self, method: Any, layer: Any) -> Any:
         return method.scheme
 
+    def absorbed(self, layer: Any, method: Any) -> Tensor:
+        from sglang_fl.quantization import latent
+
+        attention: Any = nn.Module()
+        attention.kv_b_proj, layer.params_dtype = layer, torch.float32
+        attention.kv_lora_rank, attention.qk_nope_head_dim, attention.v_head_dim = SIZE, SIZE // 4, SIZE // 4
+        latent.split(nn.ModuleDict({"attention": attention}))
+        return torch.cat((attention.w_kc, attention.w_vc.transpose(1, 2)), 1).flatten(0, 1)
+
     def has_scales(self, config: Any, method: Any) -> bool:
         return method is not None and method._announced
 

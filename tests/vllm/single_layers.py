@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, mla_attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
@@ -25,9 +25,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from fl_dispatch.cli import small_model
 from fl_dispatch.hosting.quantized.layers import QuantizedLayer
-from quantized_served import JOINED, LAYERS
+from quantized_served import JOINED, LAYERS, SIZE
 from single_quantized import COUNT, MIXTURE
 from vllm_fl import quantization
+from vllm_fl.attention import mla_weight
 from vllm_fl.quantization.configs import CONFIGS
 from vllm_fl.quantization.expert_method import QuantizedMethod
 
@@ -113,6 +114,11 @@ class LayersOfVLLM:
         owners = (method, getattr(layer, "scheme", None) or method)
         found = [value for owner in owners for value in vars(owner).values() if isinstance(value, QuantizedLayer)]
         return found[0] if found else f"{type(method).__name__}, the host's own"
+
+    def absorbed(self, layer: Any, method: Any) -> Tensor:
+        mla_weight.ask_exactly()
+        layer.quant_method, layer.input_size_per_partition = method, SIZE
+        return mla_attention.get_and_maybe_dequant_weights(layer)
 
     def has_scales(self, config: Any, method: Any) -> bool:
         announced = (getattr(config, "kv_cache_scheme", None) or {}).get("num_bits")

@@ -69,7 +69,8 @@ def split(model: nn.Module) -> None:
             continue
         dtype, device = attention.kv_b_proj.params_dtype, next(layer.parameters()).device
         ones = torch.eye(attention.kv_lora_rank, dtype=dtype, device=device)
-        weight = kernel.apply_weights(layer, ones).t()
+        with kernel.fl_exact():
+            weight = kernel.apply_weights(layer, ones).t()
         sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
         key, value = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
         attention.w_kc = key.transpose(1, 2).contiguous().transpose(1, 2)

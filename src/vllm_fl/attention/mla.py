@@ -32,6 +32,7 @@ from .cache_slots import real
 from .mla_context import context_rows
 from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
 from .mla_prefill import merge
+from .mla_weight import ask_exactly
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
@@ -71,6 +72,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         """Dequantize ``kv_b_proj``: vLLM multiplies ones by it to get the weight, which an input scale would round."""
         if any(getattr(self.kv_b_proj, name, None) is not None for name in ("input_scale", "input_global_scale")):
             raise ValueError("vllm_fl does not support latent attention with scales for inputs in the checkpoint yet")
+        ask_exactly()
         super().process_weights_after_loading(act_dtype)
 
     def fl_bind(self, scope: str | None) -> None:

@@ -33,6 +33,10 @@ NAMED = [f"{MIXTURE}.{number}.{name}" for number in range(COUNT) for name in ("g
 ELSEWHERE = [name.replace("layers.0", "layers.1") for name in NAMED]
 
 
+ABSORBED = [name for name in EXPERTS if name not in (*GIVEN, "fp8, blocks of 128")]
+"""Schemes of latent attention; of fp8 in blocks it needs more than one, else vLLM takes its scale for a weight's."""
+
+
 class Layers(Protocol):
     """A host's layers.
 
@@ -52,6 +56,9 @@ class Layers(Protocol):
 
     def linear_kernel(self, method: Any, layer: Any) -> Any:
         """The kernel of ours by which a method computes a filled layer, or the name of what is the host's own."""
+
+    def absorbed(self, layer: Any, method: Any) -> Tensor:
+        """The weight that the host finds of a loaded layer for the absorbed form of latent attention."""
 
     def has_scales(self, config: Any, method: Any) -> bool:
         """Whether a cache's method waits for scales that the checkpoint announces."""
@@ -134,7 +141,7 @@ class QuantizedLayers(Scenario):
     """The whole sentence about a method; ``{method}`` is its name and ``{works}`` what is served."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
-        return {"method": [*self.METHODS]}
+        return {"method": [*self.METHODS], "scheme": ABSORBED}
 
     def refusal(self, method: str) -> str:
         """What the host's plugin says of a method."""
@@ -143,6 +150,15 @@ class QuantizedLayers(Scenario):
     def test_each_layer_of_each_checkpoint_is_served_or_refused_as_recorded(self, layers: Layers) -> None:
         with torch.device("meta"):
             quantized_served.check(layers.name, quantized_served.answered(lambda *asked: ask(layers, *asked)))
+
+    def test_absorbed_weights_are_those_that_the_checkpoint_stands_for(self, scheme: str, layers: Layers) -> None:
+        layer, method = filled(layers, SCHEMES[scheme].config)
+        stored, weight = SCHEMES[scheme].write(torch.randn((SIZE, SIZE), generator=torch.Generator().manual_seed(0)))
+        for name, value in stored.items():
+            if (parameter := getattr(layer, name, None)) is not None:
+                parameter.data.copy_(value.view_as(parameter))
+        method.process_weights_after_loading(layer)
+        torch.testing.assert_close(layers.absorbed(layer, method), weight, rtol=1e-5, atol=1e-6)
 
     def test_a_method_that_is_not_served_is_refused_with_what_works(self, method: str, layers: Layers) -> None:
         assert self.refusal(method) == self.REFUSAL.format(method=method, works=self.METHODS[method])

@@ -1,0 +1,33 @@
+"""The weight of a quantized ``kv_b_proj``, which vLLM finds by a product with ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.attention import mla_attention
+
+from fl_dispatch.hosting.layers.layer_kernels import KERNEL
+from fl_dispatch.hosting.quantized.layers import QuantizedLayer
+
+NAME = "get_and_maybe_dequant_weights"
+
+
+def ask_exactly() -> None:
+    """Have vLLM multiply ones that are not rounded as the layer rounds its rows. Idempotent."""
+    hosts = getattr(mla_attention, NAME)
+    if not hasattr(hosts, "__wrapped__"):
+        setattr(mla_attention, NAME, _exact(hosts))
+
+
+def _exact(hosts: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(hosts)
+    def weight(layer: Any, *args: Any, **named: Any) -> Tensor:
+        kernel = KERNEL.find(layer)
+        with kernel.fl_exact() if isinstance(kernel, QuantizedLayer) else nullcontext():
+            return hosts(layer, *args, **named)
+
+    return weight
