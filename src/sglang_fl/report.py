@@ -69,8 +69,7 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
     ``layers`` and ``native_layers`` are class name → number of layers that run a bridge, and SGLang's own code.
     ``fallen_through`` is ``"class: reason"`` → calls. ``graphs`` has the batch sizes of decode graphs, and the number
     of steps that replayed one, ``None`` without graphs; ``prompt_graphs`` has the same for prompts, with numbers of
-    tokens. ``undispatched`` is operator → layers that the first pass missed, ``None`` before it. ``drafter`` has a
-    draft model's layers, and those its first pass missed.
+    tokens. ``undispatched`` is operator → layers that the first pass missed, ``None`` before it.
     """
     loaded = LOADED.of(runner)
     return {
@@ -86,9 +85,14 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
 
 
 def fl_report(scheduler: Scheduler, folder: str) -> None:
-    """Write :func:`worker_report` to this rank's own file in an existing folder."""
+    """Write :func:`worker_report` to this rank's own file in an existing folder.
+
+    ``drafter`` has a draft model's layers, and those its first pass missed. ``steps`` maps a number of steps to the
+    decode batches that made that number for one scheduling; it is ``None`` without ``VLLM_FL_STEPS``.
+    """
     data = worker_report(scheduler.tp_worker.model_runner)
-    data["drafter"] = _drafter(getattr(scheduler, "draft_worker", None))
+    worker = getattr(scheduler, "draft_worker", None)
+    data["drafter"], data["steps"] = _drafter(worker), getattr(worker, "made", None)
     part = Path(folder, f"{data['rank']}.part")
     part.write_text(json.dumps(data), encoding="utf-8")
     part.rename(part.with_suffix(".json"))

@@ -17,6 +17,7 @@ from .. import speculation
 from ..compat.runtime import ATTENTION
 from ..host import HOST
 from ..layers import lora
+from ..several_steps import choice
 from ..version import TESTED_HOSTS, host_version
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     for spec in device_specs():
         if spec.torch_type == device.torch_type and HOST.name in spec.host_attention:
             _take_back_attention(args, spec.host_attention[HOST.name])
-    _adapt_graphs(args, device)
     speculation.apply_defaults(args, _set)
+    choice.apply_defaults(args, _set)
+    _adapt_graphs(args, device)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     if HOST.name in device.host_kernels and args.tp_size > 1 and get_settings().registers("RMSNorm", "rms_norm"):
         _set(args, "enforce_disable_flashinfer_allreduce_fusion", True, "it computes norms in the place of operators")
@@ -88,7 +90,7 @@ def _graphs_of(phase: str, args: ServerArgs, device: DeviceSpec) -> tuple[str, s
     for absent, reason in (
         (not device.graphs, f"{device.name} has no graphs to capture"),
         (HOST.name not in device.host_kernels, "sglang_fl captures none yet"),
-        (args.speculative_algorithm is not None, "sglang_fl makes and checks drafts eagerly"),
+        (args.speculative_algorithm not in (None, choice.NAME), "sglang_fl makes and checks drafts eagerly"),
     ):
         if absent:
             return Backend.DISABLED, reason

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import quantization
+from ..several_steps import choice
 from ..version import TESTED_HOSTS, host_version
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[
         kernels: whether SGLang has its own kernels for the device.
     """
     algorithm = named(args)
-    if algorithm is None:
+    if algorithm in (None, choice.NAME):
         return []
     what = f"speculative decoding with '{algorithm}'"
     if not serves(algorithm):

@@ -153,8 +153,8 @@ class Damage:
             scheduler._add_request_to_queue(request, is_retracted=True)
 
 
-DAMAGED = Attached[Damaged]("fl_damaged")
-"""The damage in a batch's logits."""
+DAMAGED = Attached[tuple[Damaged, ...]]("fl_damaged")
+"""The damage in a batch's logits, one entry for each step of the model."""
 DAMAGE = Attached[Damage]("fl_damage")
 """The state of a scheduler, from its first batch on."""
 WATCHED = Attached[bool]("fl_watched")
@@ -206,6 +206,11 @@ def without_damaged_drafts(runner: ModelRunner, output: Any) -> Any:
     return output
 
 
+def join(outputs: Sequence[LogitsProcessorOutput]) -> None:
+    """Leave the damage of all steps of a batch on the last one's logits."""
+    DAMAGED.give(outputs[-1], tuple(each for output in outputs for each in DAMAGED.find(output) or ()))
+
+
 def get_next_batch_to_run(
     original: Callable[..., Any],
     scheduler: Scheduler,
@@ -246,7 +251,7 @@ def to_other_stages(original: Callable[..., Any], scheduler: Scheduler, result: 
     """Return the last pipeline stage's message to the others, with the damage that it found."""
     tensors = original(scheduler, result, batch)
     if (output := result.logits_output) is not None and (found := DAMAGED.find(output)) is not None:
-        tensors[ROWS] = found.rows
+        tensors[ROWS] = found[0].rows
     if WATCHED.find(result):
         tensors[ORIGINS] = DAMAGE.of(scheduler).origins
     return tensors
@@ -258,7 +263,7 @@ def from_last_stage(
     """Return a step's result as a stage makes it from the last stage's message."""
     rows, result = outputs.tensors.get(ROWS), original(scheduler, batch, metadata, outputs)
     if rows is not None:
-        DAMAGED.give(result, Damaged(rows.to("cpu", non_blocking=True)))  # SGLang waits for its own copies next
+        DAMAGED.give(result, (Damaged(rows.to("cpu", non_blocking=True)),))  # SGLang waits for its own copies next
     if ORIGINS in outputs.tensors:
         WATCHED.give(result, True)
         DAMAGE.of(scheduler).add(outputs.tensors[ORIGINS])
@@ -291,11 +296,12 @@ def _rows(result: Any) -> list[int]:
     found = DAMAGED.find(result)
     if found is None and (output := getattr(result, "logits_output", None)) is not None:
         found = DAMAGED.find(output)
-    if found is None:
+    if not found:
         return []
-    if found.copied is not None:
-        found.copied.synchronize()
-    return found.rows.tolist()
+    for each in found:
+        if each.copied is not None:
+            each.copied.synchronize()
+    return torch.stack([each.rows for each in found]).amax(0).tolist()
 
 
 def _under_way(scheduler: Scheduler) -> list[Req]:
@@ -332,7 +338,7 @@ def _give(logits_output: LogitsProcessorOutput, rows: Tensor) -> None:
         copied = torch.get_device_module(rows.device).Event()
         rows = rows.to("cpu", non_blocking=True)
         copied.record()
-    DAMAGED.give(logits_output, Damaged(rows, copied))
+    DAMAGED.give(logits_output, (Damaged(rows, copied),))
 
 
 def _end(request: Req, why: str, batch: ScheduleBatch) -> None:

@@ -12,10 +12,10 @@ from engines import Runs, start_features, unpacked
 from several import ASKED, MOST, NEW, VARIABLES, Compared, alike, engines, whole
 
 import variants
+from fl_dispatch.hosting.pace import Pace
 from sampling import drawn
 from vllm_fl.compat import arrivals, versions
 from vllm_fl.several_steps import choice
-from vllm_fl.several_steps.scheduler import Pace
 
 WAYS = {"StepsScheduler": {}, "AsyncStepsScheduler": {"VLLM_FL_PLUGIN_MODULES": "asynchronous_plugin"}}
 """Scheduler → the variables of engines that have it."""

@@ -1,0 +1,188 @@
+"""Several steps for one scheduling give SGLang's tokens of one step for each, whatever requests ask for.
+
+Requests are greedy: SGLang draws all samples of a batch from one generator, so they depend on when requests arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from serving import start
+
+import variants
+from running import PROMPTS
+
+pytest.importorskip("sglang")
+
+from sglang_fl.several_steps import choice
+
+MOST = 8
+NEW = 40
+VARIABLES = {"VLLM_FL_STEPS_MS": "10000"}
+"""The time of a step on a busy machine shall not bound the number of steps."""
+ENGINE = {"grammar_backend": "xgrammar", "disable_overlap_schedule": True}
+"""With overlap, SGLang applies a penalty for a token one token late."""
+ENDS = list(range(3, 260, 9))
+"""Tokens that end a request: some request meets one."""
+LETTERS = list("abcdefghijklmnopqrstuvwxyz")
+CROWD = [PROMPTS[2][7 * place :][:185] for place in range(4)]
+ROOM = 850
+"""Tokens of a cache that holds those prompts, but not their answers."""
+
+
+def ask(more: Mapping[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
+    return {"prompts": PROMPTS, "max_tokens": NEW, "sampling": sampling, **({"more": more} if more else {})}
+
+
+SCORED = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5, 9]}
+ASKED: Mapping[str, dict[str, Any]] = {
+    "greedy": ask(SCORED),
+    "top-k, top-p and min-p": ask(SCORED, temperature=0.7, top_k=1, top_p=0.9, min_p=0.01),
+    "penalties": ask(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.3),
+    "biased tokens": ask(logit_bias={"20": -100.0}),
+    "end tokens": ask(SCORED, stop_token_ids=ENDS, ignore_eos=False),
+    "a least length": ask(stop_token_ids=ENDS, ignore_eos=False, min_new_tokens=17),
+    "a length that is no multiple": ask(max_new_tokens=13),
+    "stop strings": ask(stop=LETTERS),
+    "a grammar": ask(regex="[a-c]{3}-[0-9]{2}", ignore_eos=False),
+    "samples": ask(n=2, temperature=0.0),
+    "a cached prefix": ask(),
+}
+"""Subject → a step of ``run_sglang``."""
+CROWDED = {"prompts": CROWD, "max_tokens": NEW}
+LONGEST = {"prompts": [PROMPTS[2]], "max_tokens": 512 - 1 - len(PROMPTS[2])}
+"""An answer up to the length that the engine allows."""
+
+
+@pytest.fixture(scope="module")
+def answers(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """Steps of a scheduling → the results of three engines: all requests, requests short of room, two ranks."""
+    folder = tmp_path_factory.mktemp("several")
+    model = variants.with_characters(checkpoint("qwen3"), folder / "qwen3")
+    runs: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+        ([*ASKED.values(), LONGEST], {}),
+        ([CROWDED], {"max_total_tokens": ROOM}),
+        ([ASKED["greedy"]], {"tp_size": 2}),
+    ]
+    started: dict[str, list[Future[dict[str, Any]]]] = {
+        name: [
+            start(model, *steps, engine={**ENGINE, **engine}, variables={"VLLM_FL_STEPS": most, **VARIABLES})
+            for steps, engine in runs
+        ]
+        for name, most in {"one": "1", "several": str(MOST)}.items()
+    }
+    return {name: [each.result() for each in every] for name, every in started.items()}
+
+
+def compared(answers: dict[str, list[dict[str, Any]]], run: int, place: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    one, several = (answers[name][run]["steps"][place] for name in ("one", "several"))
+    return one, several
+
+
+def scores(step: Mapping[str, Any]) -> list[float]:
+    """All log-probabilities of answers: of the tokens, the best ones and those asked for."""
+    found: list[float] = []
+    for meta in step["metas"]:
+        found += [score for score, *_ in meta["output_token_logprobs"]]
+        for name in ("output_top_logprobs", "output_token_ids_logprobs"):
+            found += [score for row in meta[name] for score, *_ in row]
+    return found
+
+
+@pytest.mark.parametrize("subject", ASKED)
+def test_requests_get_what_single_steps_give_them(subject: str, answers: dict[str, Any]) -> None:
+    one, several = compared(answers, 0, list(ASKED).index(subject))
+    assert several["tokens"] == one["tokens"]
+    assert several["texts"] == one["texts"]
+    if one["metas"]:
+        assert scores(several) == pytest.approx(scores(one), abs=1e-4)
+        lengths = [[len(meta["output_token_logprobs"]) for meta in step["metas"]] for step in (one, several)]
+        assert lengths[0] == lengths[1] == list(map(len, one["tokens"]))
+
+
+def test_schedulings_made_several_steps_in_every_engine_and_rank(answers: dict[str, Any]) -> None:
+    for run, ranks in enumerate((1, 1, 2)):
+        made = [report["steps"] for report in answers["several"][run]["reports"]]
+        assert len(made) == ranks
+        assert all(each == made[0] for each in made)
+        assert made[0][str(MOST)] > 0
+    assert answers["one"][0]["report"]["steps"] is None
+
+
+def test_requests_end_where_single_steps_end_them(answers: dict[str, Any]) -> None:
+    """The comparisons say something only if some request ends early."""
+    for subject in ("end tokens", "stop strings"):
+        _, several = compared(answers, 0, list(ASKED).index(subject))
+        assert min(map(len, several["tokens"])) < NEW
+    _, least = compared(answers, 0, list(ASKED).index("a least length"))
+    assert min(map(len, least["tokens"])) >= 17
+
+
+def test_an_answer_is_as_long_as_the_engine_allows(answers: dict[str, Any]) -> None:
+    one, several = compared(answers, 0, len(ASKED))
+    assert several["tokens"] == one["tokens"]
+    assert 512 - 8 < len(PROMPTS[2]) + len(several["tokens"][0]) < 512
+
+
+def test_requests_that_wait_for_room_get_the_tokens_of_single_steps(answers: dict[str, Any]) -> None:
+    one, several = compared(answers, 1, 0)
+    assert several["tokens"] == one["tokens"]
+    assert int(answers["several"][1]["report"]["steps"]["1"]) > 1
+
+
+def test_ranks_get_the_tokens_of_single_steps(answers: dict[str, Any]) -> None:
+    one, several = compared(answers, 2, 0)
+    assert several["tokens"] == one["tokens"]
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, ""),
+        ({"speculative_algorithm": choice.NAME}, ""),
+        ({"speculative_algorithm": "NGRAM"}, "a draft already makes several tokens"),
+        ({"is_generation": False}, "the model generates nothing"),
+        ({"is_multimodal": True}, "the model takes images or audio"),
+        ({"pp_size": 2}, "pipeline stages hand over each step"),
+        ({"dp_size": 2}, "data-parallel ranks run each step together"),
+        ({"enable_mixed_chunk": True}, "prompts and decoding share steps"),
+        (
+            {"enable_lora": True},
+            "SGLang refuses adapters (check_lora_speculative_compatibility in arg_groups/lora_hook.py)",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_make_several_steps_says_why(
+    given: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.configs import hybrid_arch
+
+    model = {"is_generation": True, "is_encoder_decoder": False, "is_multimodal": False}
+    args = {
+        "speculative_algorithm": None,
+        "dllm_algorithm": None,
+        "pp_size": 1,
+        "dp_size": 1,
+        "enable_mixed_chunk": False,
+        "enable_eplb": False,
+        "enable_lora": False,
+        "lora_paths": None,
+        "disaggregation_mode": "null",
+    }
+    for name, value in given.items():
+        (model if name in model else args)[name] = value
+    text = SimpleNamespace()
+    monkeypatch.setattr(overrides, "model_config_of", lambda _: SimpleNamespace(**model, hf_text_config=text))
+    monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda _: None)
+    assert choice.why_single(SimpleNamespace(**args)) == why  # type: ignore[arg-type]
