@@ -154,6 +154,7 @@ ROTATIONS = {
             "tests/sglang/layers/test_sglang_lora.py",
             "tests/sglang/worker/test_sglang_communicator.py",
             "tests/sglang/worker/test_sglang_data_parallel.py",
+            "tests/sglang/worker/test_sglang_several_steps.py",
             "tests/sglang/compat/test_sglang_host_versions.py",
             "tests/sglang/platform/test_sglang_bad_input.py",
             "tests/sglang/platform/test_sglang_end.py",

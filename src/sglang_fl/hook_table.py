@@ -116,8 +116,8 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     from .layers import rotations
     from .quantization import check_experts, latent, updates
     from .quantization.cache import keep_own_name
-    from .several_steps import choice
     from .speculation import kernel_hooks as speculative
+    from .speculation import several_steps
     from .worker import damage
 
     yield _hook(f"{PROMPT_GRAPHS}.capture", prompts.capture, "around")
@@ -128,7 +128,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook("sglang.srt.speculative.eagle_utils.eagle_sample", damage.eagle_sample, "around")
     yield _hook(f"{SCHEDULER}.get_next_batch_to_run", damage.get_next_batch_to_run, "around")
     yield _hook(f"{SCHEDULER}.run_batch", damage.run_batch, "around")
-    yield _hook(f"{SCHEDULER}.update_running_batch", choice.update_running_batch, "around")
+    yield _hook(f"{SCHEDULER}.update_running_batch", several_steps.update_running_batch, "around")
     yield _hook(f"{PIPELINE}._pp_prepare_tensor_dict", damage.to_other_stages, "around")
     yield _hook(f"{PIPELINE}._pp_prep_batch_result", damage.from_last_stage, "around")
     yield _hook(f"{SCHEDULER}.process_batch_result", damage.process_batch_result, "around")
@@ -176,7 +176,7 @@ def extend_host() -> None:
         setattr(Scheduler, method.__name__, method)
     quantization.announce()
     if host_version() in TESTED_HOSTS:
-        from .several_steps import worker
+        from .worker import several_steps
 
         model_rules.register()
-        worker.register()
+        several_steps.register()

@@ -17,7 +17,7 @@ from .. import speculation
 from ..compat.runtime import ATTENTION
 from ..host import HOST
 from ..layers import lora
-from ..several_steps import choice
+from ..speculation import several_steps
 from ..version import TESTED_HOSTS, host_version
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
         if spec.torch_type == device.torch_type and HOST.name in spec.host_attention:
             _take_back_attention(args, spec.host_attention[HOST.name])
     speculation.apply_defaults(args, _set)
-    choice.apply_defaults(args, _set)
+    several_steps.apply_defaults(args, _set)
     _adapt_graphs(args, device)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     if HOST.name in device.host_kernels and args.tp_size > 1 and get_settings().registers("RMSNorm", "rms_norm"):
@@ -90,7 +90,7 @@ def _graphs_of(phase: str, args: ServerArgs, device: DeviceSpec) -> tuple[str, s
     for absent, reason in (
         (not device.graphs, f"{device.name} has no graphs to capture"),
         (HOST.name not in device.host_kernels, "sglang_fl captures none yet"),
-        (args.speculative_algorithm not in (None, choice.NAME), "sglang_fl makes and checks drafts eagerly"),
+        (args.speculative_algorithm not in (None, several_steps.NAME), "sglang_fl makes and checks drafts eagerly"),
     ):
         if absent:
             return Backend.DISABLED, reason

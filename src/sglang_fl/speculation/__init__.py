@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import quantization
-from ..several_steps import choice
 from ..version import TESTED_HOSTS, host_version
+from . import several_steps
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -45,7 +45,7 @@ def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[
         kernels: whether SGLang has its own kernels for the device.
     """
     algorithm = named(args)
-    if algorithm in (None, choice.NAME):
+    if algorithm in (None, several_steps.NAME):
         return []
     what = f"speculative decoding with '{algorithm}'"
     if not serves(algorithm):

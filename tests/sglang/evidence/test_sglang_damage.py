@@ -21,6 +21,10 @@ POISONED = [*COMMON, POISON, *PROMPTS[1]]
 INNOCENT = [*COMMON, *PROMPTS[1]]
 
 
+SEVERAL: dict[str, Any] = {}
+"""An engine that makes several steps for one scheduling."""
+
+
 def asked(*prompts: list[int]) -> dict[str, Any]:
     return {"prompts": prompts, "max_tokens": 16, "apart": True}
 
@@ -55,11 +59,12 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
         ({}, 1, False),
         ({}, 1, True),
         ({"disable_overlap_schedule": True}, 1, True),
+        (SEVERAL, 1, True),
         ({}, 9, True),
         (TWO_BY_TWO, 1, True),
         ({"pp_size": 2}, 9, True),
     ],
-    ids=["in a prompt", "in an answer", "without overlap", "for good", "two by two ranks", "two stages, for good"],
+    ids=["prompt", "answer", "without overlap", "several steps", "for good", "two by two ranks", "stages, for good"],
 )
 def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_again(
     engine: dict[str, Any],
@@ -73,7 +78,8 @@ def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_agai
     others = {token for text in (*PROMPTS, *right[:2]) for token in text}
     token = next(token for token in right[2][2:-2] if token not in others) if in_answer else POISON
     prompt = PROMPTS[2] if in_answer else POISONED
-    given = variables(model, tmp_path, token, POISON_TIMES=str(times))
+    steps = {"VLLM_FL_STEPS": "8", "VLLM_FL_STEPS_MS": "10000"} if engine is SEVERAL else {}
+    given = variables(model, tmp_path, token, POISON_TIMES=str(times), **steps)
     found = start(model, asked(*PROMPTS[:2], prompt), asked(prompt), variables=given, engine=engine).result()
     first, second = (step["answers"] for step in found["steps"])
     assert first[:2] == right[:2]

@@ -19,7 +19,7 @@ from running import PROMPTS
 
 pytest.importorskip("sglang")
 
-from sglang_fl.several_steps import choice
+from sglang_fl.speculation import several_steps
 
 MOST = 8
 NEW = 40
@@ -149,7 +149,7 @@ def test_ranks_get_the_tokens_of_single_steps(answers: dict[str, Any]) -> None:
     ("given", "why"),
     [
         ({}, ""),
-        ({"speculative_algorithm": choice.NAME}, ""),
+        ({"speculative_algorithm": several_steps.NAME}, ""),
         ({"speculative_algorithm": "NGRAM"}, "a draft already makes several tokens"),
         ({"is_generation": False}, "the model generates nothing"),
         ({"is_multimodal": True}, "the model takes images or audio"),
@@ -185,4 +185,4 @@ def test_an_engine_that_cannot_make_several_steps_says_why(
     text = SimpleNamespace()
     monkeypatch.setattr(overrides, "model_config_of", lambda _: SimpleNamespace(**model, hf_text_config=text))
     monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda _: None)
-    assert choice.why_single(SimpleNamespace(**args)) == why  # type: ignore[arg-type]
+    assert several_steps.why_single(SimpleNamespace(**args)) == why  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""SGLang's algorithm and worker that decode several times for one scheduling.
+"""The worker that makes several steps of the model for one scheduling (``VLLM_FL_STEPS``).
 
-The runner of the model takes part in no algorithm: its graphs, its sampling and its attention are those of decoding.
+SGLang gives a request several cache slots and several tokens for one scheduling only under an algorithm for drafts. The
+algorithm here drafts nothing: its worker decodes several times. The model runner knows of no algorithm, so its graphs,
+sampling and attention are the ones for decoding.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from torch import Tensor
 from fl_dispatch.hosting.pace import Pace
 from fl_dispatch.settings import get_settings
 
-from ..worker import damage
-from .choice import MOST, NAME
+from ..speculation.several_steps import MOST, NAME
+from . import damage
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
