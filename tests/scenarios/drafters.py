@@ -107,6 +107,38 @@ def with_mtp(model: Path, target: Path, predictors: int = 1) -> Path:
     return _write(target, model, {**tensors, **further}, num_nextn_predict_layers=predictors)
 
 
+LISTING, HEED = 1, 5.0
+"""A layer of the families with sparse latent attention that has experts, and an indexer of its own; how many times more
+what it attends to counts in a reader.
+"""
+
+
+def with_reader(model: Path, target: Path) -> Path:
+    """A model with sparse latent attention of which one layer does something, and a predictor that is that layer again.
+
+    The predictor leaves out what the model hands it, and reads the tokens: without the very first of them, it says what
+    the model will say. So a draft is right for all that the two layers list and attend to alike.
+    """
+    tensors = load_file(model / WEIGHTS)
+    embeddings = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = embeddings = embeddings / embeddings.square().mean(-1, keepdim=True).sqrt()
+    prefix, size = f"model.layers.{LISTING}.", embeddings.shape[1]
+    tensors[f"{prefix}self_attn.o_proj.weight"] *= HEED
+    layer = {
+        **{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)},
+        "enorm.weight": torch.ones(size),
+        "hnorm.weight": torch.ones(size),
+        "eh_proj.weight": _second_half(size).roll(size, 1),
+        "shared_head.norm.weight": tensors["model.norm.weight"],
+        "shared_head.head.weight": tensors["lm_head.weight"],
+        "embed_tokens.weight": embeddings,
+    }
+    silent = {name: tensor if name.startswith(prefix) else _silent(name, tensor) for name, tensor in tensors.items()}
+    further = {f"model.layers.3.{name}": tensor for name, tensor in layer.items()}
+    shutil.copytree(model, target)
+    return _write(target, model, {**silent, **further}, num_nextn_predict_layers=1)
+
+
 def with_mtp_beside_states(model: Path, target: Path) -> Path:
     """A Qwen3.5 with a layer that predicts one more token; its norms have weights that one is added to."""
     tensors = load_file(model / WEIGHTS)

@@ -46,7 +46,7 @@ class Drafting(Scenario):
     SAMPLES: ClassVar[int] = 1500
     ALONE: ClassVar[bool] = False
     """Whether both engines have processes of their own, as frozen choices ask for."""
-    PLACE: ClassVar[Mapping[str, str]] = {}
+    PLACE: ClassVar[Mapping[str, Any]] = {}
     """Further arguments of ``Host.serve``."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
@@ -73,6 +73,10 @@ class Drafting(Scenario):
         """What an engine that drafts is asked before all passes, and after them."""
         return ()
 
+    def last(self, run: Any) -> Sequence[Pass]:
+        """What an engine that drafts is asked at the end."""
+        return ()
+
     def least(self, run: Any) -> int:
         """A number of accepted drafts that is exceeded."""
         return 0
@@ -92,8 +96,9 @@ class Drafting(Scenario):
             spread = Pass(PROMPTS[:1], 2, samples=self.SAMPLES, sampling=SPREAD)
             told = [spread] if run in self.TOLD else []
             asked = [*greedy, replace(long, drafts=True), *told]
+            drafted = [*self.calls(), *asked, *self.calls(), *self.last(run)]
             pair = [
-                Engine(made[run].target, [*self.calls(), *asked, *self.calls()], self.options(run, made[run], True)),
+                Engine(made[run].target, drafted, self.options(run, made[run], True)),
                 Engine(made[run].target, [*greedy, long], self.options(run, made[run], False)),
             ]
             groups = [[one] for one in pair] if self.ALONE else [pair]

@@ -31,7 +31,12 @@ class SparseMLAFLImpl(MLAFLImpl):
         kwargs.pop("index_group_builder", None)  # for vLLM's own kernels, which read slots instead of positions
         super().__init__(*args, **kwargs)
         self.fl_indexer: Any = indexer
-        self.fl_lists: Tensor | None = topk_indices_buffer
+        self.fl_given = topk_indices_buffer
+
+    @property
+    def fl_lists(self) -> Tensor | None:
+        """The lists ``[tokens, topk]``; vLLM gives a predictor's indexer its model's buffer once both are loaded."""
+        return self.fl_given if self.fl_indexer is None else self.fl_indexer.topk_indices_buffer
 
     def record_logical_topk_ready(self) -> None:
         """Skip vLLM's event, because no other stream waits for the lists."""

@@ -30,9 +30,14 @@ INDEX_OPERATORS = ("index_key_write", "index_topk")
 
 
 def longest_dense(vllm_config: VllmConfig) -> int:
-    """Return the largest number of tokens of a request with dense attention: ``topk``, or 0 if lists are forced."""
+    """Return the largest number of tokens of a request with dense attention: ``topk``, or 0 if lists are forced.
+
+    They are on demand, and where the first draft of a predictor makes the list for all of a step's drafts.
+    """
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    shares = getattr(getattr(draft, "hf_config", None), "index_share_for_mtp_iteration", False)
     topk: int = vllm_config.model_config.hf_text_config.index_topk
-    return 0 if vllm_config.attention_config.sparse_mla_force_mqa else topk
+    return 0 if shares or vllm_config.attention_config.sparse_mla_force_mqa else topk
 
 
 @dataclass

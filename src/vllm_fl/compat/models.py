@@ -29,3 +29,8 @@ def has_states(model: ModelConfig | None) -> bool:
 def has_indexer(model: ModelConfig | None) -> bool:
     """Whether a model has sparse latent attention."""
     return model is not None and hasattr(model.hf_text_config, "index_topk")
+
+
+def listed(model: ModelConfig | None) -> int | None:
+    """The most tokens that a query of a model with sparse latent attention attends to."""
+    return None if model is None else getattr(model.hf_text_config, "index_topk", None)

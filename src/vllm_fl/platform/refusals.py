@@ -54,8 +54,10 @@ STATE_MODELS = {
     "Lfm2MoeForCausalLM": "ShortConv",
 }
 """Models with our layers for all states: architecture → the class of these layers."""
-SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""Models with our indexer."""
+SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
+"""Models with our indexer; the last one drafts for either of the others."""
+SPARSE_DRAFTS = ("ngram", "mtp")
+"""Speculation by these models."""
 STATES = "models with layers that keep a state"
 ALL2ALL = "allgather_reducescatter"
 """The token exchange between experts that uses only a communicator's own collectives."""
@@ -93,7 +95,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         (speculation not in (None, *SPECULATION), _speculation(speculation)),
         *_draft_features(vllm_config, device),
         *_cache_features(vllm_config, device),
-        *_sparse_features(vllm_config),
+        *_sparse_features(vllm_config, device),
         *(feature for extension in extensions() for feature in extension.unserved(vllm_config)),
         *(_context_features(vllm_config, device) if parallel.decode_context_parallel_size > 1 else ()),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
@@ -172,16 +174,18 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     ]
 
 
-def _sparse_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+def _sparse_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     from vllm.platforms import current_platform
 
     if not models.has_indexer(vllm_config.model_config):
         return []
     attention, sparse = vllm_config.attention_config, "sparse latent attention"
+    speculation = getattr(vllm_config.speculative_config, "method", None)
     return [
         (not current_platform.is_out_of_tree(), f"{sparse} on vLLM's own platform (VLLM_FL_NATIVE_PLATFORM)"),
         (not versions.is_tested(), f"{sparse} with vLLM {versions.host_version()}"),
-        (vllm_config.speculative_config is not None, f"speculative decoding by {sparse}"),
+        (speculation is not None and device.accelerator, f"speculative decoding by {sparse}"),
+        (speculation not in (None, *SPARSE_DRAFTS), f"speculative decoding with '{speculation}' by {sparse}"),
         (vllm_config.lora_config is not None, f"LoRA with {sparse}"),
         (vllm_config.kv_transfer_config is not None, f"KV transfer with {sparse}"),
         (attention.hisparse_config is not None, f"{sparse} with a cache on the host (hisparse_config)"),
@@ -208,6 +212,10 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
         (device.accelerator and model_runner.has_several_predictors(speculation), "drafts of several predictors"),
         (models.has_states(draft), "a draft with layers that keep a state"),
+        (
+            models.has_indexer(draft) and models.listed(draft) != models.listed(vllm_config.model_config),
+            "a draft that lists another number of tokens than its model",
+        ),
         *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
     ]
 

@@ -142,11 +142,6 @@ HOPPER, AMPERE = (
         ),
         (
             "deepseek_v32",
-            {"speculative_config": {"method": "ngram", **SPECULATION}},
-            "speculative decoding by sparse latent attention",
-        ),
-        (
-            "deepseek_v32",
             {"kv_transfer_config": {"kv_connector": "P2pConnector", "kv_role": "kv_both"}},
             "KV transfer with sparse latent attention",
         ),
@@ -375,6 +370,21 @@ def test_drafts_for_states_are_refused_in_the_v1_runner(
     reason = "speculative decoding by models with layers that keep a state by the V1 model runner (VLLM_USE_V2_"
     with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {reason}")):
         configure("qwen3_5", speculative_config={"method": "ngram", **SPECULATION})
+
+
+def test_drafts_beside_sparse_latent_attention_are_refused_where_nobody_ran_them(
+    configure: Callable[..., Any], described: Callable[[str], Path]
+) -> None:
+    look_up = configure("deepseek_v32", speculative_config={"method": "ngram", **SPECULATION})
+    assert _asked(refusals._sparse_features(look_up, CPU)) == []
+    for device in (HOPPER, ASCEND):
+        assert _asked(refusals._sparse_features(look_up, device)) == ["speculative decoding by sparse latent attention"]
+    head = {"method": "eagle3", "model": str(described("llama")), **SPECULATION}
+    with pytest.raises(ValueError, match="speculative decoding with 'eagle3' by sparse latent attention on cpu yet"):
+        configure("deepseek_v32", speculative_config=head)
+    other = {"method": "draft_model", "model": str(described("deepseek_v32")), **SPECULATION}
+    with pytest.raises(ValueError, match="a draft that lists another number of tokens than its model on cpu yet"):
+        configure("deepseek_v2", speculative_config=other)
 
 
 def test_drafts_of_several_predictors_are_refused_on_an_accelerator(configure: Callable[..., Any]) -> None:
