@@ -43,7 +43,8 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_refused_features_and
     of_latents = (compat.LATENT, compat.LATENT_ATTENTION, compat.POOL_SIZES)
     of_features = (*of_latents, compat.PROMPT_GRAPHS, compat.UPDATER, compat.PIPELINE, *of_states)
     owners = tuple(owner.replace(":", ".") for owner in of_features)
-    single = ("Scheduler.init_req_max_new_tokens", "ModelRunner.check_quantized_moe_compatibility")
+    of_scheduler = ("init_req_max_new_tokens", "update_running_batch")
+    single = (*(f"Scheduler.{name}" for name in of_scheduler), "ModelRunner.check_quantized_moe_compatibility")
     of_damage = (
         "ModelRunner.sample",
         "eagle_utils.eagle_sample",
