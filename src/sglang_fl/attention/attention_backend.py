@@ -244,7 +244,8 @@ class MLAFLBackend(AttentionFLBackend):
                     raise ValueError("sglang_fl supports latent attention only causal, without a window or a cap yet")
         if indexer.topk_of(model_runner.model_config.hf_text_config) is not None:
             self.operator = "mla_sparse"
-            indexer.reserve(model_runner.model, self.token_to_kv_pool.get_key_buffer, self.page_size, self)
+            pool = self.token_to_kv_pool
+            pool.index_keys = indexer.reserve(model_runner.model, pool.get_key_buffer, self.page_size, self)
 
     def attends(self, layer: RadixAttention) -> bool:
         """Whether a layer attends here, unlike the layer of DeepSeek's blocks for unabsorbed keys, which fit no row."""

@@ -17,7 +17,8 @@ from fl_dispatch import bind_op
 
 from .metadata import AttentionFLMetadata
 
-MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+PREDICTORS = ("DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN")
+MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", *PREDICTORS)
 """Models with an indexer that are served."""
 SHARED = "shared"
 """A configuration's word for a layer that uses the lists of an earlier layer."""
@@ -80,9 +81,21 @@ class IndexerFL(nn.Module):
         return next(self.weights_proj.parameters()).dtype
 
     def reserve(self, rows: Tensor, page_size: int, reader: Reader) -> None:
-        """Allocate as many keys as there are ``rows`` of latents ``[slots, 1, width]``."""
+        """Allocate as many keys as there are ``rows`` of latents ``[slots, 1, width]``.
+
+        The attention classes of a drafter's steps share them.
+        """
         self.reader = reader
-        self.cache = torch.zeros(len(rows) // page_size, page_size, self.dim, dtype=self.dtype, device=rows.device)
+        shape = (len(rows) // page_size, page_size, self.dim)
+        if getattr(self, "cache", rows).shape != shape:
+            self.cache = torch.zeros(shape, dtype=self.dtype, device=rows.device)
+
+    def _reader(self) -> Reader:
+        """The attention that is in force; a drafter has one for each token."""
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        active = get_attn_backend()
+        return active if isinstance(active, type(self.reader)) else self.reader
 
     def forward(self, *, x: Tensor, q_lora: Tensor, positions: Tensor, forward_batch: Any, layer_id: int) -> None:
         """Store lists in the attention, which its layer runs next; SGLang's indexer returns them."""
@@ -94,8 +107,9 @@ class IndexerFL(nn.Module):
         query = torch.cat((query_rope.view_as(parts[0]), query[..., self.rope :]), dim=-1)
         key = torch.cat((key_rope.view_as(parts[1])[:, 0], key[:, self.rope :]), dim=-1)
         self.write(key, self.cache, forward_batch.out_cache_loc, None, may_skip=False)
-        batch = self.reader.forward_metadata
-        self.reader.lists = self.list(
+        reader = self._reader()
+        batch = reader.forward_metadata
+        reader.lists = self.list(
             query,
             weights,
             self.cache,
@@ -125,8 +139,11 @@ def bytes_of_token(original: Callable[..., int], sizes: Any, configurator: Any, 
     return original(sizes, configurator, layers) + sum(one.dim * one.dtype.itemsize for one in indexers)
 
 
-def reserve(model: nn.Module, rows_of: Callable[[int], Tensor], page_size: int, reader: Reader) -> None:
+def reserve(model: nn.Module, rows_of: Callable[[int], Tensor], page_size: int, reader: Reader) -> list[Tensor]:
     """Allocate the index keys of a rank's layers; ``rows_of``: a layer's number → its rows of latents.
+
+    Returns:
+        The keys of each layer ``[slots, dim]``.
 
     Raises:
         ValueError: the rank's first layer uses the list of another rank's layer.
@@ -137,6 +154,7 @@ def reserve(model: nn.Module, rows_of: Callable[[int], Tensor], page_size: int, 
             "sglang_fl does not support a rank with a first layer that takes the list of a layer before it yet; "
             "leave --pp-size at 1"
         )
-    for module in attending:
-        if isinstance(module.indexer, IndexerFL):
-            module.indexer.reserve(rows_of(module.indexer.layer_id), page_size, reader)
+    indexers = [module.indexer for module in attending if isinstance(module.indexer, IndexerFL)]
+    for one in indexers:
+        one.reserve(rows_of(one.layer_id), page_size, reader)
+    return [one.cache.flatten(0, 1) for one in indexers]

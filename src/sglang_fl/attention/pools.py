@@ -94,6 +94,9 @@ SPARSE = (
 class MLAPoolFL(MLATokenToKVPool):
     """Latent keys ``[slots, 1, rank + rope]`` of each layer."""
 
+    index_keys: Sequence[Tensor] = ()
+    """What indexers keep of the same slots ``[slots, dim]``."""
+
     def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
         if index_head_dim is not None:
             raise ValueError(SPARSE)
@@ -102,7 +105,7 @@ class MLAPoolFL(MLATokenToKVPool):
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copy slots, for pages of one slot."""
-        for buffer in self.kv_buffer:
+        for buffer in (*self.kv_buffer, *self.index_keys):
             buffer[tgt_loc] = buffer[src_loc]
 
 

@@ -181,7 +181,6 @@ def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
         (device.accelerator, sparse),
         (host_version() not in TESTED_HOSTS, f"{sparse} under SGLang {host_version()}"),
         (bool(hosts_own_attention()), f"{sparse} by SGLang's own attention"),
-        (args.speculative_algorithm is not None, f"drafts beside {sparse}"),
         (args.enable_dp_attention, f"data-parallel attention beside {sparse}"),
     ]
 

@@ -194,12 +194,6 @@ def test_the_function_is_in_the_file(line: str) -> None:
         (CPU, {}, "HYV4ForCausalLM", "sparse latent attention of HYV4ForCausalLM on cpu"),
         (
             CPU,
-            {"speculative_algorithm": "NGRAM"},
-            "GlmMoeDsaForCausalLM",
-            "drafts beside sparse latent attention on cpu",
-        ),
-        (
-            CPU,
             {"enable_dp_attention": True},
             "DeepseekV32ForCausalLM",
             "data-parallel attention beside sparse latent attention on cpu",
