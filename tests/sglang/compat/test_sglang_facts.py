@@ -1,4 +1,4 @@
-"""The facts about SGLang have all that this package relies on; that SGLang has it: ``test_host_check.py``."""
+"""The facts about SGLang have all that this package relies on, and the installed SGLang has it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 import sglang_fl
 from fl_dispatch.devices.cpu import sglang_attention
+from fl_dispatch.hosting.facts.fact import check
+from fl_dispatch.hosting.facts.source import SourceTree
 from overridden import assert_listed, overridden
 from sglang_fl.host import HOST, hooked
 from sglang_fl.version import SMOKE_TESTED_HOSTS, host_version
@@ -17,6 +19,12 @@ def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_a_fact_with_th
     scheduler: None,
 ) -> None:
     assert assert_listed(HOST.facts(), list(overridden(sglang_fl, "sglang")), host_version()) > 25
+
+
+def test_the_installed_sglang_has_everything() -> None:
+    findings = check(HOST.facts(), SourceTree.installed("sglang", "torch"), host_version())
+    assert [str(broken) for broken in findings.broken] == []
+    assert not findings.elsewhere
 
 
 @pytest.mark.parametrize("version", [*SMOKE_TESTED_HOSTS, host_version()])
