@@ -124,6 +124,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{PROMPT_GRAPHS}.can_run_graph", prompts.can_run_graph, "around")
     yield _hook(f"{PROMPT_GRAPHS}.execute", prompts.execute, "around")
     yield _hook(f"{SCHEDULER}.init_req_max_new_tokens", rotations.choose, "around")
+    yield _hook(f"{SCHEDULER}.init_req_max_new_tokens", several_steps.leave_room, "around")
     yield _hook(f"{RUNNER}.sample", damage.sample, "around")
     yield _hook("sglang.srt.speculative.eagle_utils.eagle_sample", damage.eagle_sample, "around")
     yield _hook(f"{SCHEDULER}.get_next_batch_to_run", damage.get_next_batch_to_run, "around")

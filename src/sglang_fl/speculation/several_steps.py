@@ -20,6 +20,8 @@ logger = get_logger(__name__)
 
 NAME = "FL_STEPS"
 """The algorithm's name in SGLang's registry."""
+LARGEST = 16
+"""The largest number of steps: a row of SGLang's table of slots is the longest context, 4 and half the steps long."""
 MOST = Attached[int]("fl_most_steps")
 """The steps that requests and lengths allow a batch."""
 
@@ -35,18 +37,33 @@ def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str
         return
     if why := why_single(args):
         logger.warning("VLLM_FL_STEPS=%d: each scheduling makes one step, because %s", asked, why)
+        args.speculative_algorithm = None if is_named(args) else args.speculative_algorithm
         return
     args.speculative_algorithm, args.speculative_eagle_topk = NAME, 1
-    args.speculative_num_steps = args.speculative_num_draft_tokens = asked
+    args.speculative_num_steps = args.speculative_num_draft_tokens = -(-largest() // 2)  # SGLang reserves twice that
     change(args, "disable_overlap_schedule", True, "several steps wait for the host once")
-    logger.info("a scheduling makes up to %d steps while all requests decode (VLLM_FL_STEPS)", asked)
+    logger.info(
+        "a scheduling makes up to %d steps while all requests decode (VLLM_FL_STEPS); SGLang refuses beams and "
+        "return_sampling_mask then",
+        largest(),
+    )
+
+
+def largest() -> int:
+    """Return the setting, at most :data:`LARGEST`."""
+    return min(get_settings().steps, LARGEST)
+
+
+def is_named(args: ServerArgs) -> bool:
+    """Return whether the arguments name our algorithm, in any case of letters."""
+    return (args.speculative_algorithm or "").upper() == NAME
 
 
 def why_single(args: ServerArgs) -> str:
     """Return why an engine cannot make several steps; an empty string if it can."""
     if host_version() not in TESTED_HOSTS:
         return f"SGLang {host_version()} is not a tested version"
-    if args.speculative_algorithm not in (None, NAME):
+    if args.speculative_algorithm is not None and not is_named(args):
         return "a draft already makes several tokens"
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -65,6 +82,7 @@ def why_single(args: ServerArgs) -> str:
         "data-parallel ranks run each step together": args.dp_size > 1,
         "prompts and decoding share steps": args.enable_mixed_chunk,
         "experts move between steps": args.enable_eplb,
+        "SGLang has watermarks beside its own algorithms alone": args.enable_watermark,
         "SGLang refuses adapters (check_lora_speculative_compatibility in arg_groups/lora_hook.py)": bool(
             args.enable_lora or args.lora_paths
         ),
@@ -81,6 +99,16 @@ def update_running_batch(original: Callable[..., Any], scheduler: Scheduler, bat
     return prepared
 
 
+def leave_room(original: Callable[..., Any], scheduler: Scheduler, request: Req) -> None:
+    """Let SGLang bound a request's length, and leave the slots that it reserves for the steps of one scheduling."""
+    original(scheduler, request)
+    if scheduler.spec_algorithm.name == NAME:
+        reserved = LARGEST + 2 * scheduler.page_size
+        room = scheduler.max_total_num_tokens - len(request.origin_input_ids) - reserved
+        sampling = request.sampling_params
+        sampling.max_new_tokens = min(sampling.max_new_tokens, max(1, room))
+
+
 def most_steps(scheduler: Scheduler, batch: ScheduleBatch) -> int:
     """Return the steps that requests and lengths allow a batch: one while a request waits or needs the host."""
     waiting = scheduler.waiting_queue and len(batch.reqs) < scheduler.max_running_requests
@@ -88,7 +116,7 @@ def most_steps(scheduler: Scheduler, batch: ScheduleBatch) -> int:
         return 1
     left = max(request.sampling_params.max_new_tokens - len(request.output_ids) for request in batch.reqs)
     room = scheduler.model_config.context_len - int(batch.seq_lens_cpu.max())
-    return max(1, min(get_settings().steps, left, room))
+    return max(1, min(largest(), left, room))
 
 
 def _needs_host(request: Req) -> bool:
@@ -100,5 +128,4 @@ def _needs_host(request: Req) -> bool:
         or sampling.stop_regex_strs
         or request.custom_logit_processor
         or request.return_hidden_states
-        or request.return_sampling_mask
     )

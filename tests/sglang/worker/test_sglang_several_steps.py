@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from serving import start
 
 import variants
@@ -21,18 +22,19 @@ pytest.importorskip("sglang")
 
 from sglang_fl.speculation import several_steps
 
-MOST = 8
+MOST = 16
+"""The largest number: SGLang's tables of slots are just long enough for it."""
 NEW = 40
-VARIABLES = {"VLLM_FL_STEPS_MS": "10000"}
-"""The time of a step on a busy machine shall not bound the number of steps."""
+VARIABLES = {"VLLM_FL_STEPS_MS": "10000", "SGLANG_FL_PLUGIN_MODULES": "uneven_pace"}
+"""The time of a step bounds no number of steps, but the second rank's."""
 ENGINE = {"grammar_backend": "xgrammar", "disable_overlap_schedule": True}
 """With overlap, SGLang applies a penalty for a token one token late."""
 ENDS = list(range(3, 260, 9))
 """Tokens that end a request: some request meets one."""
 LETTERS = list("abcdefghijklmnopqrstuvwxyz")
 CROWD = [PROMPTS[2][7 * place :][:185] for place in range(4)]
-ROOM = 850
-"""Tokens of a cache that holds those prompts, but not their answers."""
+ROOM, PAGE = 416, 16
+"""Tokens of a cache that holds two of those prompts, and of its pages."""
 
 
 def ask(more: Mapping[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
@@ -55,6 +57,8 @@ ASKED: Mapping[str, dict[str, Any]] = {
 }
 """Subject → a step of ``run_sglang``."""
 CROWDED = {"prompts": CROWD, "max_tokens": NEW}
+FILLING = {"prompts": [PROMPTS[2]], "max_tokens": 512 - 1 - len(PROMPTS[2])}
+"""A request that has more tokens in the end than that cache."""
 LONGEST = {"prompts": [PROMPTS[2]], "max_tokens": 512 - 1 - len(PROMPTS[2])}
 """An answer up to the length that the engine allows."""
 
@@ -68,12 +72,12 @@ def answers(
     model = variants.with_characters(checkpoint("qwen3"), folder / "qwen3")
     runs: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
         ([*ASKED.values(), LONGEST], {}),
-        ([CROWDED], {"max_total_tokens": ROOM}),
+        ([CROWDED, FILLING], {"max_total_tokens": ROOM, "page_size": PAGE, "max_running_requests": 4}),
         ([ASKED["greedy"]], {"tp_size": 2}),
     ]
     started: dict[str, list[Future[dict[str, Any]]]] = {
         name: [
-            start(model, *steps, engine={**ENGINE, **engine}, variables={"VLLM_FL_STEPS": most, **VARIABLES})
+            start(model, *steps, engine={**ENGINE, **engine}, variables={**VARIABLES, "VLLM_FL_STEPS": most})
             for steps, engine in runs
         ]
         for name, most in {"one": "1", "several": str(MOST)}.items()
@@ -137,6 +141,14 @@ def test_requests_that_wait_for_room_get_the_tokens_of_single_steps(answers: dic
     assert int(answers["several"][1]["report"]["steps"]["1"]) > 1
 
 
+def test_a_request_that_fills_the_cache_ends_where_there_are_no_slots_for_further_steps(
+    answers: dict[str, Any],
+) -> None:
+    (one,), (several,) = (step["tokens"] for step in compared(answers, 1, 1))
+    assert several == one[: len(several)]
+    assert len(one) - len(several) <= MOST + PAGE
+
+
 def test_ranks_get_the_tokens_of_single_steps(answers: dict[str, Any]) -> None:
     one, several = compared(answers, 2, 0)
     assert several["tokens"] == one["tokens"]
@@ -150,6 +162,7 @@ def test_ranks_get_the_tokens_of_single_steps(answers: dict[str, Any]) -> None:
     [
         ({}, ""),
         ({"speculative_algorithm": several_steps.NAME}, ""),
+        ({"speculative_algorithm": several_steps.NAME.lower()}, ""),
         ({"speculative_algorithm": "NGRAM"}, "a draft already makes several tokens"),
         ({"is_generation": False}, "the model generates nothing"),
         ({"is_multimodal": True}, "the model takes images or audio"),
@@ -176,6 +189,7 @@ def test_an_engine_that_cannot_make_several_steps_says_why(
         "dp_size": 1,
         "enable_mixed_chunk": False,
         "enable_eplb": False,
+        "enable_watermark": False,
         "enable_lora": False,
         "lora_paths": None,
         "disaggregation_mode": "null",
@@ -186,3 +200,53 @@ def test_an_engine_that_cannot_make_several_steps_says_why(
     monkeypatch.setattr(overrides, "model_config_of", lambda _: SimpleNamespace(**model, hf_text_config=text))
     monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda _: None)
     assert several_steps.why_single(SimpleNamespace(**args)) == why  # type: ignore[arg-type]
+
+
+def _request(**given: Any) -> SimpleNamespace:
+    """A request that needs nothing of the host, except for what is given."""
+    sampling = {"max_new_tokens": 9, "stop_strs": [], "stop_regex_strs": []}
+    own = {"grammar": None, "custom_logit_processor": None, "return_hidden_states": False, "output_ids": [1, 2]}
+    for name, value in given.items():
+        (sampling if name in sampling else own)[name] = value
+    return SimpleNamespace(sampling_params=SimpleNamespace(**sampling), **own)
+
+
+@pytest.mark.parametrize(
+    ("given", "waiting", "penalties", "length", "most"),
+    [
+        ({}, [], False, 20, 7),
+        ({"max_new_tokens": 200}, [], False, 20, several_steps.LARGEST),
+        ({"max_new_tokens": 200}, [], False, 508, 4),
+        ({}, ["another"], False, 20, 1),
+        ({}, [], True, 20, 1),
+        ({"grammar": "a"}, [], False, 20, 1),
+        ({"stop_strs": ["a"]}, [], False, 20, 1),
+        ({"stop_regex_strs": ["a"]}, [], False, 20, 1),
+        ({"custom_logit_processor": "a"}, [], False, 20, 1),
+        ({"return_hidden_states": True}, [], False, 20, 1),
+    ],
+)
+def test_a_batch_makes_the_steps_that_its_requests_allow(
+    given: dict[str, Any],
+    waiting: list[str],
+    penalties: bool,
+    length: int,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(several_steps, "largest", lambda: several_steps.LARGEST)
+    config = SimpleNamespace(context_len=512)
+    scheduler = SimpleNamespace(waiting_queue=waiting, max_running_requests=4, model_config=config)
+    required = SimpleNamespace(penalizer_orchestrator=SimpleNamespace(is_required=penalties))
+    batch = SimpleNamespace(reqs=[_request(**given)], sampling_info=required, seq_lens_cpu=torch.tensor([length]))
+    assert several_steps.most_steps(scheduler, batch) == most  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_make_several_steps_has_no_algorithm_though_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(several_steps, "get_settings", lambda: SimpleNamespace(steps=8))
+    monkeypatch.setattr(several_steps, "why_single", lambda _: "the model generates nothing")
+    args: Any = SimpleNamespace(speculative_algorithm=several_steps.NAME.lower())
+    several_steps.apply_defaults(args, lambda *_: None)
+    assert args.speculative_algorithm is None
