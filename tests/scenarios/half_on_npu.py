@@ -58,7 +58,7 @@ DTYPES = {
 
 W8A8 = "compressed-tensors W8A8 int8"
 INTEGER_SCHEMES = [
-    name for name, scheme in SCHEMES.items() if not scheme.layer.startswith(("Fp8", "Float4")) and name != W8A8
+    name for name, scheme in SCHEMES.items() if not scheme.layer.startswith(("Fp8", "Mxfp8", "Float4")) and name != W8A8
 ]
 """The other quantized checkpoints of integers: the chip has no fp8."""
 
@@ -85,7 +85,7 @@ def expert_kernels(scheme: str) -> tuple[str, ...]:
 
 def quantized_kernels(scheme: str) -> tuple[str, ...]:
     """The kernels of the chip that a scheme's operators run, in their order."""
-    if SCHEMES[scheme].rows is None:
+    if "scaled_linear" not in SCHEMES[scheme].operators:
         return ("npu_weight_quant_batchmatmul",)
     return "npu_quantize" if scheme.endswith("static") else "npu_dynamic_quant", "npu_quant_matmul"
 

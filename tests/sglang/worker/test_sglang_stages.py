@@ -27,7 +27,7 @@ def stage(*origins: Origin) -> Any:
 
 def test_each_stage_gets_the_rows_and_the_origins_of_the_last_one() -> None:
     first, last, result = stage(FIRST), stage(FIRST, SECOND), SimpleNamespace(logits_output=SimpleNamespace())
-    damage.DAMAGED.give(result.logits_output, damage.Damaged(torch.tensor([0, 1])))
+    damage.DAMAGED.give(result.logits_output, (damage.Damaged(torch.tensor([0, 1])),))
     damage.WATCHED.give(result, True)
     sent = damage.to_other_stages(lambda *_: {"next_token_ids": 1}, last, result, None)
     got = SimpleNamespace(logits_output=None)
