@@ -242,6 +242,16 @@ def test_a_batch_makes_the_steps_that_its_requests_allow(
     assert several_steps.most_steps(scheduler, batch) == most  # type: ignore[arg-type]
 
 
+def test_a_request_is_damaged_if_one_of_its_steps_is() -> None:
+    from sglang_fl.worker import damage
+
+    first, last = (SimpleNamespace() for _ in range(2))
+    damage.DAMAGED.give(first, (damage.Damaged(torch.tensor([0, 1, 0])),))
+    damage.DAMAGED.give(last, (damage.Damaged(torch.tensor([0, 0, 1])),))
+    damage.join([first, last])  # type: ignore[list-item]
+    assert damage._rows(SimpleNamespace(logits_output=last)) == [0, 1, 1]
+
+
 def test_a_model_that_cannot_make_several_steps_has_no_algorithm_though_it_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
