@@ -10,7 +10,7 @@ from .impl import invariant, invariant_attention
 
 
 class InvariantBackend(Backend):
-    """Operators of dense models and of mixtures. The norms and the softmax are the reference's: each row by itself."""
+    """Operators of dense and mixture-of-experts models. Norms and softmax are the reference's: they work row by row."""
 
     linear = staticmethod(invariant.linear)
     silu_and_mul = staticmethod(invariant.silu_and_mul)

@@ -1,4 +1,4 @@
-"""Registers the references, and batch-invariant forms of some."""
+"""Register the references, and the batch-invariant forms that some operators have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def register_builtins(registry: Registry) -> None:
         BackendPriority.REFERENCE,
         supports=dict.fromkeys(("rms_norm", "gemma_rms_norm", "layer_norm"), supports_row),
         properties={"batch_invariant": True, "only_batch_invariant": True},
-        opaque=True,  # Inductor would fuse, and choose other sums
+        opaque=True,  # Inductor would fuse operators and change the order of sums
         device_types=(CPU.torch_type,),
     )
     registry.register_many(

@@ -1,4 +1,4 @@
-"""The batch-invariant forms, and the references by document 000's paths, such as ``impl.normalization.rms_norm``."""
+"""Batch-invariant forms, and the references at the paths of document 000, such as ``impl.normalization.rms_norm``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fl_dispatch.ops import FAMILIES, Operator
 
 
 def _references(family: ModuleType) -> ModuleType:
-    """A family of operators as a module of functions: each operator is its reference."""
+    """Make a module of functions for a family of operators, one reference an operator."""
     module = module_from_spec(ModuleSpec(f"{__name__}.{family.__name__.rpartition('.')[2]}", None))
     for name, value in vars(family).items():
         if not name.startswith("__"):

@@ -1,9 +1,9 @@
-"""Operators that compute a row alike in every batch, bit for bit, in plain PyTorch on a CPU.
+"""Operators with bit-for-bit equal results for a row in every batch, in plain PyTorch on a CPU.
 
-PyTorch's products choose a kernel by the number of rows, so here each one has :data:`ROWS` rows, the last ones zeros or
-left over. Some of its functions compute the end of a thread's share by another formula (``sigmoid``, ``silu``), so here
-they are made of ``exp``, ``tanh`` and ``erf``, which do not, and of exact operations. Both are facts about PyTorch that
-``tests/core/evidence/test_invariant.py`` holds.
+PyTorch chooses the kernel of a product by the number of rows, so each product here has :data:`ROWS` rows; zeros or
+leftover values fill up the last ones. ``sigmoid`` and ``silu`` of PyTorch use another formula at the end of a thread's
+share. Here they consist of exact operations and of ``exp``, ``tanh`` and ``erf``, which use one formula everywhere.
+``tests/core/evidence/test_invariant.py`` checks both facts about PyTorch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fl_dispatch.ops import moe, routing
 ROWS = 32
 """Rows of each product."""
 INNER = 16
-"""The rows' length is a multiple of it, because MKL adds up rows that begin elsewhere in another order."""
+"""Divisor of the padded row length, because MKL sums rows with another alignment in another order."""
 LONGEST_ROW = (1 << 15) - 1
-"""PyTorch adds up longer rows in parts if there is a single one."""
+"""Longest row that PyTorch sums in one piece if it is the only row."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -42,7 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def supports_row(x: Tensor, *_: Any) -> bool | str:
-    """Whether PyTorch adds up each row in one piece."""
+    """Whether PyTorch sums each row in one piece."""
     return x.shape[-1] <= LONGEST_ROW or f"rows of {x.shape[-1]} elements, which PyTorch may add up in parts"
 
 
@@ -130,7 +130,7 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. A token's experts are added up in the order of their numbers."""
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. Sums a token's experts in the order of their numbers."""
 
     def product(weight: Tensor, bias: Tensor | None) -> moe.Product:
         def of(expert: int, x: Tensor) -> Tensor:

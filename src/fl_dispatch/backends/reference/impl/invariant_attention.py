@@ -1,8 +1,8 @@
-"""Attention over a paged cache; a query's result is the same in every batch, and however a prompt is cut.
+"""Attention over a paged cache; a query's result depends neither on the batch nor on how a prompt is split.
 
-A product has always the same shape: :data:`QUERIES` queries of one request, and :data:`KEYS` keys from a multiple of
-that many on, whatever of either exists. The softmax goes from tile to tile as in flash attention (Dao, arXiv
-2307.08691), so tiles that a query does not see leave its sums as they are.
+All products have the same shape: :data:`QUERIES` queries of one request times :data:`KEYS` keys, starting at a multiple
+of :data:`KEYS`, with padding for missing queries and keys. The softmax proceeds tile by tile as in flash attention
+(Dao, arXiv 2307.08691), so tiles that a query does not see leave its sums unchanged.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .invariant import INNER
 QUERIES = 8
 KEYS = 128
 LOWEST = -1e30
-"""The maximum of no scores: finite, so that a query which sees nothing yet has no NaN."""
+"""Initial maximum of the scores: finite, to avoid NaN for a query that has not seen a key yet."""
 
 
 class Rules(NamedTuple):
-    """The options of a call that say which keys a query sees, and how scores are made."""
+    """Options of a call for the mask and for the scores."""
 
     scale: float
     causal: bool
@@ -64,7 +64,7 @@ def paged_attention(
     for request, length in enumerate(lengths):
         begin, end = starts[request], starts[request + 1]
         position = length - (end - begin)  # of the first query
-        # Blocks that the window has left may be gone, so nothing before the first visible key is read.
+        # Blocks before the window may already be freed, so nothing before the first visible key is read.
         first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
         table = block_table[request]
         keys = _tiles(key_cache, table, first, length, key_scale, query.dtype)
@@ -89,7 +89,7 @@ def _tiles(cache: Tensor, table: Tensor, first: int, length: int, scale: float |
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, position: int, length: int, rules: Rules) -> Tensor:
-    """Attention of up to ``QUERIES`` queries, of which the first is at ``position``, ``[queries, heads, dim]``."""
+    """Attention of up to ``QUERIES`` queries, the first at ``position``, ``[queries, heads, dim]``."""
     (count, heads, dim), kv_heads = query.shape, keys.shape[1]
     group, last = heads // kv_heads, position + count - 1
     shape = (QUERIES, kv_heads, group)
