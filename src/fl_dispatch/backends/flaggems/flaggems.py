@@ -1,4 +1,4 @@
-"""FlagGems as a backend class, by the path of the specification; :mod:`.register_ops` registers its rows."""
+"""FlagGems as a backend class at the path that the specification gives; :mod:`.register_ops` registers its rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .register_ops import ROWS
 
 
 class FlagGemsBackend(Backend):
-    """FlagGems, wherever it is installed (``pip install --no-deps flag-gems``: it pins an old NumPy)."""
+    """FlagGems, if it is installed (``pip install --no-deps flag-gems``, because it pins an old NumPy)."""
 
     name = "flaggems"
 
     def is_available(self) -> bool:
-        """Whether FlagGems and a GPU are there."""
+        """Whether FlagGems is installed and the machine has a GPU."""
         return not self.why_unavailable()
 
     def why_unavailable(self) -> str:

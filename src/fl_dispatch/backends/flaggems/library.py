@@ -1,4 +1,4 @@
-"""Find FlagGems, and import it at the first call: the import looks at devices, and parents fork."""
+"""Find FlagGems, and import it only at the first call, because the import opens devices and parent processes fork."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from fl_dispatch.devices.triton import why_unserved
 
 SERVED = {"5.0.2": (3, 6)}
-"""Version of FlagGems → the newest Triton that its launcher serves.
+"""Version of FlagGems → the newest Triton that its launcher supports.
 
-``flag_gems/utils/libentry.py`` passes constants to a compiled kernel for Triton 3.3 to 3.6 alone. Newer ones take them
-too, so a kernel's second launch reads past its arguments and ends the process (seen with Triton 3.7.1, on an H200).
+``flag_gems/utils/libentry.py`` passes constants to a compiled kernel only for Triton 3.3 to 3.6. Newer versions expect
+them too, so a kernel's second launch reads past its arguments and ends the process (seen with Triton 3.7.1 on an H200).
 """
 
 
@@ -39,7 +39,7 @@ def _version(package: str) -> str:
 
 
 def _why_unserved(gems: str, triton: str) -> str:
-    """Why a FlagGems must not be launched with a Triton, by their versions; one that is not known may."""
+    """Why these versions of FlagGems and Triton do not work together; unknown versions of FlagGems are allowed."""
     newest = SERVED.get(gems)
     if newest is None or tuple(int(part) for part in triton.split(".")[:2] if part.isdigit()) <= newest:
         return ""
@@ -49,7 +49,7 @@ def _why_unserved(gems: str, triton: str) -> str:
 
 @functools.cache
 def why_unavailable() -> str:
-    """Why our operators cannot be FlagGems' here, as a message, or an empty string. Creates no device context."""
+    """Why FlagGems cannot run operators here, as a message, or an empty string. Creates no device context."""
     if missing := why_missing():
         return missing
     return why_unserved()
@@ -57,10 +57,10 @@ def why_unavailable() -> str:
 
 @functools.cache
 def gems() -> Any:
-    """FlagGems itself; its tuners keep in this process what they choose, as Triton's do.
+    """Import FlagGems, and make its tuners keep their choices in this process, as Triton's tuners do.
 
-    Its own file answers for every process of the user and takes what was timed last. So ranks could not agree, and a
-    configuration that ran untimed would count as the fastest from then on.
+    FlagGems stores choices in one file for all processes of the user, and the last timing wins. Ranks could then
+    choose differently, and a configuration that ran untimed would count as the fastest from then on.
     """
     found = importlib.import_module("flag_gems")
     try:

@@ -1,7 +1,7 @@
 """Register FlagGems: its operators, the attention class, and its kernels for PyTorch's own operators.
 
-It leaves out what FlagGems 5.0.2 gets wrong or does not have: its cache write ignores the strides of a cache with
-heads before its slots, and it has no latent attention with our arguments.
+Two operators are left out: the cache write of FlagGems 5.0.2 ignores the strides of a cache with heads before slots,
+and it has no latent attention with the arguments of this project.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Operator = partial(
     kind=BackendImplKind.DEFAULT,
     priority=BackendPriority.DEFAULT,
     needs=(library.why_unavailable,),
-    opaque=True,  # it launches through layers of Python that Dynamo does not follow
+    opaque=True,  # FlagGems launches through layers of Python that Dynamo cannot trace
 )
 
 ROWS = (
@@ -41,7 +41,7 @@ ATTENTION = Row(
     kind=BackendImplKind.DEFAULT,
     traits=Traits(batch_invariant=True),
 )
-"""The attention class needs no FlagGems: it dispatches its operators, which declare themselves what they are."""
+"""The attention class does not need FlagGems: it dispatches operators, and each has its own requirements."""
 
 
 def register_builtins(registry: Registry) -> None:

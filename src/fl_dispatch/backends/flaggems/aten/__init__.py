@@ -1,5 +1,6 @@
-"""ATen replacement: FlagGems' kernels in the place of PyTorch's own operators, in one process.
+"""ATen replacement: FlagGems' kernels instead of PyTorch's own operators, in one process.
 
-:mod:`.decision` decides whether, and :mod:`.names` for which operators. :mod:`.check` compares a kernel's results,
-:mod:`.guard` chooses the kernel of a call, and :mod:`.replacement` puts all in place. Only the last imports FlagGems.
+:mod:`.decision` decides whether to replace operators, and :mod:`.names` selects them. :mod:`.check` compares a kernel's
+results, :mod:`.guard` chooses the kernel for each call, and :mod:`.replacement` installs the guards. Only
+:mod:`.replacement` imports FlagGems.
 """

@@ -1,8 +1,8 @@
-"""Whether a replaced operator is right: on the arguments of a real call, with random values, against PyTorch's own.
+"""Check a replaced operator against PyTorch's, on the arguments of a real call with random values.
 
-The floating point values of a warm-up batch may all be zero, and then anything is right. So they are drawn anew;
-integers and booleans keep their values, for they may be indices. Everything else stays: shapes, strides, alignment,
-and which tensors are one memory, for a product with its own transpose has a kernel of its own.
+The floating point values of a warm-up batch may all be zero, and zeros hide errors, so random values replace them.
+Integers and booleans keep their values, because they may be indices. Shapes, strides, alignment and shared memory of
+tensors also stay, because a product of a matrix with its own transpose has a separate kernel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 }
 """Tolerances, relative to the largest element and to each; tensors of other dtypes must be equal."""
 CHUNK = 1 << 22
-"""Elements that are compared at once: 32 MiB in float64."""
+"""Elements that are compared at a time: 32 MiB in float64."""
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The values in arguments or results, lists and tuples unfolded."""
+    """The values in arguments or results, with lists and tuples flattened."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, list | tuple):
@@ -74,9 +74,9 @@ def copied(arguments: Arguments) -> Arguments:
 
 
 def _like(tensor: Tensor, made: Made) -> tuple[Tensor, Tensor]:
-    """A copy with memory of its own, the same strides (zeros, too) and alignment; and that memory as one dimension.
+    """Copy a tensor into new memory with its strides (also zeros) and alignment; return the copy and its flat memory.
 
-    Tensors that begin at one address and end at one have one memory: ``made`` keeps those that were copied.
+    Tensors with the same first and last address share a copy: ``made`` keeps the copies.
     """
     sizes, strides = tensor.shape, tensor.stride()
     length = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if tensor.numel() else 0
@@ -92,7 +92,7 @@ def _like(tensor: Tensor, made: Made) -> tuple[Tensor, Tensor]:
 
 
 def aliases(results: Any, arguments: Any) -> list[list[bool]]:
-    """For each tensor among results: in the memory of which tensors among arguments it lies."""
+    """For each tensor among the results, whether it shares memory with each tensor among the arguments."""
     places = [leaf.untyped_storage().data_ptr() for leaf in leaves(arguments) if isinstance(leaf, Tensor)]
     own = [leaf.untyped_storage().data_ptr() for leaf in leaves(results) if isinstance(leaf, Tensor)]
     return [[bool(place) and place == other for other in places] for place in own]
@@ -145,7 +145,7 @@ def _distance(found: Tensor, expected: Tensor, tolerance: float) -> str:
 
 
 def _chunks(found: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two tensors of one shape in pieces of about :data:`CHUNK` elements, along the longest dimension; no copies."""
+    """Split two tensors of one shape into views of about :data:`CHUNK` elements along the longest dimension."""
     if expected.numel() <= CHUNK:
         yield found, expected
         return
@@ -159,7 +159,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Strides of the dimensions of more than one element; the others mean nothing."""
+    """Strides of the dimensions with more than one element; the others are arbitrary."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
@@ -170,12 +170,12 @@ def waits_for_device(
     kwargs: Mapping[str, Any],
     seed: int,
 ) -> bool:
-    """Whether a kernel that has been called before waits for the device, which no graph can capture.
+    """Whether a kernel waits for the device after its first call, which rules out graph capture.
 
     Args:
         refuse_waits: of the :class:`~fl_dispatch.devices.DeviceSpec`.
         run, args, kwargs: the kernel and its arguments.
-        seed: of the values.
+        seed: for the random values.
     """
     again = randomized(args, kwargs, seed)
     try:

@@ -1,4 +1,4 @@
-"""Whether ATen operators are replaced here, decided without importing FlagGems."""
+"""Decide whether to replace ATen operators, without importing FlagGems."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .names import aten_names
 def why_not(settings: Settings, device: DeviceSpec) -> str:
     """Why no ATen operator is replaced, as a message, or an empty string.
 
-    The device decides where nothing was said. PyTorch's own kernels are NVIDIA's on its GPUs, and no measurement says
-    that FlagGems' serve better there; see ``docs/measured/gpu.md``.
+    Without a setting the device decides. On NVIDIA GPUs PyTorch's own kernels stay, because no measurement shows that
+    FlagGems' kernels serve faster; see ``docs/measured/gpu.md``.
     """
     if not settings.policy.enabled:
         return f"dispatch is off ({settings.origin('enabled')})"

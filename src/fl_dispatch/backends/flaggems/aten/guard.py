@@ -1,9 +1,9 @@
-"""The guard in a slot of PyTorch's dispatcher: it decides, call by call, which kernel runs.
+"""The guard in a slot of PyTorch's dispatcher, which chooses the kernel of each call.
 
-FlagGems compiles and tunes a kernel in the call that first needs it, which takes seconds, waits for the device and
-cannot be part of a graph. So there is a time to learn and a time to serve. While a host warms up, a new kind of
-arguments is checked (:mod:`.check`), and FlagGems compiles and tunes. Inside a graph capture, and once the operators
-are *sealed*, a kind that was not met before runs PyTorch's own kernel, which is always there.
+FlagGems compiles and tunes a kernel in the first call that needs it, which takes seconds, waits for the device and
+cannot be captured in a graph. So the guard first learns, then serves. While a host warms up, FlagGems compiles and
+tunes for each new kind of arguments, and the guard checks the result (:mod:`.check`). Inside a graph capture, and once
+the operators are *sealed*, new kinds of arguments run PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from . import check
 logger = get_logger(__name__)
 
 LARGEST_FIRST = 1 << 30
-"""Bytes of arguments, and of results, that exist twice for a check, as long as the operator is unproven. A larger call
-runs FlagGems only where a smaller one of the same dtypes was right.
+"""Most bytes of arguments, and of results, that a check copies while the operator is unproven. A larger call runs
+FlagGems only if a smaller one with the same dtypes was right.
 """
 LARGEST_LATER = 64 << 20
-"""``LARGEST_FIRST`` of an operator that is proven."""
+"""``LARGEST_FIRST`` for a proven operator."""
 MOST_DECLINED = 16
-"""Kinds of arguments for which FlagGems may raise before the operator is left to PyTorch altogether."""
+"""Kinds of arguments for which FlagGems may raise before PyTorch gets every call of the operator."""
 SEED = 20_260_101
 
 
 @dataclass
 class State:
-    """The state that all operators of a process share.
+    """State that all guards of a process share.
 
     Args:
-        device: the device with the replaced operators; it says whether a graph is being captured.
+        device: the device of the replaced operators, which knows whether a graph is being captured.
         strict: whether a wrong or failing kernel is an error.
     """
 
@@ -54,7 +54,7 @@ class State:
 
 
 class _Inside:
-    """Calls of this thread that come from within a replaced operator, or from a check of it, run PyTorch's kernels."""
+    """Marks this thread as inside a replaced operator or its check; nested calls run PyTorch's kernels."""
 
     def __init__(self, flag: threading.local) -> None:
         self._flag = flag
@@ -70,16 +70,16 @@ class Guard:
     """One operator.
 
     Args:
-        slot: where it is put, with PyTorch's own kernel.
+        slot: the dispatcher's slot, with PyTorch's own kernel.
         run: FlagGems' function.
-        state: shared with the others.
+        state: shared with the other guards.
 
     Attributes:
-        calls: how often FlagGems ran; of a captured graph only the capture counts.
-        native: how often PyTorch's kernel ran instead: the kind of arguments was new, or FlagGems raised.
-        waits: whether it waited for the device, for some kind of arguments; no graph can capture that.
-        declined: kind of arguments, whatever numbers stand for tensors → what FlagGems raised before it had written
-            anything; PyTorch's kernel runs.
+        calls: how often FlagGems ran; a captured graph counts only its capture.
+        native: how often PyTorch's kernel ran instead, because the kind of arguments was new or FlagGems raised.
+        waits: whether FlagGems waited for the device for some kind of arguments, which rules out graph capture.
+        declined: kind of arguments, with a number that stands for a tensor reduced to its type → the error of FlagGems
+            before it wrote anything; PyTorch's kernel runs.
         why_disabled: why every call is PyTorch's, or an empty string.
     """
 
@@ -103,7 +103,7 @@ class Guard:
             kind = _kind(args), _kind(kwargs.items()), _alike(args)
             capturable = self._known.get(kind)
             if self._mutates and _share_memory(args, kwargs):
-                pass  # FlagGems never looks whether what it writes is what it reads, and the check does not see it
+                pass  # FlagGems does not test whether input and output overlap, and the check misses it
             elif capturable is not None:
                 if capturable or not self.state.device.captures():
                     return self._flaggems(kind, args, kwargs)
@@ -113,7 +113,7 @@ class Guard:
             return self.run_native(*args, **kwargs)
 
     def _first(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A kind of arguments that is new: check it, and run FlagGems if it is right."""
+        """Check a new kind of arguments, and run FlagGems if its result is right."""
         capturable = self._learns(args, kwargs)
         if capturable is None:
             self.native += 1
@@ -124,17 +124,18 @@ class Guard:
         return result
 
     def _flaggems(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run FlagGems; where it raises and overwrites nothing, PyTorch's kernel now, and from now on as well.
+        """Run FlagGems; if it raises before it overwrites anything, run PyTorch's kernel now and in later calls.
 
-        For this kind of arguments if it was never right, for every kind if it was: then the arguments are not why.
+        Later calls fall back for this kind of arguments if FlagGems was never right for it. If it was, they fall back
+        for every kind, because the arguments are not the cause.
 
         Raises:
-            Exception: of FlagGems, where its writes are unknown, inside a capture, with ``strict``, or where
-                memory ran out or the device is dead. Or of PyTorch, which does not take the arguments either.
+            Exception: FlagGems' error if its writes are unknown, inside a capture, with ``strict``, if memory ran out
+                or if the device is dead; PyTorch's error if it does not take the arguments either.
         """
         try:
             result = self.run(*args, **kwargs)
-        except Exception as error:  # FlagGems' own, for these values
+        except Exception as error:  # FlagGems raised for these values
             fatal = is_out_of_memory(error) or is_dead_device(error)
             if fatal or self.state.strict or self._mutates or self.state.device.captures():
                 self._note(error)
@@ -152,14 +153,14 @@ class Guard:
         return result
 
     def _learns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-        """Whether a graph may capture the call; ``None`` where PyTorch's kernel is to run."""
+        """Whether a graph may capture the call; ``None`` if PyTorch's kernel must run."""
         tensors = [leaf for leaf in check.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         dtypes = tuple(getattr(leaf, "dtype", leaf) for leaf in check.leaves((args, kwargs)) if _has_dtype(leaf))
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return None
         proven = dtypes in self._proven
         largest = LARGEST_LATER if proven else LARGEST_FIRST
-        # Autotuning reruns a kernel: safe for outputs that it overwrites, not for accumulators.
+        # Autotuning reruns a kernel, which is safe for overwritten outputs but not for accumulators.
         unchecked = not self.waits if proven and not self._in_place else None
         if check.size_of((args, kwargs)) > largest:
             return unchecked
@@ -174,7 +175,7 @@ class Guard:
                 waits = refuse is not None and check.waits_for_device(refuse, self.run, args, kwargs, SEED)
         except DispatchError:  # ours
             raise
-        except Exception as error:  # FlagGems' own: it cannot take what PyTorch takes
+        except Exception as error:  # FlagGems does not take arguments that PyTorch takes
             if is_dead_device(error):
                 self._note(error)
                 raise
@@ -186,17 +187,17 @@ class Guard:
         return not waits
 
     def _is_right(self, args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> bool | None:
-        """Whether FlagGems does on copies what PyTorch does; ``None`` where the result is too large to have twice."""
+        """Whether FlagGems and PyTorch agree on copies; ``None`` if the result is too large for a second copy."""
         ours = check.randomized(args, kwargs, SEED)
         theirs = check.copied(ours)
         try:
             expected = self.run_native(*theirs[0], **theirs[1])
-        except Exception as error:  # the caller's mistake, as the call itself will say, or the random values
+        except Exception as error:  # a mistake of the caller, which the call itself will report, or the random values
             logger.debug("ATen operator '%s' was not checked: %s", self.key, error)
             return False
         shapes = [t.shape for t in check.leaves(ours) if isinstance(t, Tensor)]
         if shapes != [t.shape for t in check.leaves(theirs) if isinstance(t, Tensor)]:
-            return False  # PyTorch gave ``out`` its size; FlagGems would write past its end
+            return False  # PyTorch resized ``out``; FlagGems would write past its end
         if check.size_of(expected) > largest:
             return None
         found = self.run(*ours[0], **ours[1])
@@ -212,7 +213,7 @@ class Guard:
         add_note(error, f"in FlagGems' ATen operator '{self.key}'; a blacklist can name it")
 
     def settle(self) -> None:
-        """Learning ends: what FlagGems raised for some kinds of arguments, and was right for none, is PyTorch's."""
+        """End the learning: give the operator back to PyTorch if FlagGems raised and was never right."""
         if self.declined and not self._known and not self.why_disabled:
             self._disable(next(reversed(self.declined.values())))
 
@@ -225,7 +226,7 @@ class Guard:
         return _kind(type(v) if tensor and isinstance(v, numbers) else v for tensor, v in pairs), _kind(kwargs.items())
 
     def _decline(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
-        """FlagGems raised, and wrote nothing of the caller's: it does not take such arguments."""
+        """Record that FlagGems raised for such arguments and wrote to none of the caller's tensors."""
         self.declined[self._form(args, kwargs)] = why = _text(error)
         if self.state.strict:
             self._disable(why)
@@ -251,19 +252,19 @@ def _has_dtype(value: Any) -> bool:
 
 
 def _share_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether two arguments are in one storage."""
+    """Whether two arguments share a storage."""
     tensors = (leaf for leaf in check.leaves((args, kwargs)) if isinstance(leaf, Tensor))
     places = [place for tensor in tensors if (place := tensor.untyped_storage().data_ptr())]
     return len(set(places)) < len(places)
 
 
 def _kind(values: Any) -> Any:
-    """The key that FlagGems compiles a kernel for, and chooses its configuration by."""
+    """The key by which FlagGems compiles a kernel and chooses its configuration."""
     return tuple(map(_kind_of, values))
 
 
 def _alike(args: tuple[Any, ...]) -> Any:
-    """Which tensors begin at one address; FlagGems has a kernel for a product with its own transpose."""
+    """Groups of tensors that begin at one address; FlagGems has a kernel for a matrix times its own transpose."""
     places = [value.data_ptr() for value in args if isinstance(value, Tensor)]
     return tuple(map(places.index, places)) if len(set(places)) < len(places) else None
 
@@ -275,6 +276,6 @@ def _kind_of(value: Any) -> Any:
         return tuple(map(_kind_of, value))
     if isinstance(value, Mapping):
         return tuple((name, _kind_of(part)) for name, part in value.items())
-    if isinstance(value, float) and math.isnan(value):  # which would be a new kind in every call
+    if isinstance(value, float) and math.isnan(value):  # NaN differs from itself, so each call would be a new kind
         return type(value), "nan"
     return type(value), value if value.__hash__ is not None else id(value)

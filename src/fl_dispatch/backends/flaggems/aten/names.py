@@ -1,6 +1,6 @@
-"""Names of ATen operators: what a user means by one, and which operators FlagGems must not replace.
+"""Names of ATen operators: the keys that a name selects, and the operators that FlagGems must not replace.
 
-A *key* is what FlagGems registers: an operator with its overload, ``mm``, ``mm.out``, ``add_.Tensor``. FlagGems' own
+A *key* is an operator with its overload, as FlagGems registers it: ``mm``, ``mm.out``, ``add_.Tensor``. FlagGems' own
 lists hold names of Python functions (``mm_out``, ``to_copy``, ``true_divide``), each of which may serve several keys.
 """
 
@@ -19,24 +19,24 @@ Table = Mapping[str, str]
 """Key → name of the function that FlagGems registers for it."""
 
 RELATIVES: Mapping[str, tuple[str, ...]] = {"mm": ("addmm",), "bmm": ("baddbmm",), "mv": ("addmv",)}
-"""Products with a sum: who does not trust a product does not want it in a linear layer with a bias either."""
+"""Products with a bias: a user who excludes a product also wants it excluded from linear layers with a bias."""
 
 _RANDOM_REASON = "its random numbers are not PyTorch's: a seed means something else, and captured graphs repeat them"
 
 
 def why_refused(key: str) -> str:
-    """Why an operator is never replaced, whatever lists say; empty for others."""
+    """Why an operator is never replaced, even if a list names it; empty for other operators."""
     return _RANDOM_REASON if draws(key) else ""
 
 
 def expand(name: str, table: Table) -> set[str]:
-    """The keys that a user means by a name; empty if FlagGems has none.
+    """The keys that a name selects; empty if FlagGems has none.
 
-    ``mm.out`` is that key, and ``mm.default`` the key ``mm``. A name without an overload is every overload of the
-    operator, in place too (``add``: ``add.Tensor``, ``add_.Tensor``), without regard to a leading underscore
-    (``softmax``: ``_softmax``), everything else that the same functions of FlagGems serve (``div``: ``true_divide.*``),
-    and :data:`RELATIVES`. A name that ends in ``_`` is the operator in place only. ``aten::mm``, as the list of what
-    runs has it, is ``mm``.
+    ``mm.out`` selects exactly that key, and ``mm.default`` the key ``mm``. A name without an overload selects every
+    overload of the operator, also in place (``add``: ``add.Tensor``, ``add_.Tensor``), and ignores a leading underscore
+    (``softmax``: ``_softmax``). It also selects the other keys of the same FlagGems functions (``div``:
+    ``true_divide.*``) and :data:`RELATIVES`. A name that ends in ``_`` selects the operator in place only. The report's
+    form ``aten::mm`` means ``mm``.
     """
     name = name.removeprefix("aten::")
     if "." in name:
@@ -49,19 +49,19 @@ def expand(name: str, table: Table) -> set[str]:
 
 
 def aten_names(names: Iterable[str]) -> list[str]:
-    """Names that are not our operators, sorted: a list for FlagGems holds both."""
+    """The names that are not declared operators, sorted: a list for FlagGems may hold both kinds."""
     ours = set(known_operators()) | set(FLAGGEMS_OPERATORS) - {"to_copy"}
     return sorted(set(names) - ours)
 
 
 def expand_all(names: Iterable[str], table: Table, source: str, *, deny: bool = False) -> set[str]:
-    """The keys that a list means; a name that FlagGems does not know is a WARNING with the nearest one.
+    """The keys that a list selects; a name unknown to FlagGems logs a WARNING with the nearest name.
 
     Args:
-        names: of a user's list. A white-list's ``rms_norm`` is our operator, and not ATen's of the same name.
-        table: of FlagGems.
+        names: the user's list. In a white-list ``rms_norm`` is the declared operator, not ATen's of the same name.
+        table: FlagGems' table.
         source: where the list came from, for the WARNING.
-        deny: whether it is a blacklist, which means ATen's operators of such names as well.
+        deny: whether the list is a blacklist, which also covers ATen's operators of such names.
     """
     found: set[str] = set().union(*(expand(name, table) for name in names)) if deny else set()
     for name in aten_names(names):
@@ -76,12 +76,12 @@ def expand_all(names: Iterable[str], table: Table, source: str, *, deny: bool = 
 
 
 def functions_of(keys: Collection[str], table: Table) -> list[str]:
-    """The functions that serve these keys, and maybe others: what FlagGems' ``only_enable(include=)`` takes."""
+    """The functions that serve these keys, and possibly others, for FlagGems' ``only_enable(include=)``."""
     return sorted({table[key] for key in keys})
 
 
 def functions_without(keys: Collection[str], table: Table) -> list[str]:
-    """The functions that serve none of these keys: what FlagGems' ``enable(unused=)`` takes."""
+    """The functions that serve none of these keys, for FlagGems' ``enable(unused=)``."""
     return sorted(set(table.values()) - set(functions_of(keys, table)))
 
 

@@ -1,10 +1,9 @@
-"""Puts FlagGems in the place of ATen operators, and takes it away again: state of the process, owned by a worker.
+"""Replace ATen operators by FlagGems' and restore them; the state belongs to the process, and a worker owns it.
 
-FlagGems' ``enable`` and ``only_enable`` walk its table, with its exceptions for a vendor; they are given a registrar of
-ours, which puts a :class:`.guard.Guard` in the operator's slot. So one operator can be taken out, and
-all can, at any time: a slot without a guard is PyTorch's own kernel. FlagGems' own record, a log of every function it
-runs, stays off: it is one file for all processes, and holds calls that are no replacement. Here only calls count that
-came through PyTorch's dispatcher.
+FlagGems' ``enable`` and ``only_enable`` walk its table and apply its exceptions for a vendor. Here they get a registrar
+that puts a :class:`.guard.Guard` into each operator's slot. Any operator can be restored at any time, because a slot
+without a guard runs PyTorch's own kernel. FlagGems' log of the functions that it runs stays off: it is one file for all
+processes and includes calls that replace no operator. The guards count only calls from PyTorch's dispatcher.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ NAME = "FlagGems"
 
 @dataclass
 class Installation:
-    """The replacement that is in place.
+    """The current replacement.
 
     Args:
-        why_not: why nothing is, as a message, or an empty string.
-        asked: the settings that decided, to tell whether another start asks for the same.
-        guards: key → what runs.
-        skipped: key → why FlagGems has it and it is not in place.
+        why_not: why no operator is replaced, as a message, or an empty string.
+        asked: the settings of the decision, to detect whether a later start has other ones.
+        guards: key → its guard.
+        skipped: key → why FlagGems' kernel for it is not installed.
     """
 
     why_not: str
@@ -54,12 +53,12 @@ class Installation:
     state: State | None = None
 
     def take_out(self, *keys: str) -> None:
-        """Give operators back to PyTorch. A call that is under way ends as it began."""
+        """Give operators back to PyTorch. Calls that already run finish with the same kernel."""
         for key in keys:
             self.slots.pop(key).guard = None
 
     def wrong(self) -> dict[str, str]:
-        """Key → why it was taken out; sorted."""
+        """Key → why it was given back to PyTorch; sorted."""
         return {key: guard.why_disabled for key, guard in sorted(self.guards.items()) if guard.why_disabled}
 
     def report(self) -> ReplacementReport:
@@ -83,13 +82,13 @@ _current = Installation(_NOTHING)
 
 
 def replace(settings: Settings, device: DeviceSpec) -> str:
-    """Replace what the settings ask for, and begin to learn; returns why nothing is replaced, or an empty string.
+    """Replace the operators that the settings select, and begin to learn; return why none is replaced, or ''.
 
-    Idempotent. Another selection that is in place is taken out first. Under Tensor or pipeline parallelism every
-    rank must call it with the same settings.
+    Idempotent; an installed replacement with another selection is removed first. Under tensor or pipeline parallelism
+    every rank must call this function with the same settings.
 
     Raises:
-        DispatchError: FlagGems does not load, and the user asked for it; otherwise that is a WARNING.
+        DispatchError: FlagGems does not load although a setting asks for it; without the setting this logs a WARNING.
     """
     global _current
     reason = why_not(settings, device)
@@ -102,7 +101,7 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
     if not reason:
         try:
             _current.why_not = _install(_current, settings, device)
-        except Exception as error:  # FlagGems' own: it looks at devices, and opens a database, when it is imported
+        except Exception as error:  # FlagGems' import looks at devices and opens a database
             _fail(settings, error)
     if _current.why_not:
         level = logging.WARNING if _is_asked_for(settings) else logging.INFO
@@ -113,13 +112,13 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
 
 
 def operators() -> Mapping[str, str]:
-    """``aten::mm.out`` → FlagGems' function that runs."""
+    """``aten::mm.out`` → FlagGems' function for it."""
     running = {key: guard.run for key, guard in _current.guards.items() if not guard.why_disabled}
     return {f"aten::{key}": f"{function.__module__}.{function.__name__}" for key, function in running.items()}
 
 
 def settle() -> Mapping[str, str]:
-    """Take out what was found wrong, or was right for no arguments: key → why, those of earlier included."""
+    """Give back operators that were wrong, or right for no arguments: key → why, including earlier ones."""
     for guard in _current.guards.values():
         guard.settle()
     _current.take_out(*(key for key in list(_current.slots) if _current.guards[key].why_disabled))
@@ -127,7 +126,7 @@ def settle() -> Mapping[str, str]:
 
 
 def leave(operators: Mapping[str, str]) -> None:
-    """Leave operators, key → why, to PyTorch; what is not in place, or was wrong here too, stays as it is."""
+    """Give operators (key → why) back to PyTorch; skip those not installed or already found wrong here."""
     new = [key for key in operators if key in _current.slots and not _current.guards[key].why_disabled]
     for key in new:
         _current.guards[key].why_disabled = operators[key]
@@ -137,7 +136,7 @@ def leave(operators: Mapping[str, str]) -> None:
 
 
 def resume(operators: Collection[str]) -> None:
-    """Put back operators that :func:`leave` took out, with the kinds of arguments that they had learned."""
+    """Reinstall operators that :func:`leave` gave back, with the kinds of arguments that they had learned."""
     for key in operators:
         if _current.state is not None and (guard := _current.guards.get(key)) is not None:
             guard.why_disabled = ""
@@ -146,7 +145,7 @@ def resume(operators: Collection[str]) -> None:
 
 
 def seal() -> None:
-    """Compile and tune nothing from now on: a call of a new kind runs PyTorch's kernel."""
+    """Stop compiling and tuning: a call with a new kind of arguments runs PyTorch's kernel."""
     if _current.state is None or _current.state.sealed:
         return
     settle()
@@ -163,7 +162,7 @@ def remove() -> None:
 
 
 def report() -> ReplacementReport:
-    """The replacement that is in place."""
+    """The current replacement."""
     return _current.report()
 
 
@@ -177,13 +176,13 @@ def _asked(settings: Settings) -> tuple[Any, ...]:
 
 
 def _is_asked_for(settings: Settings) -> bool:
-    """Whether a setting, and not the device, says that operators are to be replaced."""
+    """Whether a setting, rather than the device, asks for the replacement."""
     listed = settings.policy.flagos_whitelist
     return bool(settings.aten_replacement) if listed is None else bool(names.aten_names(listed))
 
 
 def _fail(settings: Settings, error: Exception) -> None:
-    """FlagGems raised: nothing is replaced."""
+    """Record that FlagGems raised and that no operator is replaced."""
     why = f"FlagGems does not load: {type(error).__name__}: {error}"
     remove()
     if _is_asked_for(settings):
@@ -215,7 +214,7 @@ def _install(installation: Installation, settings: Settings, device: DeviceSpec)
 
 
 def _wanted(installation: Installation, settings: Settings, table: names.Table) -> set[str]:
-    """The keys that the lists leave."""
+    """The keys that the lists allow."""
     if settings.policy.flagos_whitelist is not None:
         source = str(settings.origin("flagos_whitelist"))
         wanted = names.expand_all(settings.policy.flagos_whitelist, table, source)
@@ -230,7 +229,7 @@ def _wanted(installation: Installation, settings: Settings, table: names.Table) 
 
 
 def _registrar(wanted: frozenset[str], installation: Installation, dispatch_key: str) -> type:
-    """A subclass of FlagGems' ``Register`` that puts guards in slots."""
+    """Make a subclass of FlagGems' ``Register`` that puts guards into slots."""
     register: type = importlib.import_module("flag_gems.runtime.register").Register
     state = installation.state
     assert state is not None
@@ -240,7 +239,7 @@ def _registrar(wanted: frozenset[str], installation: Installation, dispatch_key:
             return
         try:
             slot = slot_of(key, dispatch_key)
-        except Exception as error:  # an operator or a kernel that this PyTorch does not have
+        except Exception as error:  # this PyTorch lacks the operator or the kernel
             installation.skipped[key] = f"{type(error).__name__}: {error}"
             logger.debug("ATen operator '%s' is not replaced: %s", key, error)
             return

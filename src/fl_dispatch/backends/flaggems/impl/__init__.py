@@ -1,1 +1,1 @@
-"""Calls of FlagGems, and what its kernels ask of their arguments."""
+"""Calls of FlagGems, and the requirements of its kernels on their arguments."""

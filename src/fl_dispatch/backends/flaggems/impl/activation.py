@@ -17,7 +17,7 @@ def supports(x: Tensor) -> bool | str:
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""
     result: Tensor = gems().silu_and_mul(*x.chunk(2, dim=-1))
-    return result.contiguous()  # it keeps the order of swapped batch dimensions
+    return result.contiguous()  # FlagGems keeps the memory order of swapped batch dimensions
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:

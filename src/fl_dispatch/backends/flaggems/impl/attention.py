@@ -1,4 +1,4 @@
-"""``AttentionFLBackend`` and ``AttentionFLImpl``, which vLLM's plugin defines. Asking for one imports vLLM."""
+"""``AttentionFLBackend`` and ``AttentionFLImpl``, which vLLM's plugin defines. Accessing one imports vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention class that vLLM gets unless a vendor's is preferred, named by its path: no host is imported."""
+"""The attention class for vLLM unless a vendor's is preferred, given as a path so that no host is imported."""
 
 from __future__ import annotations
 

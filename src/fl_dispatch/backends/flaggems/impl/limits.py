@@ -1,4 +1,4 @@
-"""The limits that most of FlagGems' kernels set to a tensor."""
+"""Limits on tensors that most of FlagGems' kernels share."""
 
 from __future__ import annotations
 

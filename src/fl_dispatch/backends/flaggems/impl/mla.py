@@ -1,4 +1,4 @@
-"""``MLAFLBackend`` and ``MLAFLImpl``, which vLLM's plugin defines. Asking for one imports vLLM."""
+"""``MLAFLBackend`` and ``MLAFLImpl``, which vLLM's plugin defines. Accessing one imports vLLM."""
 
 from __future__ import annotations
 

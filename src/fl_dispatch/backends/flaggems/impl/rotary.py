@@ -10,7 +10,7 @@ from .limits import problem
 
 
 def supports_rotary_embedding(query: Tensor, key: Tensor | None, cos: Tensor) -> bool | str:
-    """A key, and heads that are rotated as a whole."""
+    """A key is present, and heads are rotated as a whole."""
     if key is None:
         return "there is no key"
     for name, tensor in (("query", query), ("key", key)):
@@ -34,4 +34,4 @@ def rotary_embedding(
     rotated: tuple[Tensor, Tensor] = gems().apply_rotary_pos_emb(
         query, key, cos, sin, position_ids, rotary_interleaved, inplace
     )
-    return (query, key) if inplace else rotated  # it returns other views of the same memory
+    return (query, key) if inplace else rotated  # FlagGems returns other views of the same memory
