@@ -1,4 +1,4 @@
-"""``fl bench``: how fast is every implementation?"""
+"""``fl bench``: measure the speed of every implementation."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _todo(
     hidden: list[int] | None,
     quick: bool,
 ) -> tuple[list[tuple[Case, list[OpImpl]]], int]:
-    """The cases to measure, and the number of shapes that are left out because they are long here."""
+    """Return the cases to measure, and the number of shapes left out because they take long on this device."""
     todo: list[tuple[Case, list[OpImpl]]] = []
     left_out = 0
     for name, candidates in work.items():
@@ -148,7 +148,7 @@ def _data(place: Place, dtype: str, yardstick: Yardstick, results: list[Result])
 
 
 def _planned(op: list[str] | None, impl: list[str] | None) -> dict[str, list[OpImpl]]:
-    """The implementations to measure, by operator.
+    """Return the implementations to measure, by operator.
 
     Raises:
         DispatchError: nothing matches, or what was named cannot run here.

@@ -1,7 +1,7 @@
 """Tiny checkpoints, built locally: real architectures with random weights and a word-level tokenizer.
 
-They are for the demonstration and for tests that compare tokens, so their logits are made to differ clearly: the best
-token of a step wins by more than rounding can move.
+The demonstration and the tests compare tokens, so the weights make logits differ clearly: the best token of a step
+wins by more than rounding can change.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _gemma2() -> PretrainedConfig:
 
     return Gemma2Config(
         **_SHAPE,
-        tie_word_embeddings=True,  # vLLM knows it no other way
+        tie_word_embeddings=True,  # vLLM supports only this
         sliding_window=32,
         query_pre_attn_scalar=16,
         attn_logit_softcapping=2.0,
@@ -103,7 +103,7 @@ def _gemma2() -> PretrainedConfig:
 def _bloom() -> PretrainedConfig:
     from transformers import BloomConfig
 
-    # ALiBi instead of rotary positions; the embeddings are tied, which vLLM takes for granted
+    # ALiBi instead of rotary positions; the embeddings are tied, as vLLM assumes
     shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 3, "n_head": 4}
     return BloomConfig(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
@@ -160,7 +160,7 @@ _SPARSE: Mapping[str, Any] = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "q_lora_rank": 24,
-    # fewer listed tokens than a prompt has, so that a wrong list shows
+    # fewer listed tokens than a prompt has, to reveal a wrong list
     "index_topk": 20,
     "index_n_heads": 8,
     "index_head_dim": 32,
@@ -193,7 +193,7 @@ _EXPERTS: Mapping[str, Any] = {
 def _qwen3_moe() -> PretrainedConfig:
     from transformers import Qwen3MoeConfig
 
-    return Qwen3MoeConfig(**_EXPERTS, num_experts=8)  # every layer has experts: SGLang does not know mlp_only_layers
+    return Qwen3MoeConfig(**_EXPERTS, num_experts=8)  # every layer has experts: SGLang ignores mlp_only_layers
 
 
 def _mixtral() -> PretrainedConfig:
@@ -222,7 +222,7 @@ def _minimax_m2() -> PretrainedConfig:
 def _glm4_moe() -> PretrainedConfig:
     from transformers import Glm4MoeConfig
 
-    # a dense layer, then experts in four groups, chosen with a bias, beside a shared one
+    # a dense layer, then experts in four groups, chosen with a bias, and a shared one
     return Glm4MoeConfig(
         **_EXPERTS,
         n_routed_experts=8,
@@ -277,7 +277,7 @@ water salt milk fire
 
 
 def _words() -> list[str]:
-    """Special tokens, common words, and made-up ones that fill the vocabulary."""
+    """Return special tokens, common words, and invented words that fill the vocabulary."""
     syllables = ["ba", "de", "fi", "go", "ku", "la", "mo", "ne", "pi", "ru", "sa", "to", "vu", "we", "xi", "zo"]
     made_up = (first + second + end for end in ("n", "r", "l") for first in syllables for second in syllables)
     return list(islice(dict.fromkeys((*_SPECIAL, *_ENGLISH.split(), *made_up)), VOCABULARY))
@@ -298,15 +298,15 @@ def build_tokenizer(path: Path) -> None:
 
 
 def build_checkpoint(family: str, path: str | Path, **changes: Any) -> Path:
-    """Write a checkpoint of one of :data:`FAMILIES` with its tokenizer, in float32, the same at every call.
+    """Write a checkpoint of one of :data:`FAMILIES` with its tokenizer, in float32 and identical at every call.
 
     Args:
         family: a key of :data:`FAMILIES`.
-        path: the folder to write.
+        path: the folder to write to.
         changes: attributes of the configuration that differ from the family's, such as ``head_dim=32``.
 
     Raises:
-        ValueError: an unknown family.
+        ValueError: the family is unknown.
     """
     if family not in FAMILIES:
         raise ValueError(f"unknown model family '{family}'; known: {', '.join(FAMILIES)}")
@@ -345,9 +345,9 @@ FINAL_NORMS = (
 
 
 def _fill(name: str, parameter: Any, tied: bool) -> None:
-    """Random weights that keep activations near one, and a wide end, so that logits lie far apart.
+    """Fill a parameter with random weights that keep activations near one and spread the logits.
 
-    Tied embeddings are small, so that the layers decide on the next token, and not the last one by itself.
+    Tied embeddings are small, so that the layers, rather than the last token's own embedding, decide on the next token.
     """
     import torch
 

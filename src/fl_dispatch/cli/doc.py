@@ -34,7 +34,7 @@ def doc(
 
 
 def described(operator: Operator) -> Iterator[str]:
-    """The declaration in lines for people."""
+    """Return the declaration as lines of text."""
     yield f"{operator.name}{operator.signature}".replace("'", "")
     yield ""
     yield operator.doc.replace("``", "`")

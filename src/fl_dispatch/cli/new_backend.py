@@ -1,7 +1,7 @@
-"""``fl new-backend``: a package for a vendor's kernels; its tests pass before the first kernel is written.
+"""``fl new-backend``: write a package for a vendor's kernels with tests that pass before the first kernel exists.
 
-The files lie in ``package``: ``kernels`` is every package's, ``device`` continues or adds to it where a chip has a
-torch device type of its own. They are :class:`string.Template` texts.
+The files in ``package`` are :class:`string.Template` texts: ``kernels`` for every package, and ``device`` to extend it
+for a chip with its own torch device type.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def write_package(name: str, path: Path | None = None, device: str | None = None
 
     Args:
         name: the vendor's name.
-        path: the folder to make, by default ``NAME-fl`` in the current one.
-        device: the chip's PyTorch device type, or ``None`` where there is none.
+        path: the new folder, by default ``NAME-fl`` in the current folder.
+        device: the chip's own PyTorch device type, or ``None``.
 
     Returns:
         The folder, then its files.
 
     Raises:
-        DispatchError: the name, the device type or the folder cannot be taken.
+        DispatchError: the name, the device type or the folder cannot be used.
     """
     _check_name(name)
     if device is not None:
@@ -113,7 +113,7 @@ def _check_device(name: str, device: str) -> None:
 
 
 def values(name: str, device: str | None) -> dict[str, str]:
-    """The text for each ``$word`` of the templates."""
+    """Return the text for each ``$word`` of the templates."""
     backends: dict[str, str] = torch.distributed.Backend.default_device_backend_map
     return {
         "name": name,
@@ -133,26 +133,26 @@ def values(name: str, device: str | None) -> dict[str, str]:
 
 
 def _dispatch_key(device: str) -> str:
-    """PyTorch's dispatch key of the type: that of a known chip, or PyTorch's own answer."""
+    """Return PyTorch's dispatch key for the type, from a known chip or from PyTorch."""
     known = {spec.torch_type: spec.dispatch_key for spec in device_specs()}
     return known.get(device) or str(torch._C._dispatch_key_for_device(device))
 
 
 def _extension(device: str | None) -> str | None:
-    """The package that gives PyTorch the type: that of the chip known to have it, or the usual name."""
+    """Return the package that adds the type to PyTorch: a known chip's, or the usual name."""
     known = {spec.torch_type: spec.extension for spec in device_specs()}
     return known.get(device, f"torch_{device}") if device else None
 
 
 def _detection(name: str, device: str | None) -> str:
-    """The expression that says whether the chip is there. Several chips may have a type, so it alone says nothing."""
+    """Return an expression that detects the chip; several chips may share a type, so the type alone is not enough."""
     counted = "device_count() > 0"
     shared = sum(spec.torch_type == device for spec in device_specs()) > 1
     return f'Path("/dev/{name}0").exists() and {counted}' if shared else counted
 
 
 def _templates(folder: Traversable, inside: str = "") -> list[tuple[str, str]]:
-    """Path and text of each template below a folder."""
+    """Yield the path and text of each template below a folder."""
     found = []
     for entry in folder.iterdir():
         place = inside + entry.name

@@ -63,12 +63,12 @@ INTERRUPTED = 130
 
 
 def print_json(data: Any) -> None:
-    """Data for programs, and nothing else, on standard output."""
+    """Print data as JSON on standard output, and nothing else."""
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table for people; a cell that is a status word is coloured. Cells are plain text, never markup."""
+    """Print a table; a cell with a status word is coloured. Cells are plain text, never markup."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in NEVER_BROKEN)
@@ -79,7 +79,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Names and values in two columns, without lines."""
+    """Print names and values in two columns, without lines."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", overflow="fold")
     grid.add_column(overflow="fold")
@@ -89,16 +89,16 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def fail(message: str) -> None:
-    """One error message on standard error."""
+    """Print one error message on standard error."""
     _errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 class Rows:
-    """A table that prints each row when it is known, below a long run's progress bar if there is a terminal.
+    """A table that prints each row as soon as it is known, above a long run's progress bar if there is a terminal.
 
     Args:
         columns: heading → width in characters; longer cells push the next ones to the right.
-        quiet: print no row, because standard output belongs to the JSON.
+        quiet: print no row, because standard output is for the JSON.
     """
 
     def __init__(self, columns: Mapping[str, int], quiet: bool = False) -> None:
@@ -106,14 +106,14 @@ class Rows:
         self._begun = False
 
     def add(self, cells: Sequence[object]) -> None:
-        """Print a row, before the first one the headings."""
+        """Print a row, preceded by the headings if it is the first."""
         if not self._begun:
             self._begun = True
             self.say(self._line(list(self.columns)), "bold")
         self._print(self._line([str(cell) for cell in cells]))
 
     def say(self, text: Text | str, style: str = "") -> None:
-        """Print a line beside the rows."""
+        """Print a line between the rows."""
         self._print(text if isinstance(text, Text) else Text(text, style=style))
 
     def _print(self, line: Text) -> None:
@@ -131,13 +131,13 @@ class Rows:
 
 
 class Advance:
-    """The progress of a long run: a bar on a terminal, else a line on standard error for each thing that begins."""
+    """The progress of a long run: a bar on a terminal, else a line on standard error for each step that begins."""
 
     def __init__(self, progress: Progress, task: TaskID, live: bool) -> None:
         self._progress, self._task, self._live = progress, task, live
 
     def begin(self, what: str) -> None:
-        """Something begins."""
+        """Show the name of a step that begins."""
         if self._live:
             self._progress.update(self._task, description=what)
         else:
@@ -150,7 +150,7 @@ class Advance:
 
 @contextmanager
 def advancing(total: float) -> Iterator[Advance]:
-    """Show the progress of a run of so much work in all."""
+    """Show the progress of a run; ``total`` is the sum of its steps' weights."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     live = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not live) as progress:
@@ -158,13 +158,13 @@ def advancing(total: float) -> Iterator[Advance]:
 
 
 class MeasuringCommand(TyperCommand):
-    """A command with results for ``--json`` to print and ``--out`` to keep; once ``--json`` itself took the file."""
+    """A command with ``--json``, which prints the results, and ``--out``, which keeps them in a file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse a file after ``--json`` with what to write instead.
+        """Refuse a file after ``--json``, and name the right option.
 
         Raises:
-            DispatchError: there is one.
+            DispatchError: ``--json`` has a value.
         """
         for given, value in itertools.zip_longest(args, args[1:], fillvalue=""):
             option, _, file = given.partition("=")
@@ -177,21 +177,21 @@ class MeasuringCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _was_a_file(self, value: str) -> bool:
-        """Whether what follows ``--json`` is neither an option nor an argument of the command."""
+        """Whether the word after ``--json`` is neither an option nor an argument of the command."""
         takes_arguments = any(parameter.param_type_name == "argument" for parameter in self.params)
         is_option = len(value) > 1 and value.startswith("-")
         return bool(value) and not is_option and (not takes_arguments or value == "-" or value.endswith(".json"))
 
 
 class ResultFile:
-    """The JSON file of a long run's results, for people to keep and for other commands to read.
+    """The JSON file of a long run's results.
 
-    Until the run is complete they are in ``FILE.partial``, replaced at once after every step, so that an interrupted
-    run keeps what it has and an older FILE stays.
+    Until the run is complete, the results are in ``FILE.partial``, which every step replaces atomically. So an
+    interrupted run keeps its results, and an older FILE stays.
 
     Args:
         file: the file, or ``None`` for none.
-        printed: whether they are printed on standard output too, at the end.
+        printed: whether to print the results on standard output, too, at the end.
 
     Raises:
         DispatchError: it is a directory, or lies in none.
@@ -202,7 +202,7 @@ class ResultFile:
         check_file(file)
         self.partial: Path | None = None
         if file is not None:
-            regular = file.is_file() or not file.exists()  # nothing lies beside a device or a pipe
+            regular = file.is_file() or not file.exists()  # a device or a pipe gets no partial file
             if regular and os.access(file.parent, os.W_OK):
                 self.partial = file.with_name(f"{file.name}.partial")
 
@@ -248,5 +248,5 @@ def _text(data: Any) -> str:
 
 
 def about(seconds: float) -> str:
-    """A time that is estimated, in words."""
+    """Return an estimated time in words."""
     return f"about {max(1, round(seconds))} s" if seconds < 90 else f"about {round(seconds / 60)} minutes"

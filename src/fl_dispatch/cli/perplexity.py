@@ -1,4 +1,4 @@
-"""``fl perplexity``: one figure for how exactly an engine computes a model, through a real vLLM or SGLang."""
+"""``fl perplexity``: measure how exactly a real vLLM or SGLang engine computes a model, as one number."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _read(file: Path) -> str:
 
 
 def _rows(checkpoint: Path, text: str, window: int) -> list[list[int]]:
-    """The requests, within the model's positions; an engine also generates one token."""
+    """Return the requests, within the model's positions; an engine also generates one token each."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:

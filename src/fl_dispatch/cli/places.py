@@ -12,10 +12,10 @@ NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, torch.f
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a command line names.
+    """Return the dtype that a command line names.
 
     Raises:
-        DispatchError: there is no such dtype among those that operators are tried in.
+        DispatchError: operators are not tested in such a dtype.
     """
     if name not in NAMES:
         raise DispatchError(f"unknown dtype '{name}'; there are {', '.join(NAMES)}")
@@ -23,17 +23,17 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of a command line, by default this machine's.
+    """Return the device that a command line names, by default this machine's.
 
     Raises:
-        DispatchError: PyTorch does not know it, or cannot use it here, or no spec describes it.
+        DispatchError: PyTorch does not know the device or cannot use it here, or no spec describes it.
     """
     spec = detect_device()
     wanted = name or spec.torch_type
     whose = "" if name else f", which the device '{spec.name}' has as its torch type"
     try:
         device = torch.device(wanted)
-    except RuntimeError as error:  # its text lists PyTorch's own types; no chip has most of them
+    except RuntimeError as error:  # its text lists all of PyTorch's device types
         specs = {spec.torch_type: spec for spec in device_specs()}
         if (described := specs.get(wanted.partition(":")[0])) is not None:
             described.check()
@@ -44,6 +44,6 @@ def device_named(name: str | None) -> torch.device:
     device_of(device.type)
     try:
         torch.zeros(1, device=device)
-    except Exception as error:  # whatever a chip's extension raises, the command ends with it in one message
+    except Exception as error:  # a chip's extension may raise anything; the command ends with one message
         raise DispatchError(f"PyTorch cannot use the device '{wanted}'{whose}: {text_of(error)}") from error
     return device

@@ -102,7 +102,7 @@ def _row(proof: Proof) -> tuple[object, ...]:
 
 
 def _data(proof: Proof) -> dict[str, Any]:
-    """For programs; times in microseconds."""
+    """Return the results as plain data, with times in microseconds."""
     times = {case: [round(one * 1e6, 3) for one in all_] for case, all_ in proof.seconds.items()}
     return {
         "candidate": proof.candidate.name,
@@ -120,7 +120,7 @@ def _microseconds(rivals: dict[str, dict[str, float]]) -> dict[str, dict[str, fl
 
 
 def _pack(name: str, path: Path | None, best: Proof, device: str, evidence: dict[str, Any]) -> list[Path]:
-    """Write the package of one kernel, by the form of ``fl new-backend``."""
+    """Write a package with one kernel, in the layout of ``fl new-backend``."""
     written = write_package(name, path)
     folder = written[0]
     module = folder / f"{name}_fl"

@@ -19,12 +19,12 @@ COLUMNS = ("rank", "implementation", "kind", "vendor", "priority", "status", "wh
 
 
 def say(text: str) -> None:
-    """One line, as it is."""
+    """Print one line without highlighting or markup."""
     console.print(text, highlight=False, markup=False)
 
 
 def print_decision(title: str, decision: Mapping[str, Any]) -> None:
-    """A decision, as plain data, in a table."""
+    """Print a decision, given as plain data, as a table."""
     say(f"order: {', '.join(decision['order'])}  ({decision['source']}, {decision['origin']})")
     fields = ("rank", "impl_id", "kind", "vendor", "priority", "status", "reason")
     rows = (["" if entry[name] is None else entry[name] for name in fields] for entry in decision["considered"])
@@ -79,7 +79,7 @@ def _decision(run: Run, operator: str, scope: str | None) -> dict[str, Any] | No
 
 
 def _layer_choices(run: Run, operator: str) -> list[dict[str, Any]]:
-    """The host's choices for the layers of an operator, each with ``runs``: what runs in these layers."""
+    """Return the host's choices for an operator's layers; ``runs`` names the implementations of those layers."""
     elsewhere = [
         impl_id
         for layer, decision in run.choices.get("layers", {}).items()
@@ -87,7 +87,7 @@ def _layer_choices(run: Run, operator: str) -> list[dict[str, Any]]:
         for choice in decision["runs"]
         for impl_id in choice["runs"]
     ]
-    ours = ", ".join(dict.fromkeys([runs.chosen(run, operator), *elsewhere]))  # others by rules for single layers
+    ours = ", ".join(dict.fromkeys([runs.chosen(run, operator), *elsewhere]))  # rules for single layers add others
     return [
         {**found, "runs": found["host"] if found["kept"] else ours}
         for found in run.layer_choices
@@ -96,7 +96,7 @@ def _layer_choices(run: Run, operator: str) -> list[dict[str, Any]]:
 
 
 def _alike(decided: Iterable[tuple[Run, T]]) -> list[tuple[list[Run], T]]:
-    """Workers, grouped by their answers."""
+    """Group workers by their answers."""
     groups: list[tuple[list[Run], T]] = []
     for run, decision in decided:
         group = next((group for group, known in groups if known == decision), None)
@@ -128,11 +128,11 @@ TABLES = (
         ("rank", "operator", "implementation", "arguments", "calls", "worst", "example", "outcome"),
     ),
 )
-"""The tables of the command: title, part of the report, columns."""
+"""Tables of the command: title, key of the report, columns."""
 
 
 def doctor(found: Sequence[Run], json: bool) -> None:
-    """Say how the workers of an engine do. Exit code 1 where ranks differ, or a worker runs something wrong."""
+    """Print the state of an engine's workers and their problems; any problem gives exit code 1."""
     report = examine(found)
     if json:
         print_json(report)
@@ -151,7 +151,7 @@ def doctor(found: Sequence[Run], json: bool) -> None:
 
 
 def examine(found: Sequence[Run]) -> dict[str, Any]:
-    """Everything that the command prints, as plain data."""
+    """Return everything that the command prints, as plain data."""
     different = runs.differences(list(found))
     problems = [
         f"ranks run different implementations of '{op_name}': "
@@ -213,12 +213,12 @@ def _worker(run: Run) -> list[Any]:
 
 
 def state_of(run: Run) -> str:
-    """``running``, ``ended`` or ``crashed``."""
+    """Return ``running``, ``ended`` or ``crashed``."""
     return "running" if run.alive else "crashed" if run.crash else "ended"
 
 
 def _by_ranks(rows: Iterable[tuple[Run, tuple[str, ...]]]) -> list[list[str]]:
-    """Each row once, with the ranks that have it."""
+    """Return each row once, with the ranks that have it."""
     ranks: dict[tuple[str, ...], list[int]] = {}
     for run, row in rows:
         ranks.setdefault(row, []).append(run.rank)

@@ -1,4 +1,4 @@
-"""``fl tune``: the fastest right implementations here, as a platform's file."""
+"""``fl tune``: find the fastest right implementations on this machine and write them to a platform's file."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def tune(
 
 
 def _served(place: str) -> tuple[Path, Sizes]:
-    """The model of a run and the sizes of its steps.
+    """Return the model of a run and the sizes of its steps.
 
     Raises:
-        DispatchError: there is no such run, it left no sizes, or its model is no folder.
+        DispatchError: the run does not exist, recorded no sizes, or its model is not a folder.
     """
     found = runs.named(place)[0]
     if not found.sizes:
@@ -237,16 +237,16 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
     ]
     rules = merge(winners, dict(plan.policy.op_tuned))
     file.write_text(platform_file(title, base, rules, figures, choices), encoding="utf-8")
-    load_config_file(file)  # what was written is right, or this is an error now rather than at the next start
+    load_config_file(file)  # an invalid file raises now rather than at the next start
     evidence.finish({**record.as_data(complete=True), "providers": plan.providers(winners)})
     rows.say(f"written: {file} and {platforms.evidence_path(file).name}")
 
 
 def _compare(one: Path, other: Path, json: bool) -> None:
-    """Say on how many keys two tunings agree.
+    """Print the number of keys on which two tunings agree.
 
     Raises:
-        DispatchError: a file has no evidence beside it, or they have no key in common.
+        DispatchError: a file has no evidence next to it, or the two have no key in common.
     """
     first, second = (winners_of(read_record(platforms.evidence_path(file))) for file in (one, other))
     share, differ = agreement(first, second)

@@ -19,17 +19,17 @@ from .output import Rows
 
 COLUMNS = {"workload": 20, "cell": 22, "tokens/s": 10, "tuned over it": 14, "interval": 16}
 STEP_TOKENS = 8192
-"""Prompt tokens of one step; the cache holds those of two."""
+"""Prompt tokens of one step; the cache holds two steps."""
 BLOCK = 128
-"""No block of a cache has more tokens."""
+"""Largest number of tokens in a block of a cache."""
 
 
 def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int, quiet: bool = False) -> bool:
     """Serve the workloads with each cell in turns, print the rates and add them to the file's evidence.
 
     Args:
-        plan, model, file: of the tuning.
-        layers, rounds: of the engines, and turns of each.
+        plan, model, file: the tuning's plan, model and file.
+        layers, rounds: layers of the engines' model, and turns of each engine.
         quiet: print nothing.
 
     Returns:
@@ -58,7 +58,7 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
         "kv_cache_memory_bytes": max(cached, 1 << 26),
     }
     if plan.accelerator:
-        arguments["gpu_memory_utilization"] = 0.1  # what has to be free at the start: the cache has a size of its own
+        arguments["gpu_memory_utilization"] = 0.1  # must be free at the start; the cache has its own size
     arguments["enforce_eager"] = plan.eager and not plan.one_graph
     if layers is not None:
         arguments["hf_overrides"] = {"num_hidden_layers": layers}
@@ -92,9 +92,9 @@ def _home(folder: Path) -> dict[str, str]:
 
 
 def _tuned(file: Path, spec: DeviceSpec, home: Path) -> dict[str, str]:
-    """The variables that let an engine find a tuned file as it is deployed: as the user's own for this chip.
+    """Return variables with which an engine finds a tuned file as deployed: as the user's file for this chip.
 
-    A chip without a platform has no such file, and the engine is given this one.
+    A chip without a platform has no such file, so its engine gets the file by ``VLLM_FL_CONFIG``.
     """
     if spec.platform_config is None:
         return {"VLLM_FL_CONFIG": str(file.absolute())}

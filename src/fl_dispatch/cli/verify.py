@@ -1,4 +1,4 @@
-"""``fl verify``: is every implementation right?"""
+"""``fl verify``: check that every implementation is right."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def verify(
     candidates = implementations(manager, op, impl)
     place = device_named(device)
     if not device_of(place.type).accelerator:
-        torch.set_num_threads(1)  # inputs are small, and threads that wait for each other are slow
+        torch.set_num_threads(1)  # inputs are small, so threads would mostly wait for each other
     absent = {(one.op_name, one.impl_id): why for one in candidates for ok, why in [one.availability()] if not ok}
     ready = [one for one in candidates if (one.op_name, one.impl_id) not in absent]
     if impl and not ready:
@@ -114,11 +114,11 @@ class _Run:
         self.results: list[Verification] = []
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line beside the rows."""
+        """Print a line between the rows."""
         self.rows.say(text, style)
 
     def add(self, result: Verification) -> None:
-        """Print and keep one more row."""
+        """Print a row and keep it."""
         self.results.append(result)
         worst, failed = result.worst, next(iter(result.failed), "")
         self.rows.add(
@@ -142,7 +142,7 @@ class _Run:
         self.file.keep(self.data(complete=False))
 
     def data(self, complete: bool) -> dict[str, Any]:
-        """Everything, for programs."""
+        """Return all results as plain data."""
         return {
             "schema": SCHEMA,
             "device": str(self.place),
@@ -171,7 +171,7 @@ class _Run:
 
 
 def _said_of_weights(result: Verification) -> str:
-    """For an implementation that prepares weights, the kinds of weights that it was proven with; else empty."""
+    """Return the kinds of weights that a weight-preparing implementation was verified with; empty for others."""
     if not result.prepares:
         return ""
     said = f"was proven with prepared weights on {result.prepared} inputs, with plain ones on {result.plain}"
@@ -181,7 +181,7 @@ def _said_of_weights(result: Verification) -> str:
 
 
 def _again(result: Verification, label: str, place: torch.device) -> str:
-    """The command that runs one input again."""
+    """Return the command that runs one input again."""
     compiled = "" if result.how == "direct" else " --compiled"
     return (
         f'fl verify --op {result.op_name} --impl {result.impl_id} --dtype {result.dtype} --input "{label}" '

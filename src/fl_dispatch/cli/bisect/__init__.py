@@ -1,4 +1,4 @@
-"""``fl bisect``: the operator, the layers and the implementation that make a model's logits wrong."""
+"""``fl bisect``: find the operator, the layers and the implementation that make a model's logits wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .driver import Starter
 from .report import Report
 
 REFERENCE: Document = {"prefer": "reference", "aten_replacement": False}
-"""The trusted policy where none is named."""
+"""The default trusted policy."""
 HUGGINGFACE = "huggingface"
 
 
@@ -110,11 +110,11 @@ class Case:
     """One investigation's subject.
 
     Args:
-        start: how engines are started; its length is that of the longest request if it is 0.
+        start: settings of the engines; a length of 0 becomes that of the longest request.
         good, bad: documents of the policies.
-        prompts: a file, or ``None`` for those that are made.
-        huggingface: the good policy has to agree with Hugging Face.
-        variables: of the engines' environment.
+        prompts: a file, or ``None`` for generated ones.
+        huggingface: whether the good policy must agree with Hugging Face.
+        variables: environment variables of the engines.
         slower_than: see :class:`~fl_dispatch.evidence.bisect.probes.Probes`.
     """
 
@@ -137,7 +137,7 @@ class Case:
         self.tokens = tokens
 
     def header(self) -> dict[str, Any]:
-        """Everything that the answers of this case depend on."""
+        """Return everything that this case's answers depend on."""
         start = self.start
         product = {Host.VLLM: "vllm", Host.SGLANG: "sglang"}[start.host]
         return {
@@ -165,7 +165,7 @@ def investigate(
     verbose: bool = False,
     journal: Journal | None = None,
 ) -> Result:
-    """Run an investigation; engines' files and the record go into a folder.
+    """Run an investigation; the engines' files and the record go into ``folder``.
 
     Raises:
         DispatchError: the good policy's engine does not run, or differs from Hugging Face.

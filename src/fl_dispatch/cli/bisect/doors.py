@@ -23,13 +23,13 @@ FORCED = "fl_forced"
 
 
 class BisectWorker:
-    """Methods for ``LLM.collective_rpc``; mixed into the worker."""
+    """Methods for ``LLM.collective_rpc``, mixed into the worker."""
 
     rank: int
     get_model: Callable[[], Any]
 
     def fl_bisect_switch(self, settings: str, seed: int | None, ranks: list[int] | None) -> str:
-        """Let other settings hold in this rank, if it is meant; see :func:`inside.switch`."""
+        """Switch this rank to other settings if it is among ``ranks``; see :func:`inside.switch`."""
         return inside.switch(settings, seed) if ranks is None or self.rank in ranks else ""
 
     def fl_bisect_watch(self, operator: str) -> None:
@@ -46,7 +46,7 @@ class BisectWorker:
 
 
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
-"""The V2 runner's interface; versions of vLLM without it let V1 run where there are processors."""
+"""The V2 runner's interface; vLLM versions without it run V1 if there are logits processors."""
 
 
 def _v2_interface() -> Any:
@@ -81,7 +81,7 @@ class _ForV2(_v2_interface()):  # type: ignore[misc]  # the host is not type-che
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
         for row, (slot, place) in enumerate(zip(ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist(), strict=True)):
             if forced := self._slots.get(slot):
-                generated = place + 1 - int(self._prompt_len.np[slot])  # negative while the prompt is read
+                generated = place + 1 - int(self._prompt_len.np[slot])  # negative during the prefill
                 _choose(logits[row], forced, max(0, generated))
         return logits
 
@@ -91,18 +91,18 @@ def _forced(params: Any) -> list[int]:
 
 
 def _choose(logits: Tensor, forced: Sequence[int], step: int) -> Tensor:
-    """Leave the token of a step alone possible, in place."""
+    """Make only the forced token of a step possible, in place."""
     logits.fill_(float("-inf"))
     logits[forced[min(step, len(forced) - 1)]] = 0.0
     return logits
 
 
 class ForcedTokens(_ForV1, _ForV2):
-    """Chooses the given tokens, one a step; vLLM computes the log-probabilities before it.
+    """Chooses the given tokens, one per step; vLLM computes log-probabilities before this processor runs.
 
-    Both runners find their interface in it, and each gets the processor of its own.
+    The class has the interfaces of both model runners, and each runner gets an instance of its own interface.
     """
 
     def __new__(cls, vllm_config: Any, *of_runner: Any) -> Any:
-        """V1 gives a device and whether memory is pinned, V2 the state of its requests."""
+        """Choose by the arguments: V1 passes a device and whether memory is pinned, V2 the state of its requests."""
         return (_ForV1 if len(of_runner) > 1 else _ForV2)(vllm_config, *of_runner)

@@ -1,6 +1,6 @@
-"""Engines in processes of their own: a driver for each, which can die or hang without the investigation.
+"""Engines in separate driver processes: a crash or a hang of an engine does not affect the investigation.
 
-The driver leads a session of its own, so that what it started ends with it, and Ctrl-C is the investigation's alone.
+Each driver leads its own session. So its child processes end with it, and Ctrl-C reaches only the investigation.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ..hosts import Host
 from .hosts import ENGINES
 
 GRACE = 10.0
-"""Seconds that an engine has to end."""
+"""Time limit for an engine to end, in seconds."""
 PLUGINS = "VLLM_FL_PLUGIN_MODULES"
 
 
 class Starter:
-    """The starter of engines of one kind.
+    """The starter of engines with the same settings.
 
     Args:
         start: the settings of each engine.
         rounds: the requests of each engine.
         folder: for configuration files and logs.
-        patience: seconds that an engine has for one step, its start included.
-        variables: of the environment, beside this process's.
-        verbose: leave the engines' output where it goes.
+        patience: time limit of an engine for one step or its start, in seconds.
+        variables: environment variables in addition to this process's.
+        verbose: do not redirect the engines' output to logs.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Starter:
         self._number = 0
 
     def start(self, document: Document, eager: bool = False) -> DriverEngine:
-        """An engine under a policy.
+        """Start an engine under a policy.
 
         Raises:
             EngineDiedError: it did not start.
@@ -82,7 +82,7 @@ class Starter:
 
 
 class DriverEngine:
-    """An engine in a driver's process."""
+    """An engine in a driver process."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class DriverEngine:
         return found
 
     def stop(self) -> None:
-        """End the driver and all that it started."""
+        """End the driver and all its child processes."""
         with suppress(OSError, EngineDiedError):
             self._pipe.send(("stop", ()))
             self._process.join(GRACE)
@@ -158,7 +158,7 @@ class DriverEngine:
         return answer
 
     def _died(self, why: str) -> EngineDiedError:
-        """The error, with the cause that only the log has."""
+        """Return the error with its cause, which only the log has."""
         lines = self._log.read_text(errors="replace").splitlines() if self._log and self._log.exists() else []
         causes = [found[1] for line in lines if (found := CAUSE.search(line))]
         cause = f"; first error in its log: {causes[0][:300]}" if causes and causes[0] not in why else ""
@@ -166,8 +166,8 @@ class DriverEngine:
 
 
 def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path | None) -> None:
-    """Be the driver: start an engine, and do what the investigation asks, until it asks for the end."""
-    with suppress(PermissionError):  # it leads one already
+    """Run the driver: start an engine, and execute the investigation's requests until it asks to stop."""
+    with suppress(PermissionError):  # the process already leads a session
         os.setsid()
     threading.Thread(target=_end_with_investigation, daemon=True).start()
     os.environ.update(variables)
@@ -188,7 +188,7 @@ def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path |
         name, arguments = pipe.recv()
         try:
             answer = getattr(engine, name)(*arguments)
-        except BaseException as error:  # here, too
+        except BaseException as error:  # as above
             pipe.send((False, text_of(error)))
             raise
         if name == "stop":
@@ -197,7 +197,7 @@ def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path |
 
 
 def _end_with_investigation() -> None:
-    """End this driver and all that it started as soon as the investigation is gone, whatever the engine does then."""
+    """End this driver and its child processes as soon as the investigation ends, even if the engine is busy."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Engines that an investigation switches and asks, one class a host. They live in a driver's process."""
+"""Engines for investigations in a driver process, one class per host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..engines import Engine, Prompt, Row, Start, sglang, vllm
 from ..hosts import Host
 
 PATIENCE = 60.0
-"""Seconds that SGLang's ranks have for an answer, and its scheduler to notice that it is idle."""
+"""Time limit in seconds for an answer of SGLang's ranks, and for its scheduler to notice that it is idle."""
 
 
 class HostEngine(Protocol):
@@ -35,21 +35,21 @@ class HostEngine(Protocol):
 
 
 def settings_text(config: str) -> str:
-    """The settings of a config file under this process's environment, as text."""
+    """Return the settings of a config file in this process's environment, as text."""
     return load_settings({**os.environ, "VLLM_FL_CONFIG": config}).to_json()
 
 
 class Clocked(Engine, Protocol):
-    """An engine that knows its ranks' processor times, or none that say how much they worked."""
+    """An engine with the processor times of its ranks, or an empty list if these do not measure the work."""
 
     def processor(self) -> list[float]: ...
 
 
 def scores(engine: Clocked, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
-    """Run the rounds of requests: the rows of each by its label, and the seconds that the engine took.
+    """Run rounds of requests; return the rows of each request by its label, and the engine's time in seconds.
 
-    The seconds are the ranks' processor time where they compute by themselves, because work beside the engine hardly
-    changes it; else the wall clock's.
+    The time is the ranks' processor time if they compute on the CPU, because other processes hardly change it.
+    Otherwise it is the wall clock's.
     """
     rows, seconds = dict[str, list[Row]](), 0.0
     before = engine.processor()
@@ -125,7 +125,7 @@ class SglangEngine(sglang.HostEngine):
         return scores(self, rounds)
 
     def processor(self) -> list[float]:
-        return []  # its scheduler asks for work without a pause, so that its processor time is the wall clock's
+        return []  # the scheduler polls without pause, so its processor time equals wall time
 
     def watch(self, operator: str) -> None:
         self._collected({"settings": None, "watch": operator})
@@ -134,7 +134,7 @@ class SglangEngine(sglang.HostEngine):
         return self._collected({"settings": None})
 
     def _collected(self, job: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's answer.
+        """Send a job to every rank and return their answers.
 
         Raises:
             RuntimeError: a rank did not answer in time.
@@ -149,10 +149,10 @@ class SglangEngine(sglang.HostEngine):
             return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
     def _flush(self) -> None:
-        """Empty the cache, once the scheduler has noticed that it is idle.
+        """Empty the cache; wait until the scheduler notices that it is idle.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: the scheduler does not become idle in time.
         """
         late = time.monotonic() + PATIENCE
         while not self.engine.flush_cache().success:

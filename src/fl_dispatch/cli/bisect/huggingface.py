@@ -1,4 +1,4 @@
-"""Hugging Face's scores of the same requests: whether the trusted policy is right at all."""
+"""Hugging Face's scores of the same requests, to check that the trusted policy is right."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..network import network
 
 
 def compare(start: Start, rounds: Sequence[Sequence[Request]], base: Scores, yardstick: Yardstick) -> float:
-    """Compare the good policy's scores with Hugging Face's in float32; how many yardsticks they are apart.
+    """Compare the good policy's scores with Hugging Face's in float32; return their distance in yardsticks.
 
-    In half precision the yardstick is also how far Hugging Face's model is from its own in float32.
+    In half precision the yardstick includes the distance of Hugging Face's own model from float32.
 
     Raises:
-        DispatchError: they do not agree, so no choice between implementations explains the difference.
+        DispatchError: the scores disagree, so no choice of implementations explains the difference.
     """
     import torch
     from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""Prompts as tokens: a file's lines by the model's tokenizer, or made here for the model's vocabulary."""
+"""Prompts as tokens: lines of a file by the model's tokenizer, or generated for the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ...errors import DispatchError, text_of
 from ...evidence.bisect.prompts import FORCED, generated
 
 LONGEST = 4096
-"""Most tokens of a prompt that is made here or read."""
+"""Largest number of tokens of a generated or read prompt."""
 
 
 def made(model: str) -> list[list[int]]:
-    """Prompts for the model's vocabulary.
+    """Generate prompts for the model's vocabulary.
 
     Raises:
         DispatchError: the checkpoint has no configuration that Hugging Face knows.
@@ -23,10 +23,10 @@ def made(model: str) -> list[list[int]]:
 
 
 def read(file: Path, model: str) -> list[list[int]]:
-    """The tokens of a file's lines.
+    """Return the tokens of a file's lines.
 
     Raises:
-        DispatchError: it cannot be read, holds nothing, a line is too long, or the model has no tokenizer.
+        DispatchError: the file cannot be read or is empty, a line is too long, or the model has no tokenizer.
     """
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -39,7 +39,7 @@ def read(file: Path, model: str) -> list[list[int]]:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # of any kind, from any library behind it
+    except Exception as error:  # Transformers and its libraries raise many types
         raise DispatchError(f"{model} has no tokenizer for --prompts: {text_of(error)}") from error
     found = [list(tokenizer(line).input_ids) for line in lines]
     for number, tokens in enumerate(found, start=1):
@@ -53,7 +53,7 @@ def _config(model: str) -> Any:
 
     try:
         config: Any = AutoConfig.from_pretrained(model)
-    except Exception as error:  # of any kind, here too
+    except Exception as error:  # as above
         raise DispatchError(f"--model {model}: its configuration cannot be read: {text_of(error)}") from error
     return config.get_text_config()
 

@@ -1,4 +1,4 @@
-"""The report of an investigation, for a person and for a program."""
+"""The report of an investigation, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ COLUMNS = {
     "largest at": 0,
 }
 SHOWN = 4
-"""Layers that a sentence names."""
+"""Largest number of layers that a sentence names."""
 
 
 class Report:
-    """The printer of questions and answers, and in the end of the findings.
+    """Prints questions and answers as they come, then the findings.
 
     Args:
         quiet: print nothing, because standard output belongs to the JSON.
 
     Attributes:
         rows: each run as plain data.
-        huggingface: how many yardsticks the good policy is from Hugging Face, where that was asked.
+        huggingface: distance of the good policy from Hugging Face in yardsticks, if it was requested.
     """
 
     def __init__(self, quiet: bool) -> None:
@@ -48,7 +48,7 @@ class Report:
         self._status: Status | None = None
 
     def begin(self, start: Start, folder: Path, tokens: list[list[int]]) -> None:
-        """An investigation begins."""
+        """Begin an investigation: reset the rows, and print its subject."""
         self._table, self._began = Rows(COLUMNS, self.quiet), time.monotonic()
         self.rows, self.huggingface = [], None
         way = "eager" if start.eager else "compiled"
@@ -58,11 +58,11 @@ class Report:
         self.say("yardstick: the trusted policy, in harmless changes …")
 
     def say(self, line: str) -> None:
-        """A line beside the rows."""
+        """Print a line between the rows."""
         self._table.say(line, "dim")
 
     def agrees(self, share: float) -> None:
-        """Report that Hugging Face is ``share`` yardsticks from the good policy, which is near enough."""
+        """Report that Hugging Face agrees with the good policy, at a distance of ``share`` yardsticks."""
         self.huggingface = share
         self.say(f"Hugging Face agrees with the trusted policy: {share:.2f} yardsticks")
 
@@ -80,7 +80,7 @@ class Report:
             self._status = None
 
     def asked(self, what: str, outcome: Outcome, kept: bool) -> None:
-        """A question was answered."""
+        """Record and print the answer to a question."""
         self.ended()
         number = len(self.rows) + 1
         self.rows.append({"what": what, **outcome.as_data(), "kept": kept})
@@ -120,11 +120,11 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Since the investigation began."""
+        """Return the seconds since the investigation began."""
         return time.monotonic() - self._began
 
     def cost(self, result: Result) -> str:
-        """The runs that it took, in words."""
+        """Return the number of runs in words."""
         sites, units = result.candidates
         searched = sum(1 for row in self.rows if ":" in row["what"] and not row["what"].startswith("control"))
         return (
@@ -134,11 +134,11 @@ class Report:
         )
 
     def head(self, result: Result) -> str:
-        """The comment above the policy that is written."""
+        """Return the comment at the top of the written policy."""
         return "Written by fl bisect.\n" + "\n".join(sentence(one) for one in result.blamed)
 
     def as_data(self, result: Result) -> dict[str, Any]:
-        """Everything, for programs."""
+        """Return everything as plain data."""
         return {
             "differs": result.differs,
             "share": result.share,
@@ -156,7 +156,7 @@ class Report:
 
 
 def sentence(one: Blamed) -> str:
-    """The cause in one line."""
+    """Return the cause in one line."""
     ranks = f", at rank {', '.join(map(str, one.ranks))} alone" if one.ranks else ""
     beside = f", only beside the other choice of {', '.join(one.partners)}" if one.partners else ""
     if not one.sites:

@@ -1,4 +1,4 @@
-"""The doors into SGLang's processes: a method of its scheduler, and a logits processor that forces tokens.
+"""The hooks in SGLang's processes: a method of its scheduler, and a logits processor that forces tokens.
 
 The module is loaded like any plugin, through ``VLLM_FL_PLUGIN_MODULES``. ``Engine.collective_rpc`` returns nothing, so
 answers come as files.
@@ -24,14 +24,14 @@ METHOD = "fl_bisect"
 
 
 def _bisect(scheduler: Scheduler, folder: str, job: dict[str, Any]) -> None:
-    """Switch the policy if the job has settings for this rank, and write the answer into a file of this rank's own."""
+    """Switch the policy if the job has settings for this rank, and write the answer to this rank's file."""
     from sglang_fl import report
 
     runner = scheduler.tp_worker.model_runner
     rank, refused = report.own_rank(), ""
     if job.get("settings") is not None and (job["ranks"] is None or rank in job["ranks"]):
         refused = inside.switch(job["settings"], job["seed"])
-    answer = inside.answer(runner.model)  # which ends a watch
+    answer = inside.answer(runner.model)  # also ends a watch
     if job.get("watch"):
         kinds.watch(job["watch"])
     part = Path(folder, f"{rank}.part")
@@ -40,16 +40,16 @@ def _bisect(scheduler: Scheduler, folder: str, job: dict[str, Any]) -> None:
 
 
 def register_builtins(registry: OpRegistry) -> None:
-    """Add the method to SGLang's scheduler; no implementation is registered."""
+    """Add the method to SGLang's scheduler; register no implementation."""
     from sglang.srt.managers.scheduler import Scheduler
 
     setattr(Scheduler, METHOD, _bisect)
 
 
 def forcing_processor() -> str:
-    """A custom logit processor, as SGLang sends it: it raises the given tokens above all others, one a step.
+    """Return a serialized custom logit processor that raises one given token per step above all others.
 
-    SGLang takes log-probabilities after it, so a row says nothing about the forced token.
+    SGLang takes log-probabilities after the processor, so a row says nothing about the forced token.
     """
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 

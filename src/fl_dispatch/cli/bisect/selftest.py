@@ -1,4 +1,4 @@
-"""``fl bisect --self-test``: faults are planted in a small model's engine, and each has to be found."""
+"""``fl bisect --self-test``: plant faults in a small model's engine, and check that each is found."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Planted:
     """One fault, and the expected finding.
 
     Args:
-        what: the fault in words.
-        op: our operator; empty where none may be blamed.
-        sites: whether the layers that were found are right.
-        family, dtype, ranks, compiled: of the engine.
-        at: the ranks.
-        aten: those of PyTorch's own operators that have to be found, one by itself or all together.
-        slower_than: judge times.
+        what: description of the fault.
+        op: our operator; empty if none may be blamed.
+        sites: judges whether the right layers were found.
+        family, dtype, ranks, compiled: settings of the engine.
+        at: the ranks with the fault.
+        aten: PyTorch operators that must be found: one culprit, and all others as its partners.
+        slower_than: judge times instead of logits, with this factor.
     """
 
     what: str
@@ -91,17 +91,17 @@ def self_test(
     verbose: bool,
     arguments: Mapping[str, Any],
 ) -> int:
-    """Plant faults one after the other, in engines with these further arguments; the exit status.
+    """Plant faults one after the other in engines with these arguments; return the exit status.
 
     Raises:
-        DispatchError: an unknown name.
+        DispatchError: a name is unknown.
     """
     wanted = [name for name in TESTS if host is Host.VLLM or not TESTS[name].compiled] if "all" in names else names
     for name in wanted:
         if name not in TESTS:
             raise DispatchError(f"no fault is called '{name}'; there are {', '.join(TESTS)}, and 'all'")
     place = folder or Path(tempfile.mkdtemp(prefix="fl-bisect-"))
-    bases = Journal(place / "bases", {})  # one for each kind of engine, whatever is planted
+    bases = Journal(place / "bases", {})  # one base for each kind of engine, shared by all faults
     models: dict[str, Path] = {}
     rows, found = [], []
     for name in wanted:
@@ -144,7 +144,7 @@ def _plant(
     start = Start(host, str(model), not test.compiled, test.ranks, test.dtype, 0, dict(arguments))
     variables = {"VLLM_FL_PLUGIN_MODULES": PLUGIN, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if test.ranks == 1:
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # half of the time of a start
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # halves the time of a start
     fault = test.fault or name
     good, bad = {"prefer": "reference"}, planted.policy(fault, operators) if not test.aten else {}
     if test.aten:

@@ -1,7 +1,7 @@
-"""``fl demo``: a real engine generates text through the dispatch core, and the result is compared with Hugging Face's.
+"""``fl demo``: generate text with a real engine through the dispatch core, and compare it with Hugging Face's.
 
-The model is the small one of this package, which writes English, or a checkpoint of another architecture with random
-weights, which is built on the spot and writes noise. The tokens of both are exact.
+The model is the small one of this package, which writes English, or a checkpoint of another architecture. The latter is
+built locally with random weights and writes noise. The tokens of both are exact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .engines import Generated, Request, generate
 from .progress import steps
 
 EMULATED_ENV = "FL_EMULATED_CHIP"
-"""The variable with which an environment says that its chip is emulated, and how."""
+"""The variable with which an environment declares that its chip is emulated, and how."""
 
 PROMPTS = (
     "the river runs to the sea",
@@ -33,7 +33,7 @@ PROMPTS = (
 
 
 class Family(enum.StrEnum):
-    """The package's own model, and families that the demo can build with random weights."""
+    """The package's small model, and the families that the demo can build with random weights."""
 
     SMALL = small_model.NAME
     QWEN3 = "qwen3"
@@ -105,18 +105,18 @@ def demo(
 
 
 def describe_device() -> str:
-    """The device that an engine would run on here, and whether a person should take it for a chip."""
+    """Return the device that an engine would run on here, and whether it is emulated."""
     spec = detect_device()
     emulated = os.environ.get(EMULATED_ENV)
     return f"device: {spec.name} ({spec.device_name(0)})" + (f", EMULATED: {emulated}" if emulated else "")
 
 
 def judge(problems: list[str], report: dict[str, Any]) -> None:
-    """End with exit code 1 unless everything is as it should be.
+    """Print the problems and exit with code 1, if there are any.
 
     Args:
-        problems: sentences.
-        report: a worker's; what failed in it, or that nothing ran, is a problem too.
+        problems: known problems, one sentence each.
+        report: a worker's report; a failed implementation in it is a problem, and so is a run without operators.
     """
     problems = [*problems]
     problems += [
@@ -140,7 +140,7 @@ def _show(title: str, prompts: list[str], generated: Generated, report: dict[str
 
 
 def show_what_ran(report: dict[str, Any]) -> None:
-    """Tables of the implementations that a worker called and of the reasons, from its report."""
+    """Print tables of the implementations that a worker called, and of the reasons, from its report."""
     rows: list[tuple[str, str, str, int]] = []
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for key, calls in sorted(report["counts"].items()):
@@ -158,7 +158,7 @@ def show_what_ran(report: dict[str, Any]) -> None:
 
 
 def _passed_over(decision: dict[str, Any], ran: dict[str, Any]) -> list[dict[str, Any]]:
-    """The implementations for this device that the order has before the one that ran."""
+    """Return the implementations for this device that precede the one that ran in the order."""
     order, spec = decision["order"], detect_device()
 
     def place(entry: dict[str, Any]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Hugging Face's answer to the same request: the same tokens, or in half precision as near a distribution."""
+"""Comparison with Hugging Face: the same tokens, or in half precision log-probabilities as near to float32."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TIE = 1e-3
-"""Nats between two choices that rounding in float32 may swap."""
+"""Largest difference in nats of two choices that rounding in float32 may swap."""
 
 
 def compare(family: str, request: Request, generated: Generated) -> tuple[bool, str]:
-    """Whether an engine's result is right, and the compared values."""
+    """Return whether an engine's result is right, and the compared values in words."""
     return _by_scores(family, request, generated) if request.scored else _by_tokens(request, generated)
 
 
 def _by_tokens(request: Request, generated: Generated) -> tuple[bool, str]:
-    """Each token is the first choice of Hugging Face's model after the tokens before it, so greedy texts are equal.
+    """Check that each token is the first choice of Hugging Face's model after the tokens before it.
 
-    Rounding decides between two choices that are as good as equal, and neither is wrong.
+    Then greedy texts are equal. Rounding decides between two choices with nearly equal scores, so both are right.
     """
     import torch
 
@@ -40,7 +40,7 @@ def _by_tokens(request: Request, generated: Generated) -> tuple[bool, str]:
 
 
 def _by_scores(family: str, request: Request, generated: Generated) -> tuple[bool, str]:
-    """In half precision a close choice may fall the other way, so log-probabilities after every token are compared."""
+    """Compare log-probabilities after every token, because half precision may change a close choice."""
     import torch
 
     single, half = (
@@ -59,10 +59,10 @@ def _by_scores(family: str, request: Request, generated: Generated) -> tuple[boo
 
 
 def _first_choices(generated: Generated, single: Tensor) -> tuple[int, int]:
-    """Count the generated tokens that are a model's first choice after the tokens before them; and all of them.
+    """Count the generated tokens that are a model's first choice after the tokens before them, and all tokens.
 
     Args:
-        generated: by an engine.
+        generated: an engine's result.
         single: the model's log-probabilities after every token but the last of each sequence.
     """
     same = sum(
@@ -74,7 +74,7 @@ def _first_choices(generated: Generated, single: Tensor) -> tuple[int, int]:
 
 
 def _rows(generated: Generated, expected: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
-    """For each prompt a model's log-probabilities where a token was generated, and the token."""
+    """Yield for each prompt a model's log-probabilities at the generated tokens, and these tokens."""
     import torch
 
     parts = torch.split(expected, [len(sequence) - 1 for sequence in generated.sequences])

@@ -1,4 +1,4 @@
-"""The engine of the demonstration: it generates greedily, and reports what its process dispatched."""
+"""The engine of the demonstration, which generates greedily and reports the dispatched operators."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Request:
 
     Args:
         model: the checkpoint's folder.
-        prompts: texts.
-        tokens: to generate for each prompt.
-        dtype: the model's, as hosts call it.
-        compiled: by ``torch.compile``.
+        prompts: the prompts' texts.
+        tokens: number of tokens to generate for each prompt.
+        dtype: the hosts' name of the model's dtype.
+        compiled: whether ``torch.compile`` compiles the model.
         scored: return log-probabilities, too.
     """
 
@@ -34,20 +34,20 @@ class Request:
 
     @property
     def vocabulary(self) -> int:
-        """Entries of the model's vocabulary."""
+        """Size of the model's vocabulary."""
         return int(json.loads((self.model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The text that one engine generated, and how fast.
+    """The text that one engine generated, and its time.
 
     Args:
         prompts, tokens: token ids of each prompt, and of its continuation.
         texts: the continuations, as text.
         seconds: time to generate all of them.
-        rows: for every token but the first of each prompt, prompts before continuations: token as a string →
-            log-probability. Empty unless scored.
+        rows: token as a string → log-probability, for every token but the first of each prompt, the prompt before its
+            continuation. Empty unless scored.
     """
 
     prompts: list[list[int]]
@@ -58,22 +58,22 @@ class Generated:
 
     @property
     def sequences(self) -> list[list[int]]:
-        """Prompts with their continuations."""
+        """Return the tokens of prompts with their continuations."""
         return [[*prompt, *tokens] for prompt, tokens in zip(self.prompts, self.tokens, strict=True)]
 
     @property
     def rate(self) -> float:
-        """Generated tokens a second."""
+        """Generated tokens per second."""
         return sum(map(len, self.tokens)) / self.seconds
 
 
 def generate(host: Host, request: Request) -> tuple[Generated, dict[str, Any]]:
-    """Generate with an engine of one rank; return its report, too, without the calls of the first two steps."""
+    """Generate with an engine of one rank; return the result, and a report without the calls of the warm-up."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     ids = [tokenizer(prompt).input_ids for prompt in request.prompts]
-    eager = host is Host.VLLM and not request.compiled  # SGLang captures graphs as it does by itself
+    eager = host is Host.VLLM and not request.compiled  # SGLang captures graphs by default
     engine = start(Start(host, str(request.model), eager, dtype=request.dtype))
     engine.generate([Prompt(ids[0], new=2)])  # warm up
     engine.count()

@@ -1,4 +1,4 @@
-"""Progress of the demonstration, a line a step; everything that an engine prints goes to a log."""
+"""Progress of the demonstration, one line per step; an engine's output goes to a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import DispatchError, text_of
 from ..output import console
 
 TAIL = 30
-"""Lines of the log that an error shows."""
+"""Number of lines of the log shown with an error."""
 CAUSE = re.compile(r"\b(\w+(?:Error|Exception|Interrupt): \S.*)")
 
 
@@ -27,10 +27,10 @@ def steps(log: Path, silent: bool, verbose: bool) -> Iterator[Callable[[str], Ab
     Args:
         log: the file for the output of libraries and child processes.
         silent: print no step.
-        verbose: leave their output where it goes, and write no log.
+        verbose: do not redirect this output, and write no log.
 
     Raises:
-        DispatchError: a step failed, whatever its error was; the end of the log is on standard error.
+        DispatchError: a step failed with any error; the end of the log is printed on standard error.
     """
     shown = Console(
         file=os.fdopen(os.dup(1), "w"), width=console.width, force_terminal=sys.stdout.isatty(), quiet=silent
@@ -55,7 +55,7 @@ def steps(log: Path, silent: bool, verbose: bool) -> Iterator[Callable[[str], Ab
 
 
 def _explained(error: Exception, log: Path) -> str:
-    """The error, and its cause in the engine's process, which only the log has; shows the end of the log."""
+    """Print the end of the log; return the error with its cause in the engine's process, which only the log has."""
     text = text_of(error)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     if not lines:

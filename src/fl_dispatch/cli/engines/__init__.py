@@ -1,4 +1,4 @@
-"""A host's engine as commands use it: one protocol, and one implementation a host."""
+"""A host's engine for commands: one protocol, with one implementation per host."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Start:
     """Settings of an engine.
 
     Args:
-        host: which one.
+        host: the engine's host.
         model: the checkpoint.
-        eager: nothing is compiled or captured.
-        ranks: tensor-parallel.
-        dtype: as hosts call it; ``auto`` for the checkpoint's.
-        length: most tokens of a request; 0 for the model's.
-        arguments: of the host's own class (``LLM``, ``Engine``); they count before the others.
+        eager: compile and capture nothing.
+        ranks: number of tensor-parallel ranks.
+        dtype: the hosts' name of the dtype; ``auto`` for the checkpoint's.
+        length: largest number of tokens of a request; 0 for the model's.
+        arguments: arguments of the host's class (``LLM``, ``Engine``); they override the other settings.
     """
 
     host: Host
@@ -42,11 +42,11 @@ class Prompt:
     """A request for greedy generation.
 
     Args:
-        tokens: of the prompt.
-        new: tokens to generate.
-        top: most likely tokens in each row; ``None`` for no rows.
-        scored: return rows and scores of the prompt, too; a host then leaves its prefix cache alone.
-        forced: tokens that an engine of :mod:`fl_dispatch.cli.bisect` generates, one a step.
+        tokens: tokens of the prompt.
+        new: number of tokens to generate.
+        top: number of most likely tokens in each row; ``None`` for no rows.
+        scored: return rows and scores of the prompt, too; the host then does not use its prefix cache.
+        forced: tokens that an engine of :mod:`fl_dispatch.cli.bisect` generates, one per step.
     """
 
     tokens: Sequence[int]
@@ -61,10 +61,10 @@ class Answer:
     """The result of a request.
 
     Args:
-        tokens: the generated ones.
-        scores: log-probability of each token of the prompt but the first, if it is scored.
-        rows: the most likely tokens in the place of each token of the prompt but the first, if it is scored, and then
-            of each generated one.
+        tokens: the generated tokens.
+        scores: log-probability of each token of a scored prompt except the first.
+        rows: the most likely tokens at each position: those of a scored prompt except the first, then those of the
+            generated tokens.
     """
 
     tokens: list[int]
@@ -73,19 +73,19 @@ class Answer:
 
 
 class Engine(Protocol):
-    """An engine of a host, in this process and those that it starts."""
+    """An engine of a host, in this process and its child processes."""
 
     seconds: float
-    """The wall time of the last requests in the host."""
+    """The wall time that the host took for the last requests."""
 
     def count(self) -> None:
         """Count calls of operators from now on."""
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Run requests at once; return their results in the same order."""
+        """Run requests in one batch; return their results in the same order."""
 
     def close(self) -> list[dict[str, Any]]:
-        """End the engine; return each rank's report: the implementations that ran, and their calls if counted."""
+        """End the engine; return each rank's report, with the implementations that ran and their counted calls."""
 
 
 def start(settings: Start) -> Engine:

@@ -16,8 +16,8 @@ class HostEngine:
     """See :class:`~fl_dispatch.cli.engines.Engine`.
 
     Args:
-        settings: of the engine.
-        fixed: arguments of ``Engine`` that count before all others.
+        settings: settings of the engine.
+        fixed: arguments of ``Engine`` that override all others.
     """
 
     seconds = 0.0
@@ -61,7 +61,7 @@ class HostEngine:
         return [_answer(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def asked(self, requests: int) -> dict[str, Any]:
-        """Further arguments of ``generate``."""
+        """Return further arguments of ``generate``."""
         return {}
 
     def close(self) -> list[dict[str, Any]]:
@@ -69,15 +69,15 @@ class HostEngine:
 
         reports = [dict(worker) for worker in report.collect(self.engine)]
         end(self.engine)
-        logging.getLogger("sglang").setLevel(logging.ERROR)  # it has more to say when this process ends
+        logging.getLogger("sglang").setLevel(logging.ERROR)  # it logs errors when this process ends
         return reports
 
 
 def end(engine: Any) -> None:
-    """End an engine's processes; complaints of Python's resource tracker go where this process prints now.
+    """End an engine's processes; messages of Python's resource tracker go to the current output of this process.
 
-    SGLang kills every child, the tracker too, and would do so again when this process ends. Python then starts another
-    tracker, which does not know the resources that it should forget, and prints a traceback for each.
+    SGLang kills every child process, including the tracker, and would do so again when this process ends. Python then
+    starts a new tracker, which does not know the resources to unregister and prints a traceback for each.
     """
     engine.shutdown()
     atexit.unregister(engine.shutdown)
@@ -94,7 +94,7 @@ def _answer(prompt: Prompt, output: dict[str, Any]) -> Answer:
     scores = [logprob for logprob, *_ in meta["input_token_logprobs"][1:]] if prompt.scored else []
     read = [_row(row) for row in meta["input_top_logprobs"][1:]] if prompt.scored and prompt.top else []
     steps = [_row(row) for row in meta["output_top_logprobs"]] if prompt.top else []
-    for row, token in zip(steps, prompt.forced, strict=False):  # taken after it is forced, which says nothing
+    for row, token in zip(steps, prompt.forced, strict=False):  # a forced token's value says nothing
         row.pop(str(token), None)
     return Answer(list(output["output_ids"]), scores, [*read, *steps])
 

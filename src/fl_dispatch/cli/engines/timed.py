@@ -1,7 +1,7 @@
-"""An engine in a process of its own; it times workloads one after the other.
+"""An engine in a separate process that times workloads one after the other.
 
-Its argument is JSON, the arguments of vLLM's ``LLM``. Each line of the input is ``[requests, tokens of each prompt,
-tokens to generate]``. An answer is one number: the seconds of the start, and then of each workload.
+The command's argument is JSON with the arguments of vLLM's ``LLM``. Each line of the input is ``[requests, tokens of
+each prompt, tokens to generate]``. Each answer is one number: the seconds of the start, then of each workload.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..hosts import Host
 from . import Prompt, Start, start
 
 VOCABULARY = 1000
-"""Prompts have tokens below this."""
+"""Upper bound of the token ids of prompts."""
 
 
 def serve(model: str, **arguments: object) -> None:
     """Start the engine, then run the workload of each line of the input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # the engine's output goes to the log
     begun = time.perf_counter()
     engine = start(Start(Host.VLLM, model, arguments=arguments))
     answers.write(json.dumps(time.perf_counter() - begun) + "\n")

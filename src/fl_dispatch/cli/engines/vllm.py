@@ -13,8 +13,8 @@ class HostEngine:
     """See :class:`~fl_dispatch.cli.engines.Engine`.
 
     Args:
-        settings: of the engine.
-        fixed: arguments of ``LLM`` that count before all others.
+        settings: settings of the engine.
+        fixed: arguments of ``LLM`` that override all others.
     """
 
     seconds = 0.0
@@ -55,7 +55,7 @@ class HostEngine:
         return reports
 
     def end(self) -> None:
-        """End the engine, without a report."""
+        """End the engine without a report."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
