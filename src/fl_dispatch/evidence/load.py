@@ -18,7 +18,7 @@ PAUSE_SECONDS = 2e-3
 
 @contextlib.contextmanager
 def load(device: torch.device) -> Iterator[None]:
-    """Inside, another thread multiplies matrices on the device, in a stream of its own where there are streams."""
+    """Multiply matrices on the device in another thread and its own stream, if any, while this block runs."""
     done = threading.Event()
     spec = device_of(device.type)
     module = spec.module()

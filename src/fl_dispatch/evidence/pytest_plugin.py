@@ -5,8 +5,8 @@
     from fl_dispatch.evidence.pytest_plugin import verified
     test_kernels = verified("vendor.mychip")
 
-One test for each operator and dtype. The module is imported where it is used: no entry point loads it, because that
-would import torch in every run of pytest of an environment.
+One test for each operator and dtype. No entry point loads this module, because every run of pytest in the
+environment would then import torch.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ def verified(
     compiled: str = "",
     may_be_absent: bool = False,
 ) -> Callable[..., Any]:
-    """A parametrized test that verifies every implementation with this id.
+    """Return a parametrized test that verifies every implementation with this id.
 
-    One that prepares weights is verified with prepared and with plain ones; pytest's ``--log-cli-level=INFO`` shows on
-    how many inputs.
+    An implementation that prepares weights is verified with prepared and with plain ones; pytest's
+    ``--log-cli-level=INFO`` shows the numbers of inputs.
 
-    Nothing verified is a failure: an implementation that is not available, and one that takes no input of its operator
-    in any of the dtypes. In a single dtype the latter is a skip.
+    The test fails if it verifies nothing: if an implementation is unavailable, or declines every input of its operator
+    in all dtypes. An implementation that declines every input in one dtype skips that dtype's test.
 
     Args:
-        impl_id: such as ``vendor.mychip``. Its backend is found as everywhere: by entry point, or named in
+        impl_id: the id, such as ``vendor.mychip``. Its backend is found as usual: by entry point, or by its name in
             ``VLLM_FL_PLUGIN_MODULES``.
-        dtypes: of the inputs.
+        dtypes: dtypes of the inputs.
         operators: only these; a listed operator without such an implementation is a failure.
         device: PyTorch device; this machine's by default.
-        samples: makes inputs that replace the declared ones.
-        seed: of the declared inputs.
+        samples: makes inputs in place of the declared ones.
+        seed: seed of the declared inputs.
         compiled: the backend of ``torch.compile`` through which calls go, such as ``eager``; empty for direct calls.
-        may_be_absent: skip where the implementation is not available, as in the CI of a machine without the chip.
+        may_be_absent: skip if the implementation is unavailable, as in CI on a machine without the chip.
     Raises:
-        DispatchError: nothing has this id.
+        DispatchError: no implementation has this id.
     """
     names = [impl.op_name for impl in implementations(get_default_manager(), operators, [impl_id])]
 

@@ -96,7 +96,7 @@ class Watch:
                     self.values[side] = self.values[side].over(span)
 
     def told(self) -> list[str]:
-        """What the wrong calls have in common, and the right ones have not."""
+        """Return the properties that only wrong calls have in common."""
         if not self.calls[True]:
             return []
         arguments = self.slot.schema.arguments
@@ -123,7 +123,7 @@ def _wrong(found: Tensor, expected: Tensor) -> Tensor:
 
 @cache
 def _over_backends(operator: str) -> Slot:
-    """Return a slot in PyTorch's dispatcher over the current kernel, a backend's; it stays, and passes calls on."""
+    """Return a slot in PyTorch's dispatcher above the backend's current kernel; it stays there and forwards calls."""
     return Slot(operator.removeprefix("aten::"), detect_device().dispatch_key)
 
 

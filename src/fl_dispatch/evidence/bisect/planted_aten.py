@@ -175,7 +175,7 @@ def report() -> ReplacementReport:
     )
 
 
-# -- our operators, by way of those
+# -- our operators, through the replaced ones
 
 
 def norm(

@@ -131,7 +131,7 @@ Tell = Callable[[str, Outcome, bool], None]
 
 
 class Probes:
-    """Asks engines.
+    """The questions of an investigation to engines.
 
     Args:
         engines: starts engines.

@@ -1,7 +1,7 @@
-"""An untrusted process as a function: arguments go there through shared memory, and results are read as bytes.
+"""An untrusted process as a function: arguments go through shared memory, and results are read as bytes.
 
-Only the places of results are read from the process's answers. Its standard output is discarded, its answers are lines
-of JSON with every number checked, and none of its objects is ever made here.
+Only the places of results are read from the process's answers, which are lines of JSON with every number checked. Its
+standard output is discarded, and no object from it is deserialized here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOOK_SECONDS = 0.02
 START_SECONDS = 120.0
 """Seconds to import PyTorch."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_", "ASCEND_", "TRITON_INTERPRET", "CXX")
-"""Prefixes of the environment variables that it gets; none of them contains a secret."""
+"""Prefixes of the environment variables that the process gets; none of these contains a secret."""
 DTYPES = frozenset(str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype))
 
 
@@ -84,7 +84,7 @@ class Process:
         self._memory = mmap.mmap(memory, self._size)
         self._alive: OrderedDict[int, tuple[int, torch.UntypedStorage]] = OrderedDict()
         self._calls, self._said = 0, b""
-        self.seconds = 0.0  # of the last call, from the moment when it could see the arguments
+        self.seconds = 0.0  # of the last call, from the moment when the process could see the arguments
         (theirs, self._questions), (self._answers, answers) = os.pipe(), os.pipe()
         file = self._folder / "candidate.py"
         file.write_text(text, encoding="utf-8")
@@ -114,7 +114,7 @@ class Process:
             raise
 
     def __call__(self, *args: Any) -> Any:
-        """Make a call as the candidate would: arguments are written where it writes them."""
+        """Make a call like the candidate's own: arguments that the candidate writes are written in place."""
         storages = {arg.untyped_storage().data_ptr(): arg for arg in args if isinstance(arg, Tensor)}
         given = {place: (index, arg.untyped_storage()) for index, (place, arg) in enumerate(storages.items())}
         places, end = [], 0
@@ -154,7 +154,7 @@ class Process:
         return tuple(results) if several else results[0] if results else None
 
     def stop(self) -> None:
-        """End the process, and all that it started."""
+        """End the process and all its child processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

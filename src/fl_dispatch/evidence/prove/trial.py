@@ -1,4 +1,4 @@
-"""The trial of candidates: each is verified, the right ones take turns with what is there, and the fastest wins."""
+"""The trial of candidates: each is verified, the right ones race registered implementations, and the fastest wins."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ CASES = 4
 DRAWN = 8
 """Inputs with shapes that a file could not foresee."""
 MOST_DRAWN_BYTES = 1 << 24
-"""Bytes of their arguments, at most."""
+"""Largest size of their arguments, in bytes."""
 MOST_DRAWN_OPERATIONS = 1 << 28
-"""Operations of a call with them, at most."""
+"""Largest number of operations of a call with them."""
 SURELY = 0.99
 """Confidence of the interval of a speed."""
 

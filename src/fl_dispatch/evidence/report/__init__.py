@@ -1,8 +1,8 @@
-"""The page of HTML that ``fl report`` writes, about all measurements and choices.
+"""The HTML page of ``fl report``, with all measurements and choices.
 
-A part of the page is made from one file, or from this machine's or its workers' state. A module of this package knows
-one kind of file: how to recognise it, and how to show it. ``build`` puts the parts together; ``render`` makes the page,
-which loads nothing from anywhere.
+Each part of the page comes from one file, or from the state of this machine or its workers. Each module for a kind of
+file recognises it and shows it. ``build`` combines the parts; ``render`` makes the page, which needs no other file and
+no network.
 """
 
 from __future__ import annotations

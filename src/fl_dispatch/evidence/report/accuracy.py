@@ -1,4 +1,4 @@
-"""Exact? The perplexities that ``fl perplexity`` found, against Hugging Face's in float32."""
+"""The section "Exact?": perplexities from ``fl perplexity``, compared with Hugging Face's in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMPTY = Section(
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of ``fl perplexity``'s, or of the benchmark's of quantized checkpoints."""
+    """Whether a file is a result of ``fl perplexity`` or of the benchmark of quantized checkpoints."""
     return {"perplexity", "tokens", "dtype", "report"} <= set(data) or _is_of_schemes(data)
 
 
@@ -26,7 +26,7 @@ def _is_of_schemes(data: Mapping[str, Any]) -> bool:
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """A part a machine and its versions, a row a file; and one for each file of quantized checkpoints."""
+    """Make a part for each machine and its versions, with a row per file, and one per file of quantized checkpoints."""
     groups: dict[tuple[str, Any], list[Source]] = {}
     quantized = []
     for source in sources:
@@ -38,7 +38,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """The number of those within their tolerance."""
+    """Return the number of perplexities within their tolerance."""
     plain = [source.data for source in sources if not _is_of_schemes(source.data)]
     if not plain:
         return (str(sum(len(source.data["schemes"]) for source in sources)), "checkpoints have their perplexity"), ""
@@ -84,7 +84,7 @@ def _part(machine: str, sources: list[Source]) -> Part:
 
 
 def _schemes(source: Source) -> Part:
-    """Perplexities of quantized checkpoints: each type's, and how far it is from that of the dequantized network."""
+    """Show perplexities of quantized checkpoints in each dtype, and their distance from the dequantized network's."""
     schemes, host = source.data["schemes"], str(source.data["host"])
     dtypes = list(dict.fromkeys(dtype for found in schemes.values() for dtype in found["engines"]))
     rows = []

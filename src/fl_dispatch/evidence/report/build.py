@@ -1,4 +1,4 @@
-"""From files, this machine and its workers to the sections of a page."""
+"""Build the sections of a page from files, this machine and its workers."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class Kind(Protocol):
 
 
 KINDS: tuple[Kind, ...] = (verification, accuracy, speed, tuning, shadow, engines)
-"""The sections after the first, in their order; each knows its files."""
+"""The sections after the first, in their order; each recognises its files."""
 NOT_SHOWN = "not shown: no section of this page is made of such a file"
 
 
 def build(paths: Sequence[Path], with_runs: bool = True, strict: bool = False) -> Report:
-    """The page about these files and folders, this machine, and its workers.
+    """Build the page about these files and folders, this machine, and its workers.
 
     Args:
-        paths: results of other commands, or folders with such.
-        with_runs: show the records of this user's workers.
-        strict: refuse figures without their origin, which are only marked otherwise.
+        paths: results of other commands, or folders of them.
+        with_runs: whether to show the records of this user's workers.
+        strict: refuse figures without an origin instead of marking them.
 
     Raises:
-        DispatchError: a file is missing, is not what it seems to be, or was named and is of no known kind; or, if
-            strict, does not say where its figures come from.
+        DispatchError: a file is missing or malformed, a named file is of no known kind, or, if strict, a file does
+            not state the origin of its figures.
     """
     sources = read(paths)
     given = {source.path.resolve() for source in sources}
@@ -75,11 +75,11 @@ def build(paths: Sequence[Path], with_runs: bool = True, strict: bool = False) -
 T = TypeVar("T")
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
-"""Errors from reading a file that has the marks of its kind, and lacks something or has it of another type."""
+"""Errors from reading a recognised file that lacks a value, or has one of another type."""
 
 
 def _is_whole(record: Source) -> bool:
-    """Whether a record can be shown though no argument named it; one of another version may not."""
+    """Whether an unnamed worker's record can be shown; another version's record may be incomplete."""
     try:
         selection.workers([record])
         shadow.parts([record])
@@ -110,10 +110,10 @@ def _section(kind: Kind, sources: list[Source], shown: dict[Path, str]) -> Secti
 
 
 def _guarded(section: Section, sources: list[Source], made: Callable[[list[Source]], T]) -> T:
-    """The things that are made of the files.
+    """Return what a function makes of the files.
 
     Raises:
-        DispatchError: a file has the marks of its kind and lacks something, or has it of another type.
+        DispatchError: a recognised file lacks a value, or has one of another type.
     """
     try:
         return made(sources)

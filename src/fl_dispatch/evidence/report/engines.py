@@ -1,4 +1,4 @@
-"""Engines side by side: tokens a second of hosts with and without the plugin, which took turns on one machine."""
+"""Comparison of engines: tokens per second of hosts with and without the plugin, alternating on one machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Workloads = Mapping[str, Mapping[str, tuple[float, float, float, float]]]
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of the benchmarks' of engines."""
+    """Whether a file is a result of a benchmark of engines."""
     runs = data.get("runs")
     return any(isinstance(data.get(name), Mapping) for name in ("compared", "formats")) or (
         isinstance(runs, list) and any(isinstance(run, Mapping) and "results" in run for run in runs)
@@ -31,7 +31,7 @@ def is_one(data: Mapping[str, Any]) -> bool:
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """A part a comparison, newest first."""
+    """Make a part for each comparison, newest first."""
     return [
         _part(source, title, against, workloads)
         for source in sources
@@ -40,7 +40,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """In how many workloads the plugin as shipped is faster than the better vanilla, and in how many slower."""
+    """Count the workloads in which the plugin with shipped settings is faster or slower than the better vanilla."""
     ends = [
         cells["plugin_shipped"][2:]
         for source in sources
@@ -56,7 +56,7 @@ def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
 
 
 def _compared(data: Mapping[str, Any]) -> Iterable[tuple[str, str, Workloads]]:
-    """Each comparison of a file: its title, what the shares are of, and the shares."""
+    """Yield each comparison of a file: its title, the base of the shares, and the shares."""
     compared = data.get("compared")
     if isinstance(compared, Mapping):
         machine = data.get("machine")
@@ -94,7 +94,7 @@ def _compared(data: Mapping[str, Any]) -> Iterable[tuple[str, str, Workloads]]:
 
 
 def _by_round(cells: Mapping[str, list[float]], baseline: str) -> dict[str, tuple[float, float, float, float]]:
-    """Cells of ``serve_quantized.py``: tokens a second of each round."""
+    """Convert cells of ``serve_quantized.py``: tokens per second of each round."""
     found = {}
     for name, rates in cells.items():
         shares = sorted(own / other for own, other in zip(rates, cells[baseline], strict=True))
@@ -103,7 +103,7 @@ def _by_round(cells: Mapping[str, list[float]], baseline: str) -> dict[str, tupl
 
 
 def _shares(cells: Mapping[str, Any]) -> dict[str, tuple[float, float, float, float]]:
-    """Cells of ``serve_cpu.py``: the plugin beside vanilla, or the shipped choice beside each other."""
+    """Convert cells of ``serve_cpu.py``: the plugin against vanilla, or the shipped choice against each other one."""
     if "ratio" in cells:
         engines = {name: value for name, value in cells.items() if name not in ("ratio", "interval")}
         first = next(iter(engines))

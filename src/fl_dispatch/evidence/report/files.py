@@ -1,4 +1,4 @@
-"""Result files: read, and asked where their figures come from."""
+"""Result files, and the origin of their figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .page import Origin
 
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 DEVICE = ("device", "gpu", "machine", "name")
-"""Keys of a machine's name."""
+"""Keys that hold a machine's name."""
 PACKAGES = (
     "python",
     "torch",
@@ -37,9 +37,9 @@ class Source:
     """A file that was read.
 
     Args:
-        path: as the user named it, or below a folder that the user named.
-        named: by the user, and not found in a folder.
-        data: its content.
+        path: the path that the user named, or one below a named folder.
+        named: whether the user named the file itself, rather than its folder.
+        data: the content.
     """
 
     path: Path
@@ -48,12 +48,12 @@ class Source:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it is the record of a worker."""
+        """Whether the file is the record of a worker."""
         return {"host", "pid", "model", "time", "layers"} <= set(self.data)
 
     @property
     def origin(self) -> Origin:
-        """The file's own words about its figures."""
+        """Return the origin of the figures as stated in the file."""
         given = self.data.get("machine")
         machine: Mapping[str, Any] = given if isinstance(given, Mapping) else {"machine": given} if given else {}
         date = machine.get("date") or self.data.get("date") or next(iter(DATE.findall(self.path.name)), "")
@@ -78,17 +78,17 @@ class Source:
 
 
 def read(paths: Sequence[Path]) -> list[Source]:
-    """The files, and those below the folders, newest first.
+    """Read the files, and those below the folders, newest first.
 
     Raises:
-        DispatchError: one of them is missing, cannot be read, or holds no JSON or YAML with names on top.
+        DispatchError: a file is missing, cannot be read, or is not a JSON or YAML mapping.
     """
     sources = [_read(path, named) for path, named in _found(paths)]
     return sorted(sources, key=lambda source: (source.origin.date, source.path.name), reverse=True)
 
 
 def records(folder: Path) -> list[Source]:
-    """The records that workers left in a folder, newest first; one that cannot be read is passed over."""
+    """Return the records of workers in a folder, newest first, without unreadable ones."""
     found = []
     for file in folder.glob("*.json") if folder.is_dir() else ():
         with suppress(DispatchError):
@@ -98,7 +98,7 @@ def records(folder: Path) -> list[Source]:
 
 
 def moment(seconds: float) -> str:
-    """A time of a record, in this machine's zone."""
+    """Return a record's time in this machine's time zone."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 

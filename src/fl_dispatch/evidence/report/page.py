@@ -13,7 +13,7 @@ class Cell:
     """One cell of a table.
 
     Args:
-        text: its text.
+        text: the text.
         tone: ``good``, ``bad``, ``warn``, ``quiet`` or nothing.
         note: a second, smaller line.
         code: whether the text is a name in code.
@@ -31,9 +31,9 @@ class Table:
 
     Args:
         caption: the table's subject.
-        columns: headings; one that begins with ``#`` is of numbers, and is printed without that sign.
-        rows: as long as ``columns``.
-        folded: the text that opens a long table; without one the table is always shown.
+        columns: headings; ``#`` at the beginning marks a column of numbers, and is not printed.
+        rows: rows with the length of ``columns``.
+        folded: the text that opens a long table; a table without it is always shown.
     """
 
     caption: str
@@ -52,14 +52,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Origin:
-    """The place that the figures of a part come from.
+    """The origin of a part's figures.
 
     Args:
-        file: its name, or what else said it.
-        date, machine: when and where it was measured, as the file says.
+        file: the file's name, or another source.
+        date, machine: date and machine of the measurement, as stated in the file.
         versions: package → version.
-        remarks: sentences of the file about itself: the command, the tree.
-        lacks: what a reader needs to measure again, and the file does not say.
+        remarks: further facts from the file, such as the command and the tree.
+        lacks: facts that a reader needs to repeat the measurement, and that the file lacks.
     """
 
     file: str
@@ -75,12 +75,12 @@ class Part:
     """The contribution of one file, or of one process, to a section.
 
     Args:
-        title: its heading.
-        origin: where its figures come from.
-        lead: sentences before everything else.
-        legend: line name → class of its colour.
-        charts, tables: in this order.
-        earlier: whether another part has the same, measured later.
+        title: the heading.
+        origin: the origin of the figures.
+        lead: sentences at the beginning.
+        legend: line name → CSS class of its colour.
+        charts, tables: the content, in this order.
+        earlier: whether another part has a later measurement of the same.
     """
 
     title: str
@@ -97,11 +97,11 @@ class Section:
     """One question and its answers.
 
     Args:
-        anchor, title, question: of the section.
-        fill: the command that brings figures, for a section without any.
+        anchor, title, question: the section's anchor, title and question.
+        fill: the command that produces figures, shown in an empty section.
         parts: the answers.
-        glance: the answer in a few words, as number and explanation, for the top of the page.
-        tone: of that answer, as a cell's.
+        glance: a short answer for the top of the page, as number and explanation.
+        tone: tone of the short answer, as for a cell.
     """
 
     anchor: str
@@ -118,9 +118,9 @@ class Report:
     """The page.
 
     Args:
-        made: when, where and by which version.
-        sections: in their order.
-        files: every file that was read, and its part of the page.
+        made: date, machine and version.
+        sections: the sections in their order.
+        files: every file that was read, with its part of the page.
     """
 
     made: str

@@ -1,4 +1,4 @@
-"""The page as text: one file of HTML with its style inside and all its text escaped."""
+"""Render the page as one HTML file with inline style and escaped text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEMPLATES = Path(__file__).parent
 
 
 def render(report: Report) -> str:
-    """The HTML.
+    """Return the HTML.
 
     Raises:
         DispatchError: jinja2 is not installed.
@@ -36,16 +36,16 @@ def render(report: Report) -> str:
 
 
 def _headings(report: Report) -> dict[str, str]:
-    """Headings of a table, each in a line → the class of tables that have these."""
+    """Map headings, joined by line breaks, to the CSS class of tables with these headings."""
     parts = [part for section in report.sections for part in section.parts]
     found = dict.fromkeys("\n".join(table.columns) for part in parts for table in part.tables)
     return {columns: f"h{number}" for number, columns in enumerate(found)}
 
 
 def _rules(names: dict[str, str]) -> str:
-    """Style that writes its heading before each cell where a screen is too narrow for columns.
+    """Return CSS rules that show each cell's heading before it on screens too narrow for columns.
 
-    Once for each kind of table, because a table may have thousands of cells.
+    The rules exist once per kind of table, because a table may have thousands of cells.
     """
     rules = [
         f'.{name} td:nth-child({place}):not(:empty)::before {{ content: "{_quoted(heading.removeprefix("#"))}: "; }}'
@@ -57,5 +57,5 @@ def _rules(names: dict[str, str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text inside a string of a style sheet: letters, digits and spaces as they are, all else by number."""
+    """Quote text for a CSS string: letters, digits and spaces unchanged, all else by character code."""
     return "".join(one if one == " " or (one.isascii() and one.isalnum()) else f"\\{ord(one):x} " for one in text)

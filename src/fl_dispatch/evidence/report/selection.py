@@ -1,4 +1,4 @@
-"""Selected implementations and why: on this machine, in its last workers, and in engines that left report files."""
+"""Selected implementations and the reasons: on this machine, in its last workers, and in engines' report files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Decisions = Mapping[str, Mapping[str, Any]]
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file has a worker's report, as ``fl demo --json`` and ``fl perplexity --out`` write it."""
+    """Whether a file has a worker's report, as written by ``fl demo --json`` and ``fl perplexity --out``."""
     report = data.get("report")
     return isinstance(report, Mapping) and isinstance(report.get("decisions"), Mapping)
 
 
 def here(origin: Origin) -> Part:
-    """The choices of this machine and this shell's settings."""
+    """Show the choices of this machine with this shell's settings."""
     manager = get_default_manager()
     manager.ensure_initialized()
     operators = sorted(set(manager.registry.list_operators()) & set(OPERATORS))
@@ -43,7 +43,7 @@ def here(origin: Origin) -> Part:
 
 
 def served(sources: Iterable[Source]) -> list[Part]:
-    """Choices and calls of engines, from their report files."""
+    """Show choices and calls of engines, from their report files."""
     parts = []
     for source in sources:
         report = source.data["report"]
@@ -56,7 +56,7 @@ def served(sources: Iterable[Source]) -> list[Part]:
 
 
 def workers(sources: Sequence[Source]) -> list[Part]:
-    """Workers by their records, newest first; and what each chose, where the record has it."""
+    """Show workers by their records, newest first, and their recorded choices."""
     if not sources:
         return []
     shown = sources[:SHOWN_RUNS]
@@ -83,7 +83,7 @@ def workers(sources: Sequence[Source]) -> list[Part]:
 
 
 def _by_choices(sources: Iterable[Source]) -> list[tuple[dict[str, Any], list[Source]]]:
-    """The choices of workers that recorded any, once for all that made the same."""
+    """Group workers by their recorded choices."""
     found: list[tuple[dict[str, Any], list[Source]]] = []
     for source in sources:
         recorded = source.data.get("choices")
@@ -101,7 +101,7 @@ def _by_choices(sources: Iterable[Source]) -> list[tuple[dict[str, Any], list[So
 
 
 def _called(record: Mapping[str, Any], choices: Mapping[str, Any]) -> set[str]:
-    """The operators that a worker's model calls; an older record names those of its layers only."""
+    """Return the operators that a worker's model calls; an older record has only those of its layers."""
     return set(choices.get("used") or [operator for operator, _ in record["layers"].values()])
 
 
@@ -110,14 +110,14 @@ def _process(record: Mapping[str, Any]) -> str:
 
 
 def glance(part: Part) -> tuple[tuple[str, str], str]:
-    """The number of operators that have a choice here."""
+    """Return the number of operators with a choice on this machine."""
     having = [(row[0].tone == "good", len(row[-1].text.split(", "))) for row in part.tables[0].rows]
     chosen, every = sum(number for good, number in having if good), sum(number for _, number in having)
     return (f"{chosen} of {every}", "operators have an implementation here"), ""
 
 
 def _calls(counts: Mapping[str, Any]) -> dict[str, str]:
-    """Operator → its calls by implementation."""
+    """Return operator → its calls by implementation."""
     calls: dict[str, list[str]] = {}
     for key, number in counts.items():
         op_name, _, impl_id = str(key).partition(" ")
@@ -126,7 +126,7 @@ def _calls(counts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tables(decisions: Decisions, calls: Mapping[str, str] | None = None) -> list[Table]:
-    """The choices, those with the same reason in one row; calls; and, folded, every implementation with its reason."""
+    """Make tables: choices, in one row per reason; calls; and, folded, every implementation with its reason."""
     chosen: dict[tuple[str, str, str], list[str]] = {}
     considered: list[list[Cell]] = []
     for name in sorted(decisions):
@@ -174,7 +174,7 @@ def _worker(record: Mapping[str, Any]) -> list[Cell]:
 
 
 def _taken_out(failed: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """Implementations that are banned, and why."""
+    """Show banned implementations, and the reasons."""
     rows = [
         [
             Cell(str(one["operator"]), code=True),

@@ -1,4 +1,4 @@
-"""Shadow: live calls that were computed a second time, and where the results differed."""
+"""The section "Shadow": live calls that were computed twice, and the differences of their results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def is_one(data: Mapping[str, Any]) -> bool:
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """A part a worker."""
+    """Make a part for each worker."""
     found = ((source, _shadow(source.data)) for source in sources)
     return [_part(source, shadow) for source, shadow in found if shadow is not None]
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """The number of implementations with a finding; and the tone."""
+    """Return the number of implementations with a finding, and the tone."""
     found = [_shadow(source.data) or {} for source in sources]
     findings = [finding for one in found for finding in one["findings"]]
     count = len({(finding["operator"], finding["implementation"]) for finding in findings})

@@ -1,4 +1,4 @@
-"""Fast? Times of ``fl bench``: shares of the floor over sizes, and every figure in a table."""
+"""The section "Fast?": times from ``fl bench`` as shares of the floor over sizes, and every figure in a table."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ EMPTY = Section(
 BY_REQUESTS = ("paged_attention", "mla_decode", "mla_prefill", "index_topk", "mla_sparse")
 """Operators with a line over batches; their labels end with the batch."""
 HIGHEST = 1.2
-"""Share that a chart shows at least; a call that is served by a cache may exceed the floor."""
+"""Smallest upper end of a chart's axis; a call served by a cache may exceed the floor."""
 
 Row = Mapping[str, Any]
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of ``fl bench``'s."""
+    """Whether a file is a result of ``fl bench``."""
     return "copy_bytes_per_s" in data and any(True for _ in _measured(data.get("results")))
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """Make a part of each file, newest first; a part with rows that newer files all have is marked as earlier."""
+    """Make a part for each file, newest first; mark a part as earlier if newer files have all of its rows."""
     found: list[Part] = []
     seen: set[tuple[str, str, str, str]] = set()
     for source in sources:
@@ -43,7 +43,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """The number of measured rows, and the machines."""
+    """Return the number of measured rows, and the machines."""
     rows = [row for source in sources for row in _rows(source)]
     machines = dict.fromkeys(source.origin.machine for source in sources)
     operators = {row["op_name"] for row in rows}
@@ -81,7 +81,7 @@ def _measured(rows: Any) -> Iterator[Row]:
 
 
 def _name(row: Row) -> str:
-    """The implementation, apart with weights that it could have prepared."""
+    """Return the implementation's name, marked if it ran with plain weights although it prepares them."""
     return str(row["impl_id"]) + (", plain weights" if row.get("weights") == PLAIN else "")
 
 
@@ -91,7 +91,7 @@ def _case(row: Row) -> str:
 
 
 def _chart(op_name: str, case: str, rows: list[Row], colour: Mapping[str, str]) -> Chart:
-    """Share of the floor over tokens, or over batches."""
+    """Draw the share of the floor over tokens, or over batches."""
 
     def place(row: Row) -> str:
         return (

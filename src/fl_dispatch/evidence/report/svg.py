@@ -1,4 +1,4 @@
-"""Drawings as SVG, made element by element, so that every text in them is escaped. Colours are classes of the page."""
+"""Drawings as SVG, built element by element so that all text is escaped. Colours are CSS classes of the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 WIDTH = 340
 LEFT, RIGHT, TOP, BOTTOM = 28, 10, 14, 24
 CHARACTER = 5.6
-"""Width of a character of a label, about."""
+"""Approximate width of a label's character."""
 COLOURS = 8
 
 
@@ -44,7 +44,7 @@ class Line:
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """Name → class of its colour; the baseline is grey."""
+    """Return name → CSS class of its colour; the baseline is grey."""
     found: dict[str, str] = {}
     next_one = 0
     for name in dict.fromkeys(names):
@@ -57,7 +57,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def intervals(title: str, rows: Sequence[Interval], unit: str, mark: float | None = None) -> Drawing:
-    """A point and a line for each row, one below the other; ``mark`` is a value to compare them with."""
+    """Draw a point and a line for each row, one below the other, and a line at ``mark`` for comparison."""
     rows = [row for row in rows if all(map(math.isfinite, (row.value, row.low, row.high)))]
     name_width = min(150.0, 12 + CHARACTER * max((len(row.name) for row in rows), default=0))
     value_width = 10 + CHARACTER * max((len(row.text) for row in rows), default=0)
@@ -88,7 +88,7 @@ def intervals(title: str, rows: Sequence[Interval], unit: str, mark: float | Non
 
 
 def lines(title: str, series: Sequence[Line], places: Sequence[str], axis: str, highest: float, mark: float) -> Drawing:
-    """Lines over places on an axis of that name, each with a band; the vertical axis begins at zero."""
+    """Draw lines, each with a band, over an axis with this name; the vertical axis begins at zero."""
     height = 184
     right, bottom = WIDTH - RIGHT, height - BOTTOM
 
@@ -156,7 +156,7 @@ def _padded(least: float, most: float) -> tuple[float, float]:
 
 
 def _ticks(least: float, most: float, count: int) -> list[float]:
-    """Round numbers within a range."""
+    """Return round numbers within a range."""
     rough = (most - least) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)

@@ -1,4 +1,4 @@
-"""Tuned: each choice of ``fl tune``, candidates with medians and intervals."""
+"""The section "Tuned": each choice of ``fl tune``, and its candidates with medians and intervals."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Row = Mapping[str, Any]
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file is the evidence beside a platform's file; that of a run that goes on has no choices yet."""
+    """Whether a file is the evidence of a platform's file; that of an unfinished run has no choices yet."""
     return any(True for _ in _rows(data))
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """A part a file."""
+    """Make a part for each file."""
     return [_part(source) for source in sources]
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """The number of measured choices."""
+    """Return the number of measured choices."""
     machines = ", ".join(dict.fromkeys(source.origin.machine for source in sources))
     count = sum(1 for source in sources for _ in _rows(source.data))
     return (str(count), f"choices measured on {machines}"), ""
@@ -60,7 +60,7 @@ def _part(source: Source) -> Part:
 
 
 def _model(data: Mapping[str, Any]) -> str:
-    """The model that was tuned for, in a few words."""
+    """Return a short description of the tuned model."""
     model = data.get("model")
     if not isinstance(model, Mapping):
         return str(model or "")

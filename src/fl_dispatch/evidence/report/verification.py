@@ -1,4 +1,4 @@
-"""Right? The verdicts of ``fl verify``, an operator's implementation a row, a dtype a column."""
+"""The section "Right?": verdicts of ``fl verify``, with a row per implementation and a column per dtype."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TONES = {"right": "good", "wrong": "bad"}
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of ``fl verify``'s."""
+    """Whether a file is a result of ``fl verify``."""
     return any(True for _ in _rows(data))
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """A matrix a file, newest first."""
+    """Make a matrix for each file, newest first."""
     return [_part(source) for source in sources]
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """The number of right rows of all files; and the tone."""
+    """Return the number of right rows in all files, and the tone."""
     verdicts = [row["verdict"] for source in sources for row in _rows(source.data)]
     right, wrong = verdicts.count("right"), verdicts.count("wrong")
     said = "implementations and dtypes are right" + (f", {wrong} wrong" if wrong else "")
@@ -62,7 +62,7 @@ def _part(source: Source) -> Part:
 
 
 def _rows(data: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Rows with a verdict; some files have several runs, each under its name."""
+    """Yield rows with a verdict; some files have several runs, each under its name."""
     for run in (data, *data.values()):
         if isinstance(run, Mapping) and isinstance(run.get("results"), list):
             yield from (row for row in run["results"] if isinstance(row, Mapping) and "verdict" in row)

@@ -69,7 +69,7 @@ class Record:
         return Figure(impl_id, seconds, next(filter(None, problems), ""))
 
     def choices(self) -> dict[Key, Choice]:
-        """Key → winner, and why. Keys of an operator that the facts name under :data:`TOGETHER` have one winner."""
+        """Return key → winner, and why. Operators that the facts name under :data:`TOGETHER` have one winner each."""
         figures = self.figures()
         found = {key: choose(candidates) for key, candidates in figures.items()}
         for op_name in self.facts.get(TOGETHER, ()):
