@@ -1,1 +1,1 @@
-"""Our own Triton kernels: plain Triton, for every chip that has a Triton compiler."""
+"""This project's kernels in plain Triton, for every chip that has a Triton compiler."""

@@ -1,4 +1,4 @@
-"""Registers the Triton kernels: one more is a function in ``impl``, named like its operator, and a row of the table."""
+"""Register the Triton kernels. To add one, write a function in ``impl``, named like its operator, and a row here."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fl_dispatch.types import BackendImplKind, Traits
 IMPL_ID = "default.triton"
 INVARIANT_ID = "default.triton.invariant"
 PRIORITY = 140
-"""Below FlagGems, which has its kind's priority."""
+"""Below FlagGems, which has the default priority of its kind."""
 
 Kernel = partial(
     Row, impl_id=IMPL_ID, kind=BackendImplKind.DEFAULT, priority=PRIORITY, needs=(why_unavailable,), opaque=True
 )
-"""A kernel that Dynamo does not trace; Inductor compiles around those that are not ``opaque``."""
+"""A kernel that Dynamo does not trace; Inductor compiles around kernels that are not ``opaque``."""
 SAME_ROWS = Traits(batch_invariant=True)
 """Traits of kernels with the same tiles in every batch."""
 Invariant = partial(Kernel, impl_id=INVARIANT_ID, traits=Traits(batch_invariant=True, only_batch_invariant=True))
-"""Batch-invariant forms of kernels that otherwise choose tiles by the batch."""
+"""Batch-invariant forms of kernels with tiles that otherwise depend on the batch."""
 
 ROWS = (
     Kernel("linear", "products.linear", traits="TRAITS"),
@@ -73,10 +73,10 @@ ROWS = (
 
 
 def register_builtins(registry: Registry) -> None:
-    """Register every row of the table; modules are imported only where Triton can run."""
+    """Register every row of the table; modules are imported only if Triton can run."""
     if why_unavailable():
         registry.register_many(absent(ROWS))
         return
-    # In host memory the launch declines, so that a call need not look where its tensors are.
+    # A launch on host memory declines, so a call need not check the device of its tensors.
     devices = None if interpreted() else (detect_device().torch_type,)
     registry.register_many(implementations([replace(row, device_types=devices) for row in ROWS], __package__))

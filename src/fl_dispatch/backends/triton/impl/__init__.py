@@ -1,1 +1,1 @@
-"""The kernels, a folder a family, each beside the function that launches it."""
+"""The kernels, one folder a family, each next to the function that launches it."""

@@ -1,7 +1,7 @@
-"""Kernels that compute a row alike in every batch, bit for bit: tiles are the same for any number of rows.
+"""Kernels with bit-for-bit equal results for a row in every batch, because tiles do not depend on the number of rows.
 
-A row of a product on matrix units does not depend on the tile's other rows, nor on its place among them, and each is
-summed along the whole of its length by one program. ``test_invariant.py`` and ``tests/gpu`` hold it.
+A row of a product on matrix units depends neither on the tile's other rows nor on its position in the tile, and one
+program sums it along its whole length. ``test_invariant.py`` and ``tests/gpu`` check this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STAGES = 3
 ATTENTION = (64, 64, 4, 3)
 """Rows (queries times heads of a group), keys, warps, stages; see :data:`.attention.paged.LONG_TILE`."""
 ATTENTION_LARGE = (32, 32, 4, 2)
-"""``ATTENTION`` where :data:`.attention.paged.LONG_TILE_LARGE` is taken."""
+"""``ATTENTION`` in the cases of :data:`.attention.paged.LONG_TILE_LARGE`."""
 EXPERTS = grouped.Plans((), grouped.Plan(32, grouped.Tile(64, 64, 4, 3), grouped.Tile(64, 64, 4, 3)))
 
 
@@ -126,8 +126,8 @@ def paged_attention(
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.attention.paged_attention`. Declines float64, and an ``out`` with strided elements.
 
-    Prompts and decode take one route, on which a program takes all keys of its queries: so a query comes out the same
-    however a prompt is cut, too.
+    Prompts and decode share one route, on which a program takes all keys of its queries, so a query's result also does
+    not depend on how a prompt is split.
     """
     call = prepare(
         query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, causal, sliding_window,

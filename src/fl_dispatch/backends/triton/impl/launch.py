@@ -1,4 +1,4 @@
-"""Sizes of a launch: what a program takes at a time, and what a device has room for."""
+"""Sizes of a launch: the elements that a program takes at a time, and the resources of a device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def power_of_two(number: int) -> int:
 
 @functools.cache
 def fitting(length: int, most: int) -> int:
-    """Elements of a row to take at a time, a power of two: ``most``, or half where that leaves fewer lanes idle.
+    """Elements of a row to take at a time, a power of two: ``most``, or half of it if that leaves fewer lanes idle.
 
-    An eighth of them may idle, because more elements at a time have more loads under way.
+    Up to an eighth of the lanes may stay idle, because more elements at a time keep more loads in flight.
     """
     block = min(most, power_of_two(length))
     whole, halved = (-(-length // size) * size for size in (block, max(1, block // 2)))
@@ -33,7 +33,7 @@ def row_warps(block: int) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Programs that a device runs at a time, at least."""
+    """Fewest programs that a device runs at a time."""
     return device_of(device.type).compute_units(device.index or 0)
 
 
@@ -45,12 +45,12 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU; elsewhere ``None``."""
+    """The compute capability of an NVIDIA GPU; ``None`` for other devices."""
     return device_of(device.type).capability(device.index or 0) if device.type == CUDA.torch_type else None
 
 
 def compiles(dtype: torch.dtype, device: torch.device) -> bool | str:
-    """Whether kernels with numbers of a dtype compile for a device, or why fp8 does not."""
+    """Whether kernels with this dtype compile for a device, or why fp8 does not."""
     if not dtype.is_floating_point or dtype.itemsize > 1:
         return True
     return why_no_float8(capability(device)) or True

@@ -1,1 +1,1 @@
-"""Attention over a paged cache, plain and latent, and the cache's writes."""
+"""Attention over a paged cache, plain and latent, and the writes into the cache."""

@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged cache: one program a token."""
+"""Write keys and values into the paged cache, with one program a token."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _launch = Launcher(_write)
 
 
 def scale_strides(scales: Tensor | None) -> tuple[int, ...]:
-    """The strides of the scales of a cache in int8; zeros where there are none."""
+    """Strides of the scales of an int8 cache; zeros without scales."""
     return (0, 0, 0) if scales is None else scales.stride()
 
 

@@ -1,4 +1,4 @@
-"""Writing index keys into their paged cache."""
+"""Write index keys into their paged cache."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _launch = Launcher(_write)
 
 
 def supports(key_cache: Tensor) -> bool | str:
-    """Whether kernels with the cache's numbers compile for the device."""
+    """Whether kernels with the cache's dtype compile for the device."""
     return compiles(key_cache.dtype, key_cache.device)
 
 

@@ -1,9 +1,9 @@
-"""The lightning indexer: scores of cached tokens, then the best of each query.
+"""The lightning indexer: score cached tokens, then select the best tokens of each query.
 
-One kernel writes the scores of some queries, ``[queries, tokens]``, a program for each tile of tokens and a few
-queries. A second selects: a program takes a share of a query's scores and finds its ``topk``-th largest by their bits,
-eight at a time; shares, if there are several, leave their best for a last program. Positions come out in order, so the
-lower one of equal scores is taken first everywhere.
+One kernel writes the scores of some queries, ``[queries, tokens]``, with a program for each tile of tokens and a few
+queries. A second kernel selects: a program finds the ``topk``-th largest score in its share of a query's scores by
+their bits, eight at a time. If a query has several shares, a last program selects from their best scores. Positions
+come out in order, so of equal scores the lower position always comes first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..launch import compiles, power_of_two
 from .requests import request_of, steps
 
 MOST_SCORES = 1 << 26
-"""Scores that exist at a time; 256 MiB."""
+"""Most scores in memory at a time: 256 MiB."""
 SCORING = (128, 128, 4, 3)
-"""Tokens of a tile of scores, queries that take turns on a tile, so that its keys are loaded once, warps, stages."""
+"""Tokens of a tile of scores, queries that share a tile so that its keys are loaded once, warps, stages."""
 SCORING_DECODE = (256, 1, 4, 1)
 """``SCORING`` for requests of one query."""
 SCORING_WIDE = (32, 32, 4, 2)
 """``SCORING`` for float32."""
 SELECTING = (32768, 2048, 8)
-"""Scores that a program selects from, those that it looks at together, warps."""
+"""Scores that a program selects from, scores that it reads at a time, warps."""
 SELECTING_DECODE = (16384, 2048, 16)
 """``SELECTING`` for requests of one query."""
 BINS = tl.constexpr(256)
@@ -217,7 +217,7 @@ _launch_select = Launcher(_select)
 
 
 def supports(key_cache: Tensor) -> bool | str:
-    """Whether kernels with the cache's numbers compile for the device."""
+    """Whether kernels with the cache's dtype compile for the device."""
     return compiles(key_cache.dtype, key_cache.device)
 
 
@@ -283,7 +283,7 @@ def _best(
     topk: int,
     selecting: tuple[int, int, int],
 ) -> None:
-    """Write the positions of the best scores of queries from ``first`` on into rows of ``out``."""
+    """Write the positions of the best scores into rows of ``out``, for queries from ``first`` on."""
     rows, width = scores.shape
     requests = seq_lens.shape[0]
     share, tile, warps = selecting

@@ -1,8 +1,8 @@
-"""Decoding of latent attention, over the latent cache itself; prefill is in :mod:`.latent_prefill`.
+"""Decode for latent attention, directly on the latent cache; prefill is in :mod:`.latent_prefill`.
 
-All heads share the latent rows, so a program takes rows of several heads and tokens, and loads each latent row once, as
-a key and as a value. A request's keys are split among programs, as in :mod:`.paged`. On Hopper many rows have a
-kernel of their own, in :mod:`..hopper`.
+All heads share the latent rows, so a program takes rows of several heads and tokens, and loads each latent row once as
+both key and value. Several programs split a request's keys, as in :mod:`.paged`. On Hopper :mod:`..hopper` has a
+separate kernel for many rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DECODE_TILE_LARGE = (64, 64, 8, 2)
 DECODE_TILE_WIDE = (16, 16, 4, 2)
 """``DECODE_TILE`` for float32."""
 MANY_ROWS = 64
-"""Rows of a request from which on the large tile is taken."""
+"""Fewest rows of a request that use the large tile."""
 LEAST_KEYS = 128
-"""Keys that are worth a program of their own."""
+"""Fewest keys of a program when a request's keys are split."""
 MOST_SPLITS = 64
 
 

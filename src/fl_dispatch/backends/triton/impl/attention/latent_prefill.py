@@ -1,4 +1,4 @@
-"""Prefill of latent attention: over keys and values of several heads. On Hopper it has a kernel of its own."""
+"""Prefill for latent attention, over keys and values of several heads. On Hopper it has a separate kernel."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ _launch = Launcher(_prefill)
 
 
 def check_arguments(tensors: tuple[Tensor, ...], out: Tensor | None, scale: float) -> None:
-    """Decline what the kernels of latent attention do not have."""
+    """Decline arguments that the kernels of latent attention do not cover."""
     if tensors[0].dtype is torch.float64 or scale <= 0:
         raise NotSupported("float64" if scale > 0 else f"the scale {scale}")
     if any(tensor.stride(-1) != 1 for tensor in tensors) or (out is not None and out.stride(2) != 1):
@@ -186,7 +186,7 @@ def mla_prefill(
     dim_v = value.shape[2]
     if out is None:
         out = query.new_empty((tokens, heads, dim_v))
-    lse = query.new_full((heads, tokens), float("-inf"), dtype=torch.float32)  # also of rows that no request covers
+    lse = query.new_full((heads, tokens), float("-inf"), dtype=torch.float32)  # also for rows that no request covers
     requests = query_start_loc.shape[0] - 1
     if not requests or not tokens or not max_query_len:
         return out, lse

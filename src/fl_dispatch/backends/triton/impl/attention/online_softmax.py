@@ -1,4 +1,4 @@
-"""The online softmax in base 2 of the plain kernels, after flash attention (Dao, arXiv 2307.08691)."""
+"""The plain kernels' online softmax in base 2, after flash attention (Dao, arXiv 2307.08691)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Attention over a paged cache.
 
-One kernel serves two routes. *Long* requests, such as prompts: a program takes ``BLOCK_M`` queries of one head, runs
-over the keys that all of them see without a mask, and over the edges with one. *Short* requests, such as decode: a
-program takes the few queries of all heads that share a key-value head, and a request's keys are split among programs;
-a second kernel adds up their partial results. A batch of both kinds takes both routes, each on its own requests.
+One kernel serves two routes. On the *long* route, for requests such as prompts, a program takes ``BLOCK_M`` queries of
+one head. It skips the mask for keys that all queries see and applies it at the edges. On the *short* route, for decode,
+a program takes the few queries of all heads that share a key-value head, and several programs split a request's keys;
+a second kernel combines their partial results. A mixed batch uses both routes, each for its own requests.
 
-On Hopper the long route has a kernel of its own, in :mod:`..hopper`, for what that covers.
+On Hopper :mod:`..hopper` has a separate kernel for the cases of the long route that it covers.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ SHORT_TILE = (64, 2, 3)
 SHORT_TILE_LARGE = (32, 4, 2)
 """``SHORT_TILE`` for float32 and for heads over 128."""
 SHORT_ROWS = 16
-"""Rows (queries times heads of a group) that a program of the short route takes in a batch with long requests."""
+"""Rows (queries times heads of a group) of a program on the short route in a batch with long requests."""
 MOST_SHORT_ROWS = 64
-"""Rows up to which a whole batch takes the short route."""
+"""Most rows with which a whole batch takes the short route."""
 SHORT_PER_PROCESSOR = 2
-"""Programs of the short route that share a processor."""
+"""Programs of the short route on one multiprocessor."""
 INTERPRETED_PROCESSORS = 4
 FULL = 0.9
-"""Share of the last wave of programs that has to be filled."""
+"""Least fraction of the waves of programs that must be filled."""
 LEAST_KEYS = 128
-"""Keys that are worth a program of their own."""
+"""Fewest keys of a program when a request's keys are split."""
 LEAST_KEYS_MIXED = 2048
-"""``LEAST_KEYS`` beside long requests; with fewer keys all requests take the long route."""
+"""``LEAST_KEYS`` in a batch with long requests; with fewer keys all requests take the long route."""
 MOST_SPLITS = 64
 LONGEST = 1 << 30
 LIMIT = 1 << 31
@@ -57,14 +57,14 @@ _launch_combine = Launcher(_combine)
 
 @functools.cache
 def _slots(device: torch.device) -> int:
-    """The number of programs of the short route that the device runs at a time."""
+    """Number of programs of the short route that the device runs at a time."""
     processors = INTERPRETED_PROCESSORS if INTERPRETED else device_of(device.type).compute_units(device.index or 0)
     return SHORT_PER_PROCESSOR * processors
 
 
 @functools.cache
 def _splits(slots: int, programs: int, most: int) -> int:
-    """Number of programs that share a request's keys: the fewest with which the last wave is nearly full."""
+    """Number of programs that share a request's keys: the fewest that nearly fill their waves."""
     fill = [0.0] + [programs * splits / slots / -(-programs * splits // slots) for splits in range(1, most + 1)]
     return next((splits for splits in range(1, most + 1) if fill[splits] >= FULL), fill.index(max(fill)))
 
@@ -75,12 +75,12 @@ def combining_warps(splits: int, block_dv: int) -> int:
 
 
 class Call(NamedTuple):
-    """The leading and the last arguments of every launch, and what its route is chosen by.
+    """Arguments of every launch, and the properties that choose its route.
 
     Args:
-        tensors: of the kernel, without those for partial results.
-        packed: rows for each query where heads share a program.
-        large: whether tiles are small because their elements are many or wide.
+        tensors: the kernel's tensors except the partial results.
+        packed: rows for each query when heads share a program.
+        large: whether heads or elements are so large that tiles must be small.
     """
 
     out: Tensor
@@ -110,7 +110,7 @@ def prepare(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> Call:
-    """Check a call's arguments, and put them in the kernel's order.
+    """Check a call's arguments and order them as the kernel takes them.
 
     Raises:
         NotSupported: float64, or an ``out`` with strided elements.
@@ -130,7 +130,7 @@ def prepare(
     block_d, block_dv = max(16, power_of_two(dim)), max(16, power_of_two(dim_v))
     wide = query.dtype is torch.float32
     large = wide or block_d > 128
-    tail = (block_d, block_dv, "ieee" if wide else "tf32", narrow)  # half types take no notice of tf32
+    tail = (block_d, block_dv, "ieee" if wide else "tf32", narrow)  # half types ignore tf32
     window = sliding_window or 0
     common = (heads, group, dim, dim_v, block_size, causal, window, softcap > 0, alibi_slopes is not None)
     numbers = (

@@ -1,4 +1,4 @@
-"""The kernels of attention over a paged cache: one for both routes, and one that adds up what splits have found."""
+"""The kernels of attention over a paged cache: one for both routes, and one that combines the results of splits."""
 
 from __future__ import annotations
 

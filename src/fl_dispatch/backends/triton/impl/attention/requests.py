@@ -1,4 +1,4 @@
-"""The request of a token, for kernels with a program for each token."""
+"""Find the request of a token, for kernels with a program for each token."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def request_of(query_starts, token, requests, STEPS: tl.constexpr):
 
 
 def steps(requests: int) -> int:
-    """Halvings that find one of ``requests``; an even number, so that few kernels are compiled."""
+    """Steps of a binary search over ``requests``, rounded up to an even number, so that few kernels are compiled."""
     return max(2, (max(0, requests - 1).bit_length() + 1) // 2 * 2)

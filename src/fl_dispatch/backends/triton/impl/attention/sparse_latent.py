@@ -1,8 +1,7 @@
 """Latent attention over listed rows of the cache.
 
-A program takes some heads of one query, and a share of its list; it loads each listed row once, as a key and as a
-value. A second kernel adds up the shares. On Hopper many heads of many queries have a kernel of their own, in
-:mod:`..hopper`.
+A program takes some heads of one query and a share of its list, and loads each listed row once as both key and value.
+A second kernel combines the shares. On Hopper :mod:`..hopper` has a separate kernel for many heads of many queries.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ TILE_FEW = (16, 64, 4, 3)
 TILE_WIDE = (16, 16, 4, 2)
 """``TILE`` for float32."""
 MANY_HEADS = 64
-"""Heads from which on the large tile is taken."""
+"""Fewest heads that use the large tile."""
 FEW_ROWS = 128
-"""Heads of all queries up to which ``TILE_FEW`` is."""
+"""Most heads of all queries that use ``TILE_FEW``."""
 LEAST_ROWS = 128
-"""Listed rows that are worth a program of their own."""
+"""Fewest listed rows of a program when a list is split."""
 MOST_SPLITS = 32
 
 
@@ -167,7 +166,7 @@ _launch_sum = Launcher(_add_up)
 
 
 def takes_hopper(query: Tensor, query_rope: Tensor, kv_cache: Tensor) -> bool:
-    """Return whether the kernel for Hopper serves these tensors: many heads of more than few queries, in half types."""
+    """Return whether the kernel for Hopper takes these tensors: many heads of many queries, in half types."""
     tokens, heads = query.shape[:2]
     return heads >= MANY_HEADS and tokens * heads > FEW_ROWS and hopper.fits_listed(query, query_rope, kv_cache)
 

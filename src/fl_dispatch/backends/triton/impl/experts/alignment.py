@@ -1,8 +1,8 @@
-"""Sorting (token, choice) pairs by expert for a grouped matrix product, without atomics: the order is always the same.
+"""Sort (token, choice) pairs by expert for a grouped matrix product, without atomics, so the order is deterministic.
 
-Pairs are cut into chunks. A first kernel counts each chunk's pairs by expert; in the second one every program adds up
-all counts for itself, so it knows where its chunk's pairs go, and it also fills the free places of some blocks. Few
-pairs take the second kernel alone: each of its programs counts all of them.
+Pairs are divided into chunks. The first kernel counts each chunk's pairs by expert. In the second kernel every program
+sums all counts to find the positions of its chunk's pairs, and pads some blocks. Few pairs use only the second kernel,
+in which every program counts all pairs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fl_dispatch.ops.moe import aligned_blocks
 from ..launch import power_of_two
 
 ELEMENTS = 8192
-"""Comparisons of a pair with an expert that a program makes at a time."""
+"""Comparisons of pairs with experts that a program makes at a time."""
 MOST_AT_ONCE = 256
-"""Pairs that a program compares with one another at a time."""
+"""Most pairs that a program compares with one another at a time."""
 MOST_CHUNKS = 128
 FEW_TURNS = 4
-"""Turns up to which each program counts all pairs for itself."""
+"""Most turns in which a program counts all pairs, without the first kernel."""
 FEW_AT_ONCE = 32
-"""Pairs of a chunk then."""
+"""Most pairs of a chunk without the first kernel."""
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def moe_align_block_size(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.moe.moe_align_block_size`.
 
-    The compiled code follows the least power of two that is not below the number of tokens.
+    The compiled code depends on the number of tokens rounded up to a power of two.
     """
     pairs = topk_ids.numel()
     blocks = aligned_blocks(pairs, block_size, num_experts)

@@ -1,9 +1,9 @@
-"""The experts of a mixture: two grouped matrix products and a sum.
+"""Mixtures of experts: two grouped matrix products and a sum.
 
-Pairs of a token and a choice are sorted by expert into blocks, and a program multiplies the rows of a block with a tile
-of that expert's weights. The first product loads the rows of gate and ``up`` alternately, so that both of an element
-meet in one thread and the activation costs no memory. It writes in sorted order, which the second product reads as it
-lies. Few pairs are not sorted: each is a block of its own.
+(token, choice) pairs are sorted by expert into blocks, and a program multiplies the rows of a block with a tile of that
+expert's weights. The first product loads the rows of ``gate`` and ``up`` alternately, so one thread holds both values
+of an element and the activation needs no extra memory traffic. It writes in sorted order, in which the second product
+reads. A few pairs are not sorted: each is a separate block.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .alignment import moe_align_block_size
 from .fused_moe_kernels import _down, _sum, _up
 
 SUM_BLOCK = 1024
-"""Columns that a program adds up."""
+"""Columns that a program sums."""
 SUM_BLOCK_WIDE = 512
 """``SUM_BLOCK`` for float32."""
 FEW = 4
-"""Pairs are not sorted if there are at least ``FEW`` times as many experts."""
+"""Experts for each pair from which on pairs are not sorted."""
 
 
 class Tile(NamedTuple):
-    """Tile of a product: rows of weights, length of a step, warps, stages, blocks that share weights side by side."""
+    """Tile of a product: rows of weights, length of a step, warps, stages, adjacent blocks that share weights."""
 
     columns: int
     depth: int
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """Plans by pairs for each expert, each up to a number of pairs, and the plan for more."""
+    """Plans for up to some pairs for each expert, and the plan for more pairs."""
 
     few: tuple[tuple[int, Plan], ...]
     many: Plan
@@ -73,13 +73,13 @@ WIDE_PLANS = Plans((), Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))
 
 
 class Order(NamedTuple):
-    """The place at which each pair of a token and a choice is multiplied.
+    """The row at which each (token, choice) pair is multiplied.
 
     Args:
-        tensors: choices, ``expert_map``, and what ``moe_align_block_size`` returns.
-        pairs: of all tokens.
-        blocks: of rows.
-        places: in these blocks.
+        tensors: choices, ``expert_map``, and the results of ``moe_align_block_size``.
+        pairs: pairs of all tokens.
+        blocks: blocks of rows.
+        places: rows in these blocks.
         options: whether pairs are sorted, whether there is an ``expert_map``, rows of a block.
     """
 
@@ -91,11 +91,11 @@ class Order(NamedTuple):
 
 
 def arrange(topk_ids: Tensor, expert_map: Tensor | None, experts: int, rows: int) -> Order:
-    """Sort pairs by expert into blocks of ``rows`` rows, where they are not few.
+    """Sort pairs by expert into blocks of ``rows`` rows, except for few pairs.
 
     Args:
         topk_ids: contiguous.
-        experts: that these may name, here or not.
+        experts: number of experts on all ranks.
     """
     pairs, mapped = topk_ids.numel(), expert_map is not None
     map_ = topk_ids if expert_map is None else expert_map
@@ -210,14 +210,14 @@ def mixture(plans: Plans, wide_plans: Plans) -> Callable[..., Tensor]:
             hidden_states = hidden_states.contiguous()
         topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
         topk, wide = topk_ids.shape[1], hidden_states.dtype is torch.float32
-        numbered = experts if expert_map is None else expert_map.shape[0]  # the pairs are for these, here or not
+        numbered = experts if expert_map is None else expert_map.shape[0]  # the experts of all ranks
         plan = (wide_plans if wide else plans).choose(tokens, topk, numbered)
         order = arrange(topk_ids, expert_map, numbered, plan.rows)
         gated = activation in GATED_ACTIVATIONS
         inner_states = hidden_states.new_empty((order.places, inner))
         outputs = hidden_states.new_empty((order.pairs, hidden))
         routing = (topk_weights, *order.tensors)
-        precision = "ieee" if wide else "tf32"  # half types take no notice
+        precision = "ieee" if wide else "tf32"  # half types ignore tf32
         activated = (activation.removesuffix("_no_mul"), gated, w13_bias is not None, apply_router_weight_on_input)
         numbers: tuple[Any, ...] = (hidden_states.stride(0), *strides(w13, w13_bias), topk, hidden, inner, *activated)
         tensors = (hidden_states, w13, w13 if w13_bias is None else w13_bias, *routing, inner_states)

@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts: two grouped matrix products and a sum."""
+"""The kernels of mixtures of experts: two grouped matrix products and a sum."""
 
 from __future__ import annotations
 

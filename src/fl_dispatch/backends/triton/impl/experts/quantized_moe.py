@@ -1,11 +1,11 @@
-"""The experts of a mixture with quantized weights: the steps of :mod:`.fused_moe` around tiles of quantized products.
+"""Mixtures of experts with quantized weights: the steps of :mod:`.fused_moe` around tiles of quantized products.
 
-Rows that are quantized too are written once more between the two products, in float32 and in the order of their pairs,
-because a row's scale needs all of it. The first product of fp8 is one of float16, to which fp8 is exact: a sum of 14
-bits would decide how its result is quantized. Few pairs for each expert leave time for that while weights are read;
-more of bfloat16, with blocks, are summed as the declaration allows. Weights with blocks that fp8 units multiply are the
-left side of a product. Weights alone become a half type tile by tile, in registers, and a group's scale is a factor of
-its sum.
+Quantized rows are written once more between the two products, in float32 and in the order of their pairs, because a
+row's scale depends on the whole row. The first fp8 product runs in float16, which holds fp8 exactly, because the error
+of a 14-bit sum would change how the result is quantized. With few pairs for each expert, reading the weights hides the
+cost; many pairs in bfloat16 with blocks are summed as the declaration allows. Weights with blocks that fp8 units
+multiply are the left side of a product. In weight-only products, weights become a half type tile by tile in registers,
+and a group's scale multiplies its sum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCK_FEW = (
     (NARROW_PAIRS, Plan(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3))),
 )
 BLOCK_PLANS = Plans(BLOCK_FEW, Plan(64, Tile(128, 128, 4, 4, 8), Tile(128, 128, 4, 4, 8)))
-"""With blocks."""
+"""Plans for weights with blocks."""
 EXACT_BLOCK_PLANS = Plans(BLOCK_FEW, Plan(64, Tile(64, 128, 2, 4), Tile(128, 128, 4, 4, 8)))
 """Plans for many pairs with a first product in float16."""
 PACKED_PLANS = Plans(
@@ -50,11 +50,11 @@ PACKED_PLANS = Plans(
     ),
     Plan(128, Tile(128, 64, 8, 3, 8), Tile(128, 64, 8, 3, 8)),
 )
-"""For half types; depths count elements."""
+"""Plans for weight-only products of half types; depths count elements."""
 WIDE_PACKED_PLANS = Plans((), Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))
 """Plans for float32, because its products are exact and slow."""
 LEAST_DEPTH = 16
-"""Elements of the least product that matrix units take; groups that it does not divide are multiplied in float32."""
+"""Least depth of a product on matrix units; groups that it does not divide are multiplied in float32."""
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
@@ -247,7 +247,7 @@ def supports_scaled(
     block_size: int = 0,
     out: Tensor | None = None,
 ) -> bool | str:
-    """Weights of a type that compiles, in blocks of fp8 or none, rows that a program can hold."""
+    """Check the weights' type, blocks only for fp8, and rows that fit into a program."""
     if w13.dtype not in (torch.int8, FP8) or w2.dtype is not w13.dtype:
         return "weights of int8 or float8_e4m3fn, both of one type"
     if any(
@@ -269,14 +269,14 @@ def supports_packed(
     w2_bias: Tensor | None,
     out: Tensor | None,
 ) -> bool | str:
-    """Weights of a type that compiles."""
+    """Check that the weights' type is known and compiles."""
     if w13.dtype not in (torch.uint8, torch.int8, FP4, FP8) or w2.dtype is not w13.dtype:
         return "weights of uint8, int8, float4_e2m1fn_x2 or float8_e4m3fn, both of one type"
     return _refused(hidden_states, activation, out, w13, w2, w13_bias, w2_bias) or True
 
 
 def _of_pairs(values: Tensor | None, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor | None:
-    """The value of its expert for each pair; any for pairs without one here."""
+    """The value of each pair's expert; arbitrary for pairs without an expert on this rank."""
     if values is None:
         return None
     chosen = topk_ids.flatten().long().clamp(min=0)
@@ -381,9 +381,10 @@ def weight_only_moe(
     x2_factor: Tensor | None = None,
     rounding: str = "",
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`. Half types meet weights rounded to them.
+    """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`. For half types weights are rounded to them.
 
-    PyTorch's operators round rows; integers and their scales meet in the product, because a half type has not both.
+    PyTorch's operators round rows; integers and scales stay apart until the product, because a half type cannot hold
+    their product.
     """
     tokens, hidden = hidden_states.shape
     out = result(hidden_states, (tokens, hidden), out)
@@ -433,7 +434,7 @@ def weight_only_moe(
         )  # fmt: skip
 
     def changed(x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows of a product, and their scales."""
+        """Round the rows of a product; return them with their scales."""
         if rounding == "int8":
             integers, scale = int8_rows(x)
             return integers.to(hidden_states.dtype), scale

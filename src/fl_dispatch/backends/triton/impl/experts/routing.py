@@ -1,4 +1,4 @@
-"""Routing: a program scores some tokens over all experts and takes the best ones, one after the other."""
+"""Routing: a program scores all experts for some tokens and selects the best experts one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fl_dispatch.errors import NotSupported
 from ..launch import power_of_two
 
 MANY_TOKENS = 1024
-"""Tokens from which on a program takes several."""
+"""Fewest tokens for which a program takes several."""
 MANY = (4, 1)
 """Tokens and warps of such a program."""
 
@@ -161,7 +161,7 @@ def choose(
     *,
     alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the best experts; with ``alone`` a program never takes several tokens."""
+    """Weights and numbers of the best experts; with ``alone`` each program takes one token."""
     tokens, experts = router_logits.shape
     if router_logits.stride(1) != 1:
         router_logits = router_logits.contiguous()

@@ -1,9 +1,9 @@
-"""Products of one row that is normalized before, and gated after, in the kernel that reads the weight.
+"""Products of one row with the norm before and the gate after them, fused into the kernel that reads the weight.
 
-In a step of one request memory is idle while small kernels run between the products. A program multiplies a few columns
-element by element, as in :mod:`..products.linear`, and computes the norm of the row itself: the sum of squares beside
-the product, which is scaled at the end, so that nothing waits for the sum. Rows are not quantized for a quantized
-weight.
+In a decode step of one request memory is idle while small kernels run between the products. A program multiplies a few
+columns element by element, as in :mod:`..products.linear`, and computes the norm itself: it accumulates the sum of
+squares along with the product and scales at the end, so nothing waits for the sum. Rows stay unquantized even if the
+weight is quantized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..rows.activation import gated as gated_product
 
 
 class Form(NamedTuple):
-    """How a product is made: columns of the weight and bytes of each that a program multiplies at a time, and warps."""
+    """Form of a product: columns of the weight, bytes of each that a program multiplies at a time, and warps."""
 
     columns: int
     at_once: int
@@ -38,12 +38,12 @@ FORMS: dict[tuple[int, bool], Form | None] = {
     (2, False): Form(4, 4096, 4),
     (2, True): Form(4, 4096, 8),
 }
-"""Bytes of a weight's number, at most two, and whether the row is normalized → the form, if norms gain by it."""
+"""Bytes of a weight's element (at most two) and whether the row is normalized → the form, if fusion is faster."""
 APART = "norms of rows for such a weight, which are faster by themselves"
 ENOUGH = 1536
-"""Programs from which on they have several columns; fewer have one."""
+"""Fewest programs for which each takes several columns; otherwise each takes one."""
 UNIT = 16
-"""Bytes of a column that a thread adds up by itself."""
+"""Bytes of a column that one thread sums."""
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def supports(
     residual: Tensor | None = None,
     *others: object,
 ) -> bool | str:
-    """One row, and weights as they are or in fp8, with at most one scale a column."""
+    """Check for one row, and for weights that are unquantized or fp8 with at most one scale a column."""
     if x.shape[:-1].numel() != 1:
         return "more than one row, or none"
     if x.dtype is torch.float64:

@@ -1,8 +1,8 @@
-"""Quantized results of a norm and of a gated activation: only they are written.
+"""Norms and gated activations that write only their quantized results.
 
-A program holds whole rows of a norm, and whole groups or rows of an activation. If none can, the two kernels run one
-after the other. The results are the same, bit by bit in Triton's interpreter; on a GPU the compiler may add a row up in
-another order.
+A program holds whole rows of a norm, and whole groups or rows of an activation. If these do not fit, the two separate
+kernels run one after the other. Results are equal bit by bit in Triton's interpreter; on a GPU the compiler may sum a
+row in another order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..launch import power_of_two, row_warps
 from ..rows import activation, normalization, quantization
 
 GATED_TILE = 1024
-"""Elements that a program of the activation takes at least: several groups, where they are short."""
+"""Fewest elements of a program of the activation, which takes several groups if they are short."""
 
 
 @triton.jit
@@ -119,12 +119,12 @@ _launch_gated = Launcher(_gated)
 
 
 def supports(x: Tensor, dtype: str, *others: object) -> bool | str:
-    """As ``quantize``."""
+    """Check the same limits as ``quantize``."""
     return quantization.supports(x, dtype)
 
 
 def _memory(like: Tensor, width: int, dtype: str, group_size: int) -> tuple[Tensor, Tensor]:
-    """Memory for the result of rows ``[rows, width]`` and for its scales."""
+    """Allocate the quantized rows ``[..., width]`` and their scales."""
     *leading, _ = like.shape
     out = like.new_empty((*leading, width), dtype=getattr(torch, dtype))
     return out, like.new_empty((*leading, groups(width, group_size)), dtype=torch.float32)
@@ -146,7 +146,7 @@ def rms_norm_quantize(
     whole = group_size <= 0 or group_size >= hidden
     divided = whole or group_size == power_of_two(group_size)
     if hidden > quantization.WIDEST or not divided or _apart(group_size, scale):
-        quantization.refuse_long(hidden, group_size)  # before the norm writes its sum
+        quantization.refuse_long(hidden, group_size)  # before the norm overwrites the residual
         normalized = normalization.rms_norm(x.clone() if residual is not None else x, residual, weight, epsilon)
         if isinstance(normalized, Tensor):
             return quantization.quantize(normalized, dtype, group_size, scale)
@@ -204,11 +204,11 @@ def silu_and_mul_quantize(
 
 
 def _apart(group_size: int, scale: Tensor | None) -> bool:
-    """Whether a scale depends on more than a row."""
+    """Whether a scale depends on more than one row."""
     return group_size == TENSOR and scale is None
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``[rows, elements]``, each row's elements side by side."""
+    """View or copy ``x`` as ``[rows, elements]`` with contiguous rows."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,7 +1,7 @@
-"""Rotation of queries and keys, and the write of keys and values into the paged cache, in one launch.
+"""Rotate queries and keys, and write keys and values into the paged cache, in one launch.
 
-A program takes some query heads of a token, or some of its key-value heads. The arithmetic is that of the two kernels,
-so results are the same bit by bit.
+A program takes some query heads or some key-value heads of a token. The arithmetic is the same as in the two separate
+kernels, so results are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..launch import power_of_two
 from ..rows import rotary
 
 LEAST = 16
-"""Key-value heads of a tile, if only to be masked: with fewer a thread would have less than 16 bytes of a head."""
+"""Fewest key-value heads of a tile, masked if missing: with fewer a thread has less than 16 bytes of a head."""
 
 
 @triton.jit(do_not_specialize=["written"])

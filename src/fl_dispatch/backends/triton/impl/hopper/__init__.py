@@ -1,11 +1,11 @@
-"""Attention for Hopper alone, in Gluon: the tensors that its kernels take, and their launch.
+"""Attention kernels in Gluon, only for Hopper: checks of their tensors, and their launch.
 
 The plain kernels compute a tile's softmax and its products one after the other. Here warps specialize: producers load,
-consumers multiply, and the tensor cores work while a softmax is computed. :mod:`.prefill` is for many queries of a
-request, :mod:`.latent_decode` for decoding of latent attention; both stand on :mod:`.pipeline`, and
-``docs/measured/hopper.md`` draws who waits for whom. They need instructions of one chip and an experimental part of
-Triton, so they are taken on compute capability 9, with a tested version, for the shapes and options that they have.
-Everything else takes the plain kernel, and ``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
+consumers multiply, and the tensor cores work during a softmax. :mod:`.prefill` serves many queries of a request,
+:mod:`.latent_decode` decode for latent attention; both use :mod:`.pipeline`, and ``docs/measured/hopper.md`` shows
+which warps wait for which. The kernels need instructions of one chip and an experimental part of Triton, so they run
+only on compute capability 9, with a tested version, and for the shapes and options that they cover. Everything else
+runs the plain kernel; ``VLLM_FL_CHIP_FEATURES=0`` forces the plain kernel.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..launch import processors
 logger = get_logger(__name__)
 
 TESTED = ((3, 6), (3, 8))
-"""Versions of Triton with which the kernels are tested and measured on a GPU."""
+"""Versions of Triton with which the kernels were tested and measured on a GPU."""
 TESTED_LISTS: tuple[tuple[int, int], ...] = ()
-"""Tested versions for listed latent rows: none, because that kernel did not run on a GPU yet, so it is not taken."""
+"""Tested versions for listed latent rows: none, because that kernel has not run on a GPU yet; it stays unused."""
 TESTED_IN_BULK = ((3, 8),)
-"""Tested versions for keys in a row; the tensor memory accelerator copies their tiles."""
+"""Tested versions for contiguous keys; the tensor memory accelerator copies their tiles."""
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
-"""Sizes of a head's key, as a power of two and the rest."""
+"""Size of a head's key → the largest power of two in it, and the rest."""
 VALUE_DIMENSIONS = (64, 128)
 LATENT_RANK = 512
 """Rank of the latent rows of DeepSeek-V2 and V3."""
@@ -45,19 +45,19 @@ LATENT_ROWS = 64
 LATENT_KEYS = 64
 """Keys of a tile of the kernel for latent attention."""
 ALIGNMENT = 16
-"""Divisor of strides and of pointers, which the compiler has to know, because copies move 16 bytes."""
+"""Divisor of strides and pointers; the compiler must know it, because copies move 16 bytes."""
 WARPS = 4
 """Warps of each consumer."""
 ENDLESS = 1 << 30
 """Bound of a descriptor's dimension that ends at a request's last row."""
 ENDS = 0x7FFF0000
-"""Bound of the dimensions that make up for ``ENDLESS``."""
+"""Bound of the dimensions that compensate for ``ENDLESS``."""
 FAR = 1 << 34
-"""Bound of a tensor's stride from row to row; a descriptor's outermost stride is the rest of it."""
+"""Bound of a tensor's row stride; the outermost stride of a descriptor is ``FAR`` minus the row stride."""
 MOST_PROGRAMS = 65_535
-"""Programs along a grid's second axis, at most."""
+"""Most programs along a grid's second axis."""
 LIMIT = 1 << 31
-"""Bound of places and of a row's extent that fit 32 bits."""
+"""Bound of offsets and of a row's extent in 32 bits."""
 
 
 def why_unavailable(device: torch.device) -> str:
@@ -126,9 +126,9 @@ def _descriptor_parts() -> tuple[Any, Any]:
 
 
 def _descriptor(tensor: Tensor) -> object:
-    """A tensor ``[tokens, heads, dim]`` for copies in bulk, which :mod:`.prefill.bulk` explains.
+    """Make a descriptor of a tensor ``[tokens, heads, dim]`` for bulk copies; :mod:`.prefill.bulk` explains it.
 
-    Made without Triton's checks, because :func:`fits_in_a_row` has made them.
+    Skips Triton's checks, because :func:`fits_in_a_row` makes them.
     """
     kind, layout = _descriptor_parts()
     token = tensor.stride(0)
@@ -141,7 +141,7 @@ def _descriptor(tensor: Tensor) -> object:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the begin of a token's first head to the end of its last."""
+    """Elements from the start of a token's first head to the end of its last head."""
     return (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
 
 
@@ -162,7 +162,7 @@ def _listed_launcher() -> Launcher:
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether a prefill kernel takes these tensors; their last dimension is a head's."""
+    """Return whether a prefill kernel takes these tensors; their last dimension is that of a head."""
     if why_unavailable(query.device):
         return False
     if query.shape[-1] not in DIMENSIONS or value.shape[-1] not in VALUE_DIMENSIONS:
@@ -171,9 +171,9 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def fits_in_a_row(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> bool:
-    """Return whether the prefill kernel for keys in a row takes these tensors, ``[tokens, heads, dim]``.
+    """Return whether the prefill kernel for contiguous keys takes these tensors, ``[tokens, heads, dim]``.
 
-    Compiled kernels are kept under the type of ``out``, not under those of descriptors, so all have one.
+    Compiled kernels are cached by the dtype of ``out``, not of the descriptors, so all tensors must share it.
     """
     if out.dtype is not query.dtype or not fits(query, key, value) or not _copies_in_bulk():
         return False
@@ -184,7 +184,7 @@ def fits_in_a_row(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> boo
 
 
 def fits_latent(query: Tensor, query_rope: Tensor, kv_cache: Tensor) -> bool:
-    """Return whether the kernel for decoding of latent attention takes these tensors."""
+    """Return whether the decode kernel for latent attention takes these tensors."""
     if why_unavailable(query.device):
         return False
     if (query.shape[-1], query_rope.shape[-1]) != (LATENT_RANK, LATENT_ROPE):
@@ -198,7 +198,7 @@ def fits_listed(query: Tensor, query_rope: Tensor, kv_cache: Tensor) -> bool:
 
 
 def _aligned_halves(*tensors: Tensor) -> bool:
-    """Return whether all have one half type, and rows that the kernels can copy."""
+    """Return whether all tensors share one half type and have rows that the kernels can copy."""
     dtype = tensors[0].dtype
     if dtype not in (torch.float16, torch.bfloat16) or any(tensor.dtype != dtype for tensor in tensors):
         return False
@@ -223,11 +223,11 @@ def attend_paged(
     least_new: int,
     narrow: bool,
 ) -> None:
-    """Attention of the requests with at least ``least_new`` new tokens, if :func:`fits`; no window, cap or bias.
+    """Compute attention for requests with at least ``least_new`` new tokens, if :func:`fits`; no window, cap or bias.
 
     Args:
-        narrow: the blocks of both caches lie within 2**31 elements.
-        others: as those of :data:`fl_dispatch.ops.attention.paged_attention`.
+        narrow: whether the blocks of both caches lie within 2**31 elements.
+        others: as in :data:`fl_dispatch.ops.attention.paged_attention`.
     """
     heads = query.shape[1]
     slots, kv_heads = key_cache.shape[1:3]
@@ -258,7 +258,7 @@ def attend(
     *,
     causal: bool,
 ) -> None:
-    """Attention over keys in a row, if :func:`fits_in_a_row`, with as many heads as queries have.
+    """Compute attention over contiguous keys with as many heads as the queries, if :func:`fits_in_a_row`.
 
     See :data:`fl_dispatch.ops.mla.mla_prefill`.
     """
@@ -275,7 +275,7 @@ def attend(
 
 
 def latent_slots(device: torch.device) -> int:
-    """Programs of the kernel for latent attention that the device runs at a time."""
+    """Number of programs of the kernel for latent attention that the device runs at a time."""
     return processors(device)
 
 
@@ -290,14 +290,14 @@ def decode_latent(
     causal: bool,
     most_new: int,
 ) -> None:
-    """Decoding of latent attention, if :func:`fits_latent`.
+    """Compute decode for latent attention, if :func:`fits_latent`.
 
     Args:
         tensors, numbers: query, its rotary part, cache, block table, query starts, lengths, out, partial results, their
             statistics; then strides, scale and heads, as the plain kernel takes them.
-        tiles: of ``LATENT_ROWS`` rows.
-        splits: programs that share a request's keys; more than one write parts, each of some tiles of ``LATENT_KEYS``.
-        block_size, causal, most_new: slots of a block of the cache, and what the plain kernel knows of the queries.
+        tiles: tiles of ``LATENT_ROWS`` rows.
+        splits: programs that share a request's keys, in tiles of ``LATENT_KEYS``; several write partial results.
+        block_size, causal, most_new: slots of a block of the cache; the plain kernel's options for the queries.
     """
     _latent_launcher()(
         (tiles, requests, splits), tensors, (*numbers, block_size, causal, most_new, splits > 1), sizes=(splits,),
@@ -314,14 +314,14 @@ def attend_listed(
     block_size: int,
     halvings: int,
 ) -> None:
-    """Latent attention over listed rows, if :func:`fits_listed`.
+    """Compute latent attention over listed rows, if :func:`fits_listed`.
 
     Args:
-        tensors, numbers: query, its rotary part, cache, positions, how many of each query's count, block table, query
+        tensors, numbers: query, its rotary part, cache, positions, their number for each query, block table, query
             starts, out, partial results, their statistics; then strides, scale and heads.
         sizes: requests, splits, and the stride of the block table.
-        tiles: of ``LATENT_ROWS`` heads.
-        block_size, halvings: slots of a block of the cache, and steps in which a token's request is found.
+        tiles: tiles of ``LATENT_ROWS`` heads.
+        block_size, halvings: slots of a block of the cache, and steps of the search for a token's request.
     """
     query, splits = tensors[0], sizes[1]
     _listed_launcher()(

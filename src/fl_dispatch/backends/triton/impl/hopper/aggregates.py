@@ -1,10 +1,10 @@
-"""Named groups of a kernel's values, in each version of Triton that has Gluon."""
+"""Named groups of a kernel's values, for each version of Triton with Gluon."""
 
 from typing import Any, TypeVar, dataclass_transform
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate  # 3.6 has no public name for it
+from triton.language.core import _aggregate  # Triton 3.6 has no public name for it
 
 T = TypeVar("T")
 
@@ -18,10 +18,10 @@ def _fill(self, *values, **named):
 
 @dataclass_transform(frozen_default=True)
 def aggregate(cls: type[T]) -> type[T]:
-    """Make a class of annotated fields an aggregate, with the constructor that Triton 3.6 does not give it.
+    """Make a class of annotated fields an aggregate, with the constructor that Triton 3.6 lacks.
 
-    A field is a ``gl.tensor`` (a number or pointer counts as one), a ``gl.shared_memory_descriptor``, an aggregate, or
-    a ``gl.constexpr``. Values never change: a method returns a new one.
+    A field is a ``gl.tensor`` (also a number or pointer), a ``gl.shared_memory_descriptor``, an aggregate, or a
+    ``gl.constexpr``. Values are immutable: a method returns a new one.
     """
     cls.__init__ = _fill  # type: ignore[method-assign]
     made: Any = _aggregate(cls)

@@ -1,7 +1,7 @@
 """The pipeline of both kernels: rings of buffers between warps that load and warps that multiply.
 
-A producer acquires a buffer, starts its copies, and publishes it once they have landed; a consumer waits for it, reads
-it, and releases it. ``docs/measured/hopper.md`` draws who waits for whom.
+A producer acquires a buffer, starts its copies, and publishes the buffer when they are complete; a consumer waits for
+the buffer, reads and releases it. ``docs/measured/hopper.md`` shows which warps wait for which.
 """
 
 from triton.experimental import gluon
@@ -14,9 +14,9 @@ from .aggregates import aggregate
 CONSUMERS = gl.constexpr(2)
 """Groups of four warps that multiply. A buffer is free when each of them has released it."""
 CONSUMER_REGISTERS = gl.constexpr(216)
-"""Registers of a consumer's thread: two of them and a producer's share the 504 that a processor has for three."""
+"""Registers of a consumer's thread: threads of two consumers and a producer share 504 registers."""
 PRODUCER_REGISTERS = gl.constexpr(72)
-"""Registers of a producer's thread. Two producers of two warps, as in latent decoding, count as one of four."""
+"""Registers of a producer's thread. Two producers of two warps, as in latent decode, count as one of four."""
 
 
 @gluon.jit
@@ -33,7 +33,7 @@ def buffers(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUM
 
 @aggregate
 class Tile:
-    """Rows in shared memory, cut after a power of two of columns; ``rest`` is ``main`` where nothing is left."""
+    """Rows in shared memory, split after a power of two of columns; ``rest`` is ``main`` if no columns are left."""
 
     main: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
@@ -41,11 +41,11 @@ class Tile:
 
 @aggregate
 class Ring:
-    """Buffers that are filled in turns: tile ``i`` takes stage ``i % stages``, for the ``i // stages``-th time.
+    """Buffers that are filled in turn: tile ``i`` takes stage ``i % stages``, for the ``i // stages``-th time.
 
-    Two barriers of each stage pass it on: ``full`` to the consumers, ``free`` back to the producer. Rings may share an
-    array of ``full`` barriers; this one's begin at ``offset``, so one number names the stage that a producer publishes
-    next.
+    Each stage has two barriers: ``full`` passes it to the consumers, ``free`` back to the producer. Rings may share an
+    array of ``full`` barriers; those of this ring begin at ``offset``, so one number names the stage that a producer
+    publishes next.
     """
 
     main: gl.shared_memory_descriptor

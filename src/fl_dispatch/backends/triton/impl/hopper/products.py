@@ -1,11 +1,11 @@
-"""Products of the tensor cores: how scores and sums lie in registers, and the product that begins a tile."""
+"""Products on tensor cores: the register layout of scores and sums, and the product that begins a tile."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 ROWS = gl.constexpr(64)
-"""Rows of a product of one group of warps."""
+"""Rows of a product by one group of warps."""
 
 
 @gluon.constexpr_function

@@ -1,4 +1,4 @@
-"""A batch's requests: new tokens in one row, and keys that are paged or lie in a row, too."""
+"""A batch's requests: contiguous new tokens, and keys that are paged or also contiguous."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +8,7 @@ from .aggregates import aggregate
 
 @aggregate
 class Request:
-    """First token, new tokens, keys, and first key (0 if they are paged) of a request, or of several."""
+    """First token, new tokens, keys, and first key (0 for paged keys) of a request, or of several."""
 
     begin: gl.tensor
     new: gl.tensor

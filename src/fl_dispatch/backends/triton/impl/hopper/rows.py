@@ -1,4 +1,4 @@
-"""Rows in global memory: copies of them into shared memory, and stores of results."""
+"""Rows in global memory: copies into shared memory, and stores of results."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .aggregates import aggregate
 
-# Triton 3.9 has another name for it.
+# Triton 3.9 names this function differently.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 

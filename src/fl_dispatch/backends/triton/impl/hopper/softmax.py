@@ -1,4 +1,4 @@
-"""An online softmax in base 2 over tiles of scores, and its weights as a product takes them."""
+"""An online softmax in base 2 over tiles of scores, and its weights in the layout of a product's operand."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +8,7 @@ from .aggregates import aggregate
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(-1e30)
-"""A masked score, and ``m_i`` of a row that has seen nothing. Finite, so that such a row has no NaN."""
+"""Masked score, and ``m_i`` of a row that has not seen a key: finite, to avoid NaN in such a row."""
 
 
 @aggregate

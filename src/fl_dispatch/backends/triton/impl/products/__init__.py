@@ -1,1 +1,1 @@
-"""Products with weights: plain, quantized, of adapters."""
+"""Products with weights: plain, quantized, and of LoRA adapters."""

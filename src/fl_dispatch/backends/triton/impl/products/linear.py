@@ -1,9 +1,9 @@
-"""Products of few rows with weights, which are bound by reading the weights; those of many rows are PyTorch's.
+"""Products of few rows with weights, which are bound by reading the weights; PyTorch multiplies many rows.
 
-One row: a program takes few columns and multiplies element by element, so that each of its threads has several loads
-of 16 bytes under way and nothing waits for matrix units. Two to :data:`MOST_ROWS` rows: a product on matrix units with
-the columns as its long side. That is taken for small weights alone, for large ones keep the whole device busy anyhow,
-and where a program's way along its columns is short, or there are many programs.
+One row: a program takes few columns and multiplies element by element, so each of its threads has several loads of 16
+bytes in flight and nothing waits for matrix units. Two to :data:`MOST_ROWS` rows: a product on matrix units with the
+columns as its long side. It takes only small weights, because large ones keep the whole device busy anyway, and only
+short columns or many columns.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fl_dispatch.types import Traits
 from ..launch import fitting, power_of_two, shared_memory
 
 COLUMNS = 4
-"""Columns of a program with one row, where that makes enough programs; else one."""
+"""Columns of a program with one row if that makes enough programs; else one."""
 ENOUGH = 1536
 AT_ONCE = 4096
-"""Bytes of a column, at most, that such a program multiplies at a time."""
+"""Most bytes of a column that a program with one row multiplies at a time."""
 MOST_ROWS = 32
 TRAITS = Traits(reference_from=MOST_ROWS + 1)
 SMALL_WEIGHTS = 1 << 25
-"""Elements of weights up to which a few rows are multiplied here."""
+"""Most elements of a weight that several rows are multiplied with here."""
 SHORT = 3072
-"""Elements of a column beyond which a product needs ``MANY_COLUMNS`` columns."""
+"""Most elements of a column in a product with fewer than ``MANY_COLUMNS`` columns."""
 MANY_COLUMNS = 4096
-"""Columns that a product of columns longer than ``SHORT`` needs."""
+"""Fewest columns of a product with columns longer than ``SHORT``."""
 TILE = (64, 128, 5)
-"""Columns, elements of them, and stages of a program with several rows."""
+"""Columns, elements of each column, and stages of a program with several rows."""
 SHARED_MEMORY = 120 << 10
-"""Bytes that its stages need."""
+"""Bytes of shared memory for the stages of ``TILE``."""
 
 
 @triton.jit
@@ -117,9 +117,9 @@ _launch_rows = Launcher(_rows)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the kernels read these tensors as they lie.
+    """Return whether the kernels can read these tensors in their layout.
 
-    Returns False for shapes that PyTorch rejects, so PyTorch raises its own error.
+    Return False for shapes that PyTorch rejects, so that PyTorch raises its own error.
     """
     columns, inner = weight.shape
     return (
@@ -135,7 +135,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See :data:`fl_dispatch.ops.linear.linear`. Gives no gradients where a kernel runs."""
+    """See :data:`fl_dispatch.ops.linear.linear`. Gives no gradients if a kernel runs."""
     columns, inner = weight.shape
     rows = x.numel() // inner if inner else 0
     single = rows == 1

@@ -1,10 +1,10 @@
-"""Products with the factors of adapters: tokens are grouped by adapter, and a program takes some of one adapter's.
+"""Products with the factors of LoRA adapters: tokens are grouped by adapter, and a program takes some tokens of one.
 
-The grid depends on the number of tokens and slots alone, so a captured graph serves every mapping; programs without
-tokens end at once. Nothing is launched for a batch without adapters, which the host knows.
+The grid depends only on the numbers of tokens and slots, so a captured graph serves every mapping; programs without
+tokens exit immediately. A batch without adapters launches nothing, because the CPU knows that none is active.
 
-A small batch (:data:`FEW`) times a long factor would keep a handful of programs busy. Such sums are divided into
-:func:`_pieces`, which a second kernel adds up in order, so that results do not vary from run to run.
+A small batch (:data:`FEW`) times a long factor would occupy only a few programs. Such sums are divided into
+:func:`_pieces`, which a second kernel adds in order, so results do not vary from run to run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fl_dispatch.ops.lora import FEW, PARTS, given
 from ..launch import power_of_two
 
 PIECE = 1024
-"""Elements of a row that are worth a program of their own."""
+"""Fewest elements of a piece when a row is divided."""
 MOST_PIECES = 8
-"""The most pieces of a row."""
+"""Most pieces of a row."""
 LEAST = 16
-"""The least side of a product on matrix units."""
+"""Shortest side of a product on matrix units."""
 
 
 class Tile(NamedTuple):
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 SHRINK = {True: Tile(16, 16, 128, 4, 4), False: Tile(64, 64, 64, 4, 3)}
 EXPAND = {True: Tile(16, 64, 64, 4, 2), False: Tile(64, 128, 64, 4, 2)}
-"""Tiles of small batches, and of others."""
+"""Tiles of small batches (True) and of other batches."""
 WIDE = Tile(16, 32, 32, 4, 2)
 """The tile for float32, because its products are exact and slow."""
 
@@ -206,21 +206,21 @@ _launch_expand = Launcher(_expand)
 
 
 def _pieces(inner: int, few: bool) -> int:
-    """Pieces of a row; as few other numbers as possible, because each is another kernel."""
+    """Number of pieces of a row; few distinct numbers, because each one compiles another kernel."""
     return max(1, min(MOST_PIECES, inner // PIECE)) if few else 1
 
 
 def _tile(tiles: dict[bool, Tile], few: bool, dtype: torch.dtype) -> tuple[Tile, str]:
     """A tile, and the precision of its products."""
     if dtype in HALF_TYPES:
-        return tiles[few], "tf32"  # no product is: half types know no other
+        return tiles[few], "tf32"  # unused: products of half types have a single precision
     if dtype is torch.float32:
         return WIDE, "ieee"
     raise NotSupported(f"no kernel for adapters in {dtype}")
 
 
 def _dense(factors: list[Tensor], inner: int) -> bool:
-    """Whether the rows of each slot lie one behind the other, without a gap."""
+    """Whether the rows of each slot are contiguous."""
     return all(factor.stride(2) == 1 and factor.stride(1) == inner for factor in factors)
 
 

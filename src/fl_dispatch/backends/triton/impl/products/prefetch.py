@@ -1,8 +1,8 @@
-"""A quantized product of one row asks for the beginning of the next one's weight, when it is done itself.
+"""Prefetch the beginning of the next weight at the end of a quantized product of one row.
 
-Between two such products small kernels run, and the device's memory is idle. A program's last act is to have a slice of
-the next weight brought into the L2 cache; no program waits for that, and no result depends on it.
-:mod:`fl_dispatch.successors` knows the next weight. The instruction is one of NVIDIA GPUs from compute capability 9 on.
+Between two such products small kernels run, and the device's memory is idle. As its last step a program prefetches a
+slice of the next weight into the L2 cache; no program waits for the slice, and no result depends on it.
+:mod:`fl_dispatch.successors` finds the next weight. NVIDIA GPUs have the instruction from compute capability 9 on.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fl_dispatch.settings import get_settings
 from ..launch import capability, processors
 
 CAPABILITY = (9, 0)
-"""The least that has the instruction."""
+"""Lowest compute capability with the instruction."""
 BYTES = 3 << 20
-"""Asked for at most."""
+"""Most bytes of a prefetch."""
 ASKING = 2
-"""Programs of each processor that ask: the last ones, because late requests fill the time of idle memory."""
+"""Programs of each processor that prefetch: the last ones, because memory is idle after them."""
 LINE = 128
-"""Bytes of a line, a multiple of which each program asks for."""
+"""Bytes of a cache line; each program prefetches a multiple."""
 MOST = 1 << 19
-"""Bytes that a program asks for at most: the instruction has 16 bits for their number, in units."""
+"""Most bytes that a program prefetches: the instruction has 16 bits for their number in units."""
 UNIT = 16
 """Divisor of addresses and sizes."""
 NOTHING = (0, 0, 0), False
@@ -63,17 +63,17 @@ def ask(weight, SIZE, SLICE, FIRST):
 
 @functools.cache
 def _programs(device: torch.device, each: int) -> int:
-    """Programs that ask, ``each`` on every processor; 0 where the device has no such instruction."""
+    """Programs that prefetch, ``each`` on every processor; 0 if the device has no such instruction."""
     found = None if INTERPRETED else capability(device)
     return each * processors(device) if found is not None and found >= CAPABILITY else 0
 
 
 def after(weight: Tensor, programs: int) -> tuple[Tensor, tuple[int, int, int], bool]:
-    """The weight to ask for, the numbers that :func:`ask` takes, and whether to ask.
+    """The weight to prefetch, the numbers that :func:`ask` takes, and whether to prefetch.
 
     Args:
-        weight: of a product that is launched.
-        programs: that make it.
+        weight: the weight of the product that is launched.
+        programs: programs of that product.
     """
     if not weight.is_floating_point():  # int8 was not timed: its kernel would need more registers
         return weight, *NOTHING

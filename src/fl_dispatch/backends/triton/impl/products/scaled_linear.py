@@ -1,13 +1,13 @@
 """Products of quantized rows with quantized weights, in three forms.
 
-One row: a program multiplies few columns element by element, so that each of its threads has loads of 16 bytes under
-way and nothing waits for matrix units. Some rows: matrix units with the columns as the long side of a tile, deeply
-pipelined, because the time is that of reading the weights. Many rows: tiles of many of both, ordered so that
-programs running together read the same data.
+One row: a program multiplies few columns element by element, so each of its threads has loads of 16 bytes in flight
+and nothing waits for matrix units. Some rows: matrix units with the columns as the long side of a tile, deeply
+pipelined, because reading the weights takes most of the time. Many rows: tiles of many rows and columns, ordered so
+that concurrent programs read the same data.
 
-fp8 is summed 128 elements at a time, and those sums in float32: a Hopper GPU's own accumulator for fp8 has 14 bits. A
-result in float32 is made of products in float16, to which fp8 is exact. Scales of rows and columns stay out of the sum;
-a block's scale enters it with the block.
+fp8 is summed 128 elements at a time, and these sums in float32, because a Hopper GPU's accumulator for fp8 has 14 bits.
+For a result in float32 products run in float16, which holds fp8 exactly. Scales of rows and columns are applied after
+the sum, and a block's scale before the block is added.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from ..launch import compiles, fitting, power_of_two, processors, shared_memory,
 from .prefetch import after, ask
 
 FEW_ROWS = 16
-"""Rows of the least product that matrix units take."""
+"""Fewest rows of a product on matrix units."""
 SOME_ROWS = 64
-"""Rows up to which the columns are the long side."""
+"""Most rows with the columns as the long side."""
 ROW_COLUMNS = 2
-"""Columns of a program with one row, where that makes ``ENOUGH`` programs; else one column."""
+"""Columns of a program with one row if that makes ``ENOUGH`` programs; else one column."""
 ENOUGH = 2048
-"""Programs from which on one with one row takes ``ROW_COLUMNS`` columns."""
+"""Fewest programs for which each takes ``ROW_COLUMNS`` columns of one row."""
 ROW_INNER = 4096
-"""Elements of a column, at most, that such a program multiplies at a time."""
+"""Most elements of a column that a program with one row multiplies at a time."""
 UNIT = 16
-"""Elements of a column of each of its threads."""
+"""Elements of a column in each thread of such a program."""
 SHORT_SUM = 128
-"""Elements that the chip may sum by itself."""
+"""Most elements that the chip may sum in its own accumulator."""
 MOST_PARTS = 4
-"""Blocks, at most, that a program of some rows multiplies in a turn."""
+"""Most blocks that a program with some rows multiplies in a turn."""
 LEAST_STAGES = 3
-"""Stages of which one is multiplied while the others are loaded."""
+"""Fewest stages: one is multiplied while the others are loaded."""
 LEAST_BLOCK = 32
-"""The side of the least block of fp8."""
+"""Shortest side of a block of fp8."""
 NEIGHBOURS = 8
-"""Tiles of rows that programs that run together share columns for."""
+"""Tiles of rows for which concurrent programs share columns."""
 
 
 class Tile(NamedTuple):
-    """The part of a product that a program makes, and how."""
+    """The part of a product that a program computes, its warps and its stages."""
 
     rows: int
     columns: int
@@ -62,24 +62,24 @@ class Tile(NamedTuple):
 NARROW = (32, 512, 4, 4)
 """Columns, elements, warps and stages for some rows."""
 MIDDLE = (64, 128, 4, 8)
-"""``NARROW`` where at most a third of the processors is idle."""
+"""``NARROW`` if these tiles leave at most a third of the multiprocessors idle."""
 WIDE = (128, 256, 8, 2)
-"""``NARROW`` where each processor gets a tile and has room for a second."""
+"""``NARROW`` if each multiprocessor gets a tile and has room for a second one."""
 BLOCKS_NARROW = (64, 512, 4, 3)
-"""``NARROW`` for weights with blocks: elements of several are multiplied block by block."""
+"""``NARROW`` for weights with blocks: a step covers several blocks and multiplies them one by one."""
 BLOCKS_MIDDLE = (64, 256, 4, 4)
 """``MIDDLE`` for weights with blocks."""
 BLOCKS_SLIM = (16, 256, 4, 6)
-"""``BLOCKS_NARROW`` for 17 to 32 rows where narrow tiles would leave three quarters of the processors idle."""
+"""``BLOCKS_NARROW`` for 17 to 32 rows if narrow tiles would leave three quarters of the processors idle."""
 SLIM_ROWS = 32
 """The most rows for ``BLOCKS_SLIM``."""
 ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 """Bytes of shared memory of two wide tiles."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
-"""For many rows: the first that gives each processor a tile, else the last."""
+"""Tiles for many rows: the first one that gives each processor a tile, else the last."""
 BLOCKS_TILES = (Tile(128, 64, 128, 4, 4), TILES[-1])
-"""Tiles for weights with blocks, because their sums need twice the registers: the last where each program has a
-processor.
+"""``TILES`` for weights with blocks, because their sums need twice the registers: the last one if each program then has
+a processor.
 """
 
 
@@ -367,7 +367,7 @@ _launch_tiles = Launcher(_tiles)
 
 
 def refused_blocks(side: int, dtype: torch.dtype) -> str:
-    """Why no tile is made of a weight's blocks, or an empty string."""
+    """Why the kernels do not take a weight's blocks, or an empty string."""
     if side and (side < LEAST_BLOCK or side & (side - 1) or dtype is torch.int8):
         return f"blocks of fp8 with a side that is a power of two from {LEAST_BLOCK} on"
     return ""
@@ -383,7 +383,7 @@ def _refuse(x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor | None, blo
 
 
 def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Tile:
-    """The part of a product of more than one row that a program makes."""
+    """Choose the tile of a program for a product of more than one row."""
     units = processors(device)
     if rows <= SOME_ROWS:
         narrow, middle = (BLOCKS_NARROW, BLOCKS_MIDDLE) if blocks else (NARROW, MIDDLE)
@@ -404,7 +404,7 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
 
 
 def _parts(device: torch.device, stage: int, wanted: int) -> int:
-    """Blocks that a program multiplies in a turn: so few that three stages of them fit, ``stage`` bytes a block."""
+    """Blocks that a program multiplies in a turn, so that three stages of ``stage`` bytes a block fit."""
     parts = min(MOST_PARTS, wanted)
     while parts > 1 and stages_that_fit(device, stage * parts, LEAST_STAGES) < LEAST_STAGES:
         parts //= 2
@@ -412,7 +412,7 @@ def _parts(device: torch.device, stage: int, wanted: int) -> int:
 
 
 def supports(x: Tensor) -> bool | str:
-    """Rows of a type that compiles."""
+    """Check that the rows' type compiles."""
     return compiles(x.dtype, x.device)
 
 

@@ -1,14 +1,14 @@
-"""Products of rows as they are with weights of 4 or 8 bits, in three forms.
+"""Products of unquantized rows with weights of 4 or 8 bits, in three forms.
 
-Weights are read as they are stored. One row: a program multiplies few columns element by element. Some rows: numbers
+Weights are read in their stored form. One row: a program multiplies few columns element by element. Some rows: numbers
 become a half type in registers, and matrix units multiply them, with the columns as the long side of a tile; the two
-numbers of a byte belong to an even and an odd element, which are multiplied apart. Many rows: the weight is dequantized
-once in every call, and PyTorch multiplies; reading and writing it is then a small part of the time.
+numbers of a byte belong to an even and an odd element, which are multiplied separately. Many rows: each call
+dequantizes the weight once, and PyTorch multiplies; reading and writing the weight is then a small part of the time.
 
-Numbers of 4 bits are read in words, eight at a time, where a column's words are aligned; else in bytes. No number of a
-word is converted: its bits become the last ones of a large number and count its unit; that number is subtracted.
-The large number is an argument, because ptxas would load a constant anew for each use. The codes of e2m1 become the
-bits of a float with another offset of its exponent, which a factor mends: exactly, because powers of two are exact.
+4-bit numbers are read in words of eight if a column's words are aligned, else in bytes. Numbers in words need no
+conversion: their bits become the low bits of a large float with a unit of 1, and the large float is then subtracted.
+The large float is an argument, because ptxas would reload a constant for each use. The codes of e2m1 become the bits of
+a float with another exponent bias, and multiplying by a power of two corrects the bias exactly.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from fl_dispatch.ops.quantization import FP4, packs_two
 from ..launch import compiles, power_of_two, processors, stages_that_fit
 
 FEW_ROWS = 16
-"""Rows, and stored elements, of the least product that matrix units take."""
+"""Fewest rows, and stored elements, of a product on matrix units."""
 SOME_ROWS = 16
-"""Rows up to which matrix units take the numbers from registers; four times as many where a weight has many columns."""
+"""Most rows for matrix units with numbers from registers; four times as many if a weight has many columns."""
 ROW_COLUMNS = 4
-"""Columns of a program with one row, where that makes ``ENOUGH`` programs; else one column."""
+"""Columns of a program with one row if that makes ``ENOUGH`` programs; else one column."""
 ENOUGH = 1024
-"""Programs from which on one with one row takes ``ROW_COLUMNS`` columns."""
+"""Fewest programs for which each takes ``ROW_COLUMNS`` columns of one row."""
 ROW_STORED = 1024
-"""Bytes of a column that such a program multiplies at a time: 8 for each of its threads."""
+"""Bytes of a column that a program with one row multiplies at a time: 8 for each thread."""
 UNIT = 32
-"""Elements that are multiplied before a scale is: those of a thread's load, unless groups are shorter."""
+"""Elements that are multiplied before the scale is applied: a thread's load, unless groups are shorter."""
 STORED = 128
 """Bytes of a column that are multiplied at a time with some rows, unless groups are shorter."""
 NARROW = (32, 2, 8)
-"""Columns, warps and stages for some rows, where wide tiles leave processors idle."""
+"""Columns, warps and stages for some rows if wide tiles would leave processors idle."""
 WIDE = (64, 4, 4)
-"""Columns, warps and stages for some rows elsewhere."""
+"""Columns, warps and stages for some rows otherwise."""
 DEQUANTIZED = (16, 256, 4)
 """Columns, bytes and warps of a program that dequantizes."""
 WORD_ENOUGH = 512
-"""Programs from which on one with one row takes all columns of ``WORD_ROW``."""
+"""Fewest programs for which each takes all columns of ``WORD_ROW``."""
 WORD_ROW = (8, 256, 4)
 """Columns, words of a column at a time, and warps with one row; fewer columns for fewer than ``WORD_ENOUGH`` programs.
 
-A row is spread over the threads once for all columns.
+The threads load their parts of a row once for all columns.
 """
 WORD_UNIT = 4
-"""Words that are multiplied before a scale is: those of a thread's load, unless groups are shorter."""
+"""Words that are multiplied before the scale is applied: a thread's load, unless groups are shorter."""
 WORD_FROM = 2
-"""The fewest rows that matrix units take with words."""
+"""Fewest rows for matrix units with words."""
 WORD_UP_TO = 64
-"""The most rows that matrix units take with words."""
+"""Most rows for matrix units with words."""
 WORD_FEW = (64, 4, 4, 3)
 """Columns, warps, stages, and programs wanted for each processor, for up to ``FEW_ROWS`` rows."""
 WORD_SOME = (128, 4, 3, 2)
 """``WORD_FEW`` for more rows."""
 WORD_STEPS = 4
-"""Loads of a piece, at least, where columns are cut into pieces for enough programs."""
+"""Fewest loads of a piece, if columns are cut into pieces to get enough programs."""
 MOST_PIECES = 8
 SUMMED = 1024
-"""Elements of a program that adds pieces."""
+"""Elements of a program that sums pieces."""
 SINGLE_BASE = 0x4B000000
 """Bits of 2^23, the float32 number with a unit of 1."""
 HALF_BASES = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
@@ -457,7 +457,7 @@ def divisor(number: int) -> int:
 
 
 def stored_numbers(weight: Tensor) -> tuple[int, bool, Tensor]:
-    """Numbers in an element of a weight, whether they are of e2m1, and the weight as kernels read it."""
+    """Numbers in an element of a weight, whether their type is e2m1, and the weight as kernels read it."""
     float4 = weight.dtype is FP4
     return 2 if packs_two(weight) else 1, float4, weight.view(torch.uint8) if float4 else weight
 
@@ -482,14 +482,14 @@ def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def _words(weight: Tensor) -> Tensor | None:
-    """Four bytes a word, if the columns allow it."""
+    """View a weight as words of four bytes, or return ``None`` if its dtype or alignment forbids it."""
     places = weight.shape[1], weight.stride(0), weight.storage_offset(), weight.data_ptr()
     aligned = all(place % 4 == 0 for place in places)
     return weight.view(torch.int32) if weight.dtype is torch.uint8 and aligned else None
 
 
 def _row_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], group: int) -> None:
-    """One row, with ``group`` words of one scale."""
+    """Multiply one row; ``group`` words share a scale."""
     _, weight, scale = tensors[:3]
     columns, words = weight.shape
     at_once, block, warps = WORD_ROW
@@ -509,7 +509,7 @@ def _row_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], g
 
 
 def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], group: int, together: int) -> None:
-    """Some rows of a half type, ``together`` words at a time."""
+    """Multiply some rows of a half type, ``together`` words at a time."""
     rows, weight, scale, zero, bias, out = tensors
     (count, (columns, words)), device = (rows.shape[0], weight.shape), rows.device
     has_zero, has_bias, float4 = flags
@@ -538,14 +538,14 @@ def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], 
 
 
 def supports(x: Tensor, weight: Tensor, *others: object) -> bool | str:
-    """Weights of a type that compiles."""
+    """Check that the weights' type compiles."""
     return weight.dtype is FP4 or compiles(weight.dtype, weight.device)
 
 
 def weight_only_linear(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantization.weight_only_linear`. Many rows meet a weight rounded to their dtype."""
+    """See :data:`fl_dispatch.ops.quantization.weight_only_linear`. Many rows use a weight rounded to their dtype."""
     columns, stored = weight.shape
     if x.dtype is torch.float64:
         raise NotSupported("float64")

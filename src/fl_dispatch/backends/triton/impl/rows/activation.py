@@ -1,4 +1,4 @@
-"""Gated activations: a program for a row and a block of columns, a row's side by side; a value moves once."""
+"""Gated activations: one program for each row and block of columns; each value is read or written once."""
 
 from __future__ import annotations
 

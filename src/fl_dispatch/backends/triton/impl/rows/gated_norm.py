@@ -1,4 +1,4 @@
-"""RMS normalization with a gate: a program holds whole groups of elements, so that each is read once."""
+"""RMS normalization with a gate; a program holds whole groups of elements, so each element is read once."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def rms_norm_gated(
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """A tensor of two or three dimensions with whole rows, and the elements between rows along the first dimensions."""
+    """A tensor of two or three dimensions with contiguous rows, and the strides of its leading dimensions."""
     if x.dim() not in (2, 3):
         x = x.reshape(-1, x.shape[-1])
     if x.stride(-1) != 1:

@@ -1,4 +1,4 @@
-"""RMS normalizations: a program holds whole rows, so that each element is read once and written once."""
+"""RMS normalizations; a program holds whole rows, so each element is read once and written once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fl_dispatch.errors import NotSupported
 from ..launch import power_of_two, row_warps
 
 WIDEST = 65536
-"""Elements of a row that a program can hold."""
+"""Most elements of a row that a program can hold."""
 TILE = 2048
-"""Elements that a program takes at least: several rows, where they are short."""
+"""Fewest elements of a program, which takes several rows if they are short."""
 MANY_ROWS = tl.constexpr(4096)
-"""Rows from which on the cache shall keep what is overwritten: 2 to 4 % faster, with fewer rows up to 11 % slower."""
+"""Fewest rows with the hint to cache overwritten rows: 2 to 4 % faster; with fewer rows up to 11 % slower."""
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _normalized(
     if residual is None:
         out = x.new_empty(x.shape)
     elif contiguous and residual.is_contiguous():
-        # Both are the caller's to give, but a graph may have to copy a sum into an argument that is overwritten.
+        # The caller allows overwriting both, but a compiled graph may have to copy the sum into the residual.
         total = x.new_empty(x.shape) if torch.compiler.is_compiling() else residual
     else:
         residual = residual.contiguous()
@@ -162,9 +162,9 @@ def _normalized(
 def rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.normalization.rms_norm`. With a residual contiguous arguments are overwritten.
+    """See :data:`fl_dispatch.ops.normalization.rms_norm`. With a residual, contiguous arguments are overwritten.
 
-    In a trace of Dynamo's the residual is not.
+    While Dynamo traces, the residual is not overwritten.
     """
     return _normalized(x, residual, weight, epsilon, False)
 

@@ -1,6 +1,6 @@
-"""Quantized rows: a program reads some whole rows, or some groups of rows, once, and writes them once.
+"""Quantized rows: a program reads some whole rows, or some groups of rows, once and writes them once.
 
-One scale for all rows is found before, by PyTorch.
+PyTorch computes a scale for the whole tensor before the launch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 from ..launch import compiles, power_of_two, row_warps
 
 WIDEST = 32768
-"""Elements of a row or group that a program can hold."""
+"""Most elements of a row or group that a program can hold."""
 TILE = 2048
-"""Elements that a program takes at least: several rows or groups, where they are short."""
+"""Fewest elements of a program, which takes several rows or groups if they are short."""
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23: a small number that is added to it loses what is behind the point, by rounding to even."""
+"""1.5 * 2**23: adding a small number to it rounds the number to an integer, ties to even."""
 BY_BITS = tl.constexpr(INTERPRETED)
-"""Whether numbers are rounded to fp8 bit by bit: the interpreter's cast loses a carry, so that 127 becomes 64."""
+"""Whether to round to fp8 by bit operations: the interpreter's cast loses a carry, so that 127 becomes 64."""
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-"""The bits of a float32 but for its sign. As integers they have the numbers' order, with NaN as the largest."""
+"""Mask of a float32 without its sign. As integers these bits have the numbers' order, with NaN as the largest."""
 NORMAL = tl.constexpr(121 << 23)
-"""Fp8's least normal number, in bits of a float32."""
+"""Smallest normal number of fp8, in bits of a float32."""
 SHIFT = tl.constexpr(141 << 23)
-"""A number with fp8's least number as its unit, in bits of a float32."""
+"""Number with the smallest fp8 number as its unit in the last place, in bits of a float32."""
 NONE = tl.constexpr(0x43F00000)
-"""The first number beyond fp8, in bits of a float32."""
+"""Smallest number out of fp8's range, in bits of a float32."""
 
 
 @triton.jit
@@ -134,12 +134,12 @@ _launch = Launcher(_quantize)
 
 
 def supports(x: Tensor, dtype: str, *others: object) -> bool | str:
-    """A type that compiles."""
+    """Check that the type is known and compiles."""
     return compiles(getattr(torch, dtype), x.device) if dtype in LARGEST else f"quantization to {dtype}"
 
 
 def refuse_long(inner: int, group_size: int) -> int:
-    """The elements of a row that have a scale in common, or :class:`NotSupported` if a program does not hold them."""
+    """Return the number of elements that share a scale; raise :class:`NotSupported` if a program cannot hold them."""
     group = group_size if group_size > 0 else inner
     if group > WIDEST:
         raise NotSupported(f"{group} elements with one scale; a program holds at most {WIDEST}")
@@ -161,14 +161,14 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
 def quantized_rows(
     rows: Tensor, dtype: str, group: int, scale: Tensor | None = None, repeat: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Quantized rows and the scales of their groups, float32.
+    """Return quantized rows and the scales of their groups, float32.
 
     Args:
         rows: ``[rows, inner]``.
-        dtype: as ``quantize`` has it.
-        group: elements with a scale in common.
-        scale: one for all, or ``[rows * repeat]``; float32.
-        repeat: rows of the result that a row makes.
+        dtype: as in ``quantize``.
+        group: elements that share a scale.
+        scale: one for all rows, or ``[rows * repeat]``; float32.
+        repeat: rows of the result for each input row.
     """
     count, inner = rows.shape
     made, parts = count * repeat, groups(inner, group)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: query and key in one launch, a program for some heads of a token."""
+"""Rotary position embedding of query and key in one launch, with a program for some heads of a token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Short convolutions: a prompt's kernel computes every token at once, and a second one then keeps the last inputs.
+"""Short convolutions: for prompts one kernel computes every token, and a second one then stores the last inputs.
 
-The second launch is what separates reading a state from overwriting it, because a sequence's first tokens and its last
-ones are in different programs.
+The second launch keeps a state from being overwritten before it is read, because the first and the last tokens of a
+sequence are in different programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHANNELS = 256
 """Channels of a program for prompts."""
 CHANNELS_OF_A_TOKEN = 256
 INDICES = ["slots", "starts", "has_state"]
-"""Tensors that begin anywhere: those of a batch's prompts are the end of a longer tensor."""
+"""Tensors with any alignment: for the prompts of a batch they are the tail of a longer tensor."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The gated delta rule: prompts in chunks, by two launches, and one token of each request by one."""
+"""The gated delta rule: two launches for prompts in chunks, one launch for one token of each request."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from . import delta_rule_kernels
 from .sequence_search import steps_of_search
 
 ROOM = 160 << 10
-"""Bytes of shared memory from which on two stages of the largest chunks fit."""
+"""Fewest bytes of shared memory that fit two stages of the largest chunks."""
 TOKEN = (32, 4)
 """Columns of a state and warps for one token."""
 TOKEN_FEW = (8, 1)
-"""``TOKEN`` where there would be few programs otherwise."""
+"""``TOKEN`` for launches that would otherwise have few programs."""
 
 
 class Form(NamedTuple):
-    """How prompts are computed.
+    """Form of the computation of prompts.
 
     Args:
-        kind, operand: the type of both sides of products, for PyTorch and for Triton.
-        unit: keys are divided by their length before they are multiplied, not what they are multiplied with.
-        precision: of products of float32.
-        chunk: rows that are taken together.
-        columns: of a state, in one program.
+        kind, operand: the operands' type in products, for PyTorch and for Triton.
+        unit: whether keys, rather than the other operand, are divided by the keys' length before a product.
+        precision: of float32 products.
+        chunk: rows of a chunk.
+        columns: columns of a state in one program.
         warps, stages: of both kernels.
     """
 
@@ -49,7 +49,7 @@ class Form(NamedTuple):
 LARGE = Form(torch.bfloat16, tl.bfloat16, False, "tf32", 64, 32, 4, 2)
 SMALL = Form(torch.bfloat16, tl.bfloat16, False, "tf32", 32, 16, 4, 1)
 HALF = Form(torch.float16, tl.float16, True, "ieee", 32, 16, 4, 1)
-"""A correction over a short key's length might leave the range of float16."""
+"""Form with unit keys, because a correction divided by a short key's length could exceed the range of float16."""
 WIDE = Form(torch.float32, tl.float32, False, "ieee", 16, 16, 8, 1)
 
 

@@ -1,12 +1,12 @@
 """Kernels of the gated delta rule (Yang et al., arXiv 2406.06464 and 2412.06464).
 
-Prompts go in chunks of rows of the *batch*, wherever sequences begin: rows of different sequences have nothing to do
-with each other, so a chunk's matrices have blocks on the diagonal, and the grid depends on no length.
+Chunks are rows of the *batch*, wherever sequences begin. Rows of different sequences do not interact, so a chunk's
+matrices are block diagonal, and the grid does not depend on lengths.
 
-``_prepare`` does the work of a chunk that needs no other chunk. With the decays ``d`` since a sequence's first row in
-the chunk, unit keys ``k`` and queries ``q``, and ``L[i, j] = beta[i] (k[i] k[j]) exp(d[i] - d[j])`` below the
-diagonal, it makes two matrices. ``(1 + L)^-1 diag(beta)`` turns the differences between values and a state's answers
-into corrections, and ``(q[i] k[j]) exp(d[i] - d[j])`` turns corrections into outputs.
+``_prepare`` does the part of a chunk that does not depend on other chunks. With the decays ``d`` since a sequence's
+first row in the chunk, unit keys ``k`` and queries ``q``, and ``L[i, j] = beta[i] (k[i] k[j]) exp(d[i] - d[j])`` below
+the diagonal, it makes two matrices. ``(1 + L)^-1 diag(beta)`` turns the differences between values and the state's
+predictions into corrections, and ``(q[i] k[j]) exp(d[i] - d[j])`` turns corrections into outputs.
 
 ``_advance`` takes the chunks of one sequence in order and keeps some columns of one head's state in registers.
 """
@@ -19,11 +19,11 @@ import triton.language as tl
 from .sequence_search import sequence_of
 
 LARGEST = tl.constexpr(4.0)
-"""No product of unit keys is as large; what is has come from an infinity or NaN, and stays out of other sequences."""
+"""Bound on products of unit keys. A larger one comes from an infinity or NaN and must not reach other sequences."""
 STRAIGHT = tl.constexpr(20.0)
-"""PyTorch's softplus is a straight line from here on."""
+"""PyTorch's softplus is linear above this value."""
 INDICES = ["slots", "starts", "has_state"]
-"""Tensors that begin anywhere: those of a batch's prompts are the end of a longer tensor."""
+"""Tensors with any alignment: for the prompts of a batch they are the tail of a longer tensor."""
 
 
 @triton.jit

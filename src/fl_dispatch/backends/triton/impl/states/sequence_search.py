@@ -1,4 +1,4 @@
-"""Ragged sequences in kernels with programs for tiles of a batch's rows, so that no grid depends on lengths."""
+"""Search for a row's sequence in kernels over tiles of a batch's rows, so that grids do not depend on lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 def steps_of_search(requests: int) -> int:
-    """Steps in which :func:`sequence_of` finds one of ``requests`` sequences."""
+    """Steps that :func:`sequence_of` needs to find one of ``requests`` sequences."""
     return max(0, requests - 1).bit_length()
 
 

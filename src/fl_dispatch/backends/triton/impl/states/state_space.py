@@ -1,4 +1,4 @@
-"""Selective state spaces: one token of each request in one launch, prompts by matrix products or by a scan."""
+"""Selective state spaces: one launch for one token of each request, matrix products or a scan for prompts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..launch import power_of_two, shared_memory
 from .state_space_kernels import _chunks, _token, _walk
 
 TOKEN_TILE = 2048
-"""Numbers of the states that a program takes for one token."""
+"""Elements of the states that a program takes for one token."""
 CHUNK = (64, 32, 4)
-"""Tokens and elements of a head that a program takes, and warps, up to ``LONG`` columns. Larger chunks do not fit into
-a program's registers.
+"""Tokens and elements of a head that a program takes, and warps, for up to ``LONG`` columns. Larger chunks do not fit
+into a program's registers.
 """
 CHUNK_LONG = (32, 16, 4)
 """``CHUNK`` for more columns."""
@@ -24,13 +24,13 @@ CHUNK_WIDE = (16, 16, 8)
 """``CHUNK`` for float32."""
 LONG = 128
 LARGEST_STATE = 256
-"""Columns of a state up to which a program has room for a chunk."""
+"""Most columns of a state with which a chunk fits into a program."""
 LEAST = 16
 """The shortest side of a matrix product."""
 WALK_TOKENS = 32
-"""Tokens that a scan takes together."""
+"""Tokens that a scan takes at a time."""
 WALK_TILE = 256
-"""Numbers of the states that a program takes with ``WALK_TOKENS``."""
+"""Elements of the states that a program takes with ``WALK_TOKENS``."""
 
 _update = Launcher(_token)
 _by_products = Launcher(_chunks)
@@ -50,7 +50,7 @@ def selective_scan(
     query_start_loc: Tensor,
     has_state: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.state_space.selective_scan`. Nothing waits for the device."""
+    """See :data:`fl_dispatch.ops.state_space.selective_scan`. Does not wait for the device."""
     out, requests = x.new_empty(x.shape), len(state_indices)
     if not requests or not x.numel():
         return out
@@ -72,7 +72,7 @@ def selective_scan(
             tensors,
             (
                 *_strides(x, dt, a, b, c, d, dt_bias, states), heads, head_dim, columns, group, *present,
-                "ieee" if wide else "tf32", chunk, rows, block,  # half types take no notice of tf32
+                "ieee" if wide else "tf32", chunk, rows, block,  # half types ignore tf32
             ),
             sizes=(len(x),),
             warps=warps,
@@ -106,7 +106,7 @@ def selective_state_update(
     states: Tensor,
     state_indices: Tensor,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.state_space.selective_state_update`. One launch."""
+    """See :data:`fl_dispatch.ops.state_space.selective_state_update`. Makes one launch."""
     out = x.new_empty(x.shape)
     if not x.numel():
         return out
@@ -127,15 +127,15 @@ def selective_state_update(
 
 
 def _strides(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Strides of all tensors in order, 0 for a vector that is missing."""
+    """Strides of all tensors in order, 0 for a missing vector."""
     return tuple(stride for tensor in tensors for stride in ((0,) if tensor is None else tensor.stride()))
 
 
 def _by_column(a: Tensor) -> Tensor:
-    """Decays of columns: where a head has only one, a view in which its columns are 0 elements apart."""
+    """Decays of columns; for heads with a single decay, a view with stride 0 along the columns."""
     return a if a.dim() == 2 else a[:, None].expand(-1, 2)
 
 
 def _in_one_group(rows: int, heads: int, head_dim: int, group: int) -> bool:
-    """Whether the heads of every block of rows are of one group."""
+    """Whether the heads of every block of rows belong to one group."""
     return heads == group or group * head_dim % rows == 0

@@ -1,6 +1,6 @@
 """The kernels of selective state spaces: one token, chunks of a prompt by matrix products, and tokens by a scan.
 
-A *row* is one element of a head, so that a state is rows times columns: ``heads * head_dim`` and ``state_size``.
+A *row* is one element of a head, so a state has ``heads * head_dim`` rows and ``state_size`` columns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _plus_product(total, exact, x, FIRST: tl.constexpr, PRECISION: tl.constexpr)
     return total
 
 
-# A tensor that lies elsewhere in memory in each batch may not have a kernel for each alignment.
+# These tensors have another address in each batch, which must not compile a kernel for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["dt", "slots"])
 def _token(
     x,

@@ -1,4 +1,4 @@
-"""The warps that multiply: each consumer computes all scores of 64 rows, and adds up half of their values."""
+"""The consumer warps, which multiply: each consumer computes all scores of 64 rows and sums half of the values."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +14,7 @@ from .work import HALF, KEYS, find_work
 
 @aggregate
 class Partial:
-    """Memory for the results of programs that share a request's keys: sums ``acc``, ``m_i`` and ``l_i`` of each row."""
+    """Memory for results of programs that share a request's keys: sums ``acc``, ``m_i`` and ``l_i`` of each row."""
 
     sums: gl.tensor
     statistics: gl.tensor
@@ -32,8 +32,8 @@ class Partial:
 class Sums:
     """State that a consumer carries from tile to tile.
 
-    ``p`` are the packed weights of the last tile; their product with its values is still to be added to ``acc`` after
-    ``alpha`` has scaled it.
+    ``p`` holds the packed weights of the last tile; their product with its values is added to ``acc`` after
+    ``alpha`` scales ``acc``.
     """
 
     acc: gl.tensor

@@ -1,4 +1,4 @@
-"""The kernel for decoding of latent attention: its shared memory, and its four groups of warps."""
+"""The decode kernel for latent attention, its shared memory, and its four groups of warps."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,9 +15,9 @@ from .work import HALF, KEYS, PRODUCER_WARPS, ROTARY, STAGES, Config
 
 @aggregate
 class Pipeline:
-    """Shared memory through which producers and consumers meet; it takes all that a processor has.
+    """Shared memory between producers and consumers; it takes all that a multiprocessor has.
 
-    The queries, which stay, are published with the first tile of keys.
+    Queries stay in memory and are published with the first tile of keys.
     """
 
     q_left: gl.shared_memory_descriptor
@@ -25,7 +25,7 @@ class Pipeline:
     q_rotary: gl.shared_memory_descriptor
     left: Ring  # first halves of latent rows
     right: Ring  # second halves, and the rotary parts
-    scored: gl.shared_memory_descriptor  # arrived at once, when the first consumer has its first scores
+    scored: gl.shared_memory_descriptor  # arrives once, when the first consumer has its first scores
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def alloc(dtype: gl.constexpr):
     return Pipeline(q_left, q_right, q_rotary, left_ring, right_ring, scored)
 
 
-# Triton's launcher takes numbers and tensors alone, so the aggregates are made here.
+# Triton's launcher takes only numbers and tensors, so the aggregates are made here.
 @gluon.jit(do_not_specialize=["splits", "TABLE_ROW"])
 def latent_attention(
     query,

@@ -1,4 +1,4 @@
-"""The kernel for latent attention over listed rows: a query is a request of one token, and its list are the keys."""
+"""The kernel for latent attention over listed rows: a query counts as a request with its list as the keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,13 +15,13 @@ from .work import KEYS, PRODUCER_WARPS, Config
 
 @aggregate
 class ListedRows:
-    """Latent rows ``[block, slot, rank + rotary]``, and those that the program's query lists."""
+    """Latent rows ``[block, slot, rank + rotary]``, and the rows that the program's query lists."""
 
     pointer: gl.tensor
     block_stride: gl.tensor
     slot_stride: gl.tensor
-    table: gl.tensor  # of the query's request
-    listed: gl.tensor  # of the query
+    table: gl.tensor  # block table of the query's request
+    listed: gl.tensor  # list of the query
 
     @gluon.jit
     def blocks(self, start, stop, tile, BLOCK_SIZE: gl.constexpr, L: gl.constexpr):
@@ -39,7 +39,7 @@ class ListedRows:
         return block + (slots % BLOCK_SIZE).to(gl.int64) * self.slot_stride
 
 
-# Triton's launcher takes numbers and tensors alone, so the aggregates are made here.
+# Triton's launcher takes only numbers and tensors, so the aggregates are made here.
 @gluon.jit(do_not_specialize=["requests", "splits", "TABLE_ROW"])
 def listed_attention(
     query,

@@ -1,4 +1,4 @@
-"""The warps that bring queries and latent rows into shared memory."""
+"""The producer warps, which copy queries and latent rows into shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""Tiles, stages, and which rows and keys a program takes."""
+"""Tiles, stages, and the rows and keys of a program."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,11 +10,11 @@ from ..requests import load_request, load_token
 KEYS = gl.constexpr(64)
 """Keys of a tile; parts of a request's keys are multiples of it."""
 HALF = gl.constexpr(256)
-"""Half of the rank. A latent row lies in two pieces: the first half, and the second with the rotary part."""
+"""Half of the rank. Shared memory holds a latent row in two pieces: first half; second half and rotary part."""
 ROTARY = gl.constexpr(64)
-"""Elements behind the rank."""
+"""Elements after the rank."""
 STAGES = gl.constexpr(2)
-"""Tiles in shared memory, each filled by a producer of its own."""
+"""Tiles in shared memory, each filled by a separate producer."""
 PRODUCER_WARPS = gl.constexpr(2)
 
 
@@ -25,17 +25,17 @@ class Config:
     heads: gl.constexpr
     block_size: gl.constexpr  # slots of a block of the cache
     causal: gl.constexpr
-    most_new: gl.constexpr  # new tokens of a request, at most: rows of the partial results
+    most_new: gl.constexpr  # most new tokens of a request: rows of the partial results
     divided: gl.constexpr  # whether programs share a request's keys
-    listed: gl.constexpr  # whether each token is a request of its own, with a list of keys
+    listed: gl.constexpr  # whether each token counts as a request, with a list of keys
 
 
 @aggregate
 class Work:
-    """Rows ``ROWS * program_id(0)`` … of a request, and its keys from ``start`` to before ``stop``.
+    """Rows of a request from ``ROWS * program_id(0)`` on, and its keys from ``start`` to before ``stop``.
 
-    First token of the request, its new tokens, its keys; the program's keys; the number of their tiles, and how many of
-    the first ones all rows see as a whole.
+    Fields: the request's first token, new tokens and keys; the program's keys; the number of their tiles, and of the
+    leading tiles that all rows see completely.
     """
 
     begin: gl.tensor

@@ -1,9 +1,9 @@
-"""The prefill kernel with copies by the tensor memory accelerator: keys in a row, one thread copies, no masks.
+"""The prefill kernel with copies by the tensor memory accelerator: contiguous keys, one copying thread, no masks.
 
-A descriptor of a tensor has two dimensions more than rows and columns, so that the accelerator itself ends at a
-request's last row and writes zeros behind it, whatever lies there. A row's address is ``base + ENDLESS * first + second
-* stride + third * stride``, of which the first two terms make up for ``third``, which has to stay below ``ENDLESS``:
-see :func:`place`. ``triton.tools.ragged_tma`` has the same trick.
+A tensor's descriptor has two more dimensions than rows and columns, so the accelerator itself stops at a request's last
+row and writes zeros after it, whatever memory holds there. A row's address is ``base + ENDLESS * first + second *
+stride + third * stride``. The first two dimensions compensate for ``third``, which must stay below ``ENDLESS``: see
+:func:`place`. ``triton.tools.ragged_tma`` uses the same method.
 """
 
 from triton.experimental import gluon
@@ -18,18 +18,18 @@ from .kernel import alloc
 from .producer import wait_released
 from .scheduler import Scheduler, send
 
-# Triton 3.6 has another name for it.
+# Triton 3.6 names this function differently.
 bulk_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-# Triton 3.9 has another name for it.
+# Triton 3.9 names this method differently.
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 ENDLESS = gl.constexpr(1 << 30)
 """Bound of the dimension that ends at a request's last row."""
 CHUNK = gl.constexpr(64)
-"""Columns of a copy: 128 bytes, as wide as the swizzle."""
+"""Columns of a copy: 128 bytes, the width of the swizzle."""
 PRODUCER_WARPS = gl.constexpr(1)
 CONSUMER_REGISTERS = gl.constexpr(224)
-"""Registers of a thread. With 240 a producer that has the rest spills."""
+"""Registers of a thread. With 240 a producer that gets the rest spills."""
 PRODUCER_REGISTERS = gl.constexpr(56)
 
 
@@ -37,8 +37,8 @@ PRODUCER_REGISTERS = gl.constexpr(56)
 class Place:
     """The first row of a tile, as coordinates of a descriptor."""
 
-    end: gl.tensor  # first row behind the request
-    row: gl.tensor  # below ENDLESS by the rows that are left
+    end: gl.tensor  # first row after the request
+    row: gl.tensor  # ENDLESS minus the rows from here to the request's end
     column: gl.tensor
 
 

@@ -1,4 +1,4 @@
-"""Tiles, stages, and what a prefill kernel is compiled for."""
+"""Tiles, stages and compile-time constants of the prefill kernels."""
 
 from triton.experimental.gluon import language as gl
 
@@ -17,11 +17,11 @@ PRODUCER_WARPS = gl.constexpr(4)
 class Config:
     """Constants of a compiled kernel."""
 
-    dim: gl.constexpr  # of a head of queries and keys, the largest power of two
-    rest: gl.constexpr  # what is left of it: 0 or a power of two
-    dim_v: gl.constexpr  # of a head of values
-    group: gl.constexpr  # heads of queries that share a head of keys
+    dim: gl.constexpr  # the largest power of two in the head size of queries and keys
+    rest: gl.constexpr  # the rest of that head size: 0 or a power of two
+    dim_v: gl.constexpr  # head size of values
+    group: gl.constexpr  # query heads that share a head of keys
     query_stages: gl.constexpr  # query buffers
     causal: gl.constexpr
     lse: gl.constexpr  # whether the rows' log-sum-exp is written
-    offset_type: gl.constexpr  # of places in the caches
+    offset_type: gl.constexpr  # type of offsets into the caches

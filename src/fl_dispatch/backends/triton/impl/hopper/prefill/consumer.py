@@ -1,4 +1,4 @@
-"""The warps that multiply: each consumer has 64 queries, its own softmax and its own sums."""
+"""The consumer warps, which multiply: each consumer has 64 queries, its own softmax and its own sums."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +17,7 @@ from .scheduler import receive
 class Sums:
     """State that a consumer carries from tile to tile.
 
-    ``p`` are the packed weights of the last tile; their product with its values is still to be added to ``acc``.
+    ``p`` holds the packed weights of the last tile; their product with its values is not yet in ``acc``.
     """
 
     acc: gl.tensor

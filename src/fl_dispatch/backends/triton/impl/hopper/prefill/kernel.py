@@ -1,4 +1,4 @@
-"""The prefill kernel: its shared memory, and its three groups of warps."""
+"""The prefill kernel, its shared memory, and its three groups of warps."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,16 +15,16 @@ from .scheduler import FIELDS, Scheduler
 
 @aggregate
 class Pipeline:
-    """Shared memory through which producer and consumers meet; it takes all that a processor has.
+    """Shared memory between producer and consumers; it takes all that a multiprocessor has.
 
-    Queries have no barrier of their own that gives them back: they are free when the last keys of their work item are.
+    Queries have no separate ``free`` barrier: they are free when the last keys of their work item are.
     """
 
     messages: gl.shared_memory_descriptor  # the work item of the queries in a stage
     queries: Ring
     keys: Ring
     values: Ring
-    full: gl.shared_memory_descriptor  # of keys, values and queries
+    full: gl.shared_memory_descriptor  # barriers of keys, values and queries
 
 
 @gluon.jit
@@ -62,7 +62,7 @@ def alloc(config, dtype: gl.constexpr, QUERY_ARRIVALS: gl.constexpr):
     return Pipeline(messages, queries, keys, values, full)
 
 
-# Triton's launcher takes numbers and tensors alone, so the aggregates are made here.
+# Triton's launcher takes only numbers and tensors, so the aggregates are made here.
 @gluon.jit(do_not_specialize=["requests", "heads", "least_new", "TABLE_ROW"])
 def attention(
     query,

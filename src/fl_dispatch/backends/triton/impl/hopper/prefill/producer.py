@@ -1,4 +1,4 @@
-"""The warps that bring queries, keys and values into shared memory."""
+"""The producer warps, which copy queries, keys and values into shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +26,7 @@ class Cache:
 
 @aggregate
 class PageTable:
-    """Numbers of the blocks that hold a request's keys."""
+    """Block numbers of a request's keys."""
 
     pointer: gl.tensor
     row_stride: gl.tensor

@@ -1,4 +1,4 @@
-"""Which work item a program takes in which turn: the producer finds it, and tells the consumers in a message."""
+"""Assignment of work items to programs in turns: the producer finds an item and sends it to the consumers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,18 +8,18 @@ from ..requests import Request, load_request
 from .config import BLOCK_M, BLOCK_N
 
 SPAN = gl.constexpr(256)
-"""Requests that are searched together; the items of those after them come later."""
+"""Requests that are searched at a time; items of later requests come in later spans."""
 HIGHEST = gl.constexpr(1 << 29)
-"""Above all levels; its negative is below them."""
+"""Bound above all levels; its negative is below all levels."""
 FIELDS = gl.constexpr(8)
-"""Numbers of a message: a power of two."""
+"""Number of fields of a message: a power of two."""
 
 
 @aggregate
 class QueryTile:
     """``BLOCK_M`` queries of a head of a request.
 
-    First token of the request, its new tokens, its keys; first query of the tile among the new tokens; head.
+    Fields: the request's first token, new tokens and keys; the tile's first query among the new tokens; the head.
     """
 
     begin: gl.tensor
@@ -50,7 +50,7 @@ class QueryTile:
 class WorkItem:
     """A tile of queries of a request and a head, that request's tokens and keys, and the tile's number of key tiles."""
 
-    index: gl.tensor  # of the request
+    index: gl.tensor  # index of the request
     tile: gl.tensor
     head: gl.tensor
     request: Request
@@ -65,9 +65,9 @@ class WorkItem:
 
 @aggregate
 class Cursor:
-    """Place at which the search of a turn ended.
+    """Position at which the search of a turn ended.
 
-    Number of the turn, first request of the span, level, and rows before the level.
+    Fields: number of the turn, first request of the span, level, and rows before the level.
     """
 
     turn: gl.tensor
@@ -91,12 +91,12 @@ def _count(tiles, low, high, level):
 
 @aggregate
 class Scheduler:
-    """Deals work items out to programs in turns, the items with the most keys first.
+    """Assigns work items to programs in turns, starting with the items that have the most keys.
 
     A row is a tile of queries of a request, with an item for each head. With a causal mask a row's level is the number
-    of key tiles that it sees, or one more. Without one all of a request's rows see the same; the last has that level,
-    and those before it have the levels below, so that levels tell rows of a request apart in both cases. Rows are
-    sorted by level, and every other turn goes backwards through the programs, which makes their sums nearly the same.
+    of key tiles that it sees, or one more. Without a mask all rows of a request see the same keys; the last row has
+    their level and earlier rows have the levels below it, so a request's rows differ in level in both cases. Rows are
+    sorted by level, and every second turn goes through the programs in reverse, which nearly balances their work.
     """
 
     query_starts: gl.tensor
