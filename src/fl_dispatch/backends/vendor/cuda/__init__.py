@@ -1,1 +1,1 @@
-"""NVIDIA GPUs, with the compiled operators and the FlashAttention 3 of vLLM's CUDA build."""
+"""NVIDIA GPUs, with the compiled operators and FlashAttention 3 of vLLM's CUDA build."""

@@ -1,7 +1,7 @@
 """Find and load the compiled operators that the hosts' CUDA wheels carry, without importing a host.
 
-Loading registers operators and creates no CUDA context. Loading a library twice, or after vLLM did, does nothing.
-Functions that launch Triton kernels are only found: their module imports the host, so a first call does.
+Loading registers operators and creates no CUDA context. Loading a library again, also after vLLM, does nothing.
+Functions that launch Triton kernels are only located: importing their module imports the host, so the first call does.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Library:
     """One library of a wheel.
 
     Args:
-        files: where it is in the package's folder; the first that exists counts, versions differ.
+        files: its paths in the package's folder, which differ by version; the first existing one counts.
         namespace, mark: an operator that it registers, ``torch.ops.<namespace>.<mark>``.
-        capability: major compute capability that its kernels are for, or ``None`` for all.
+        capability: major compute capability of its kernels, or ``None`` for all.
         package: the module with the folder of the library.
-        arguments: names of the operator's arguments, where a call gives them all by their place.
+        arguments: names of the operator's arguments, if calls pass all of them by position.
     """
 
     files: tuple[str, ...]
@@ -43,7 +43,7 @@ class Library:
     arguments: tuple[str, ...] = ()
 
     def takes_others(self) -> str:
-        """The arguments of the loaded operator, in words, where they are not those that calls assume."""
+        """Which arguments the loaded operator takes, if they differ from what calls assume; else an empty string."""
         if not self.arguments:
             return ""
         schema = getattr(getattr(torch.ops, self.namespace), self.mark).default._schema
@@ -51,7 +51,7 @@ class Library:
         return "" if names == self.arguments else f"its {self.mark} takes {', '.join(names)}"
 
     def is_loaded(self) -> bool:
-        """Whether it is loaded, for a GPU: vLLM's CPU build has operators of the same names."""
+        """Whether it is loaded with kernels for GPUs: vLLM's CPU build has operators with the same names."""
         operators = getattr(torch.ops, self.namespace)
         name = f"{self.namespace}::{self.mark}"
         return hasattr(operators, self.mark) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
@@ -62,9 +62,9 @@ class Launcher:
     """A function of a package that launches Triton kernels.
 
     Args:
-        file: where it is in the package's folder.
+        file: its file in the package's folder.
         name: its name.
-        arguments: names of arguments that calls give it.
+        arguments: names of the arguments that calls pass.
         package: the module with the folder of the library.
     """
 
@@ -126,7 +126,7 @@ STATE_SPACES = (
 )
 
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
-"""Modules that DeepGEMM may be, in vLLM's order."""
+"""Module names of DeepGEMM, in vLLM's order."""
 HOPPER = 9
 USUAL_HOME = "/usr/local/cuda"
 
@@ -134,19 +134,19 @@ USUAL_HOME = "/usr/local/cuda"
 def _folder(package: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # a module without a spec stands in sys.modules
+    except ValueError:  # sys.modules holds a module without a spec
         spec = None
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 @functools.cache
 def why_unavailable(library: Library) -> str:
-    """Load a library, once in a process; an empty string, or why there are no kernels."""
+    """Load a library once in a process; return why its kernels are unavailable, or an empty string."""
     if not CUDA.detect():
         return "no NVIDIA GPU that PyTorch can use"
     if library.capability is not None and (capability := CUDA.capability(0)) and capability[0] != library.capability:
         return f"the kernels are for compute capability {library.capability}, this GPU has {capability[0]}"
-    if library.is_loaded():  # the host was first
+    if library.is_loaded():  # the host loaded it first
         return library.takes_others()
     folder = _folder(library.package)
     if folder is None:
@@ -166,7 +166,7 @@ def why_unavailable(library: Library) -> str:
 
 @functools.cache
 def why_not_launched(launchers: tuple[Launcher, ...]) -> str:
-    """An empty string, or why these functions cannot be called here. Imports nothing."""
+    """Why these functions cannot be called here, or an empty string. Imports nothing."""
     if not CUDA.detect():
         return "no NVIDIA GPU that PyTorch can use"
     if why := why_unserved():
@@ -175,7 +175,7 @@ def why_not_launched(launchers: tuple[Launcher, ...]) -> str:
 
 
 def _why_other(launcher: Launcher) -> str:
-    """Why a function is not there as calls assume, in its package's source."""
+    """Why a function in its package's source does not fit the calls, or an empty string."""
     folder = _folder(launcher.package)
     if folder is None:
         return f"{launcher.package} is not installed"
@@ -193,9 +193,9 @@ def _why_other(launcher: Launcher) -> str:
 
 @functools.cache
 def deep_gemm() -> tuple[str, ...]:
-    """The modules there that may be DeepGEMM. Imports nothing; a first call imports one.
+    """Installed modules that may be DeepGEMM. Imports nothing; the first product imports one.
 
-    A host's copy without its compiled extension does not count: it imports, and raises in its first product.
+    A host's copy without its compiled extension does not count: its import succeeds, but its first product raises.
     """
     found = []
     for module in DEEP_GEMM:
@@ -210,7 +210,7 @@ def deep_gemm() -> tuple[str, ...]:
 
 @functools.cache
 def why_no_deep_gemm() -> str:
-    """An empty string, or why DeepGEMM does not compile kernels here. Imports nothing."""
+    """Why DeepGEMM cannot compile kernels here, or an empty string. Imports nothing."""
     if not CUDA.detect():
         return "no NVIDIA GPU that PyTorch can use"
     if (capability := CUDA.capability(0)) and capability[0] != HOPPER:

@@ -1,4 +1,4 @@
-"""Registers the CUDA kernels, by the library that they come from.
+"""Register the CUDA kernels, grouped by library.
 
 There is no ``gemma_rms_norm``, because no library has one.
 """
@@ -29,11 +29,11 @@ General = partial(_Kernel, impl_id="vendor.cuda", needs=(partial(why_unavailable
 Experts = partial(_Kernel, impl_id="vendor.cuda", needs=(partial(why_unavailable, library.EXPERTS),))
 """vLLM's operators for mixtures of experts."""
 Cutlass = partial(_Kernel, "scaled_linear", needs=(partial(why_unavailable, library.PRODUCTS),))
-"""Products of quantized rows."""
+"""vLLM's CUTLASS products of quantized rows."""
 StateSpaces = partial(
     _Kernel, impl_id="vendor.cuda.triton", needs=(partial(library.why_not_launched, library.STATE_SPACES),)
 )
-"""vLLM's Triton kernels of state spaces."""
+"""vLLM's Triton kernels for state spaces."""
 
 ROWS = (
     General("silu_and_mul", "activation", supports="supports"),
@@ -59,13 +59,13 @@ ROWS = (
         impl_id="vendor.cuda.deep_gemm",
         needs=(library.why_no_deep_gemm,),
         supports="supports",
-        traits=Traits(only_by_name=True),  # it compiles kernels while requests wait
+        traits=Traits(only_by_name=True),  # DeepGEMM compiles kernels while requests wait
     ),
     _Kernel(
         "weight_only_linear",
         "weight_only:machete",
         impl_id=MACHETE,
-        priority=FIRST + 1,  # where both run, vLLM takes it first
+        priority=FIRST + 1,  # if both run, vLLM prefers Machete
         needs=(partial(why_unavailable, library.MACHETE),),
         supports="supports_machete",
     ),
@@ -96,7 +96,7 @@ ROWS = (
         "paged_attention",
         "attention:sglang_paged_attention",
         impl_id="vendor.cuda.sglang_fa3",
-        priority=FIRST - 1,  # where both libraries are, vLLM's is what was measured
+        priority=FIRST - 1,  # if both libraries are installed, vLLM's is the measured one
         needs=(partial(why_unavailable, library.SGLANG_ATTENTION),),
         supports="supports_sglang_paged_attention",
     ),

@@ -1,1 +1,1 @@
-"""Calls of the compiled operators, and what they ask of their arguments."""
+"""Calls of the compiled operators, and the operators' requirements on their arguments."""

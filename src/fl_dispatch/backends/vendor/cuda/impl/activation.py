@@ -19,7 +19,7 @@ def supports(x: Tensor, *_: Any, **__: Any) -> bool | str:
 
 
 def supports_gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
-    """Check what all activations need; both forms of GELU have a kernel."""
+    """Check the limits of all activations; both forms of GELU have a kernel."""
     if approximate not in ("none", "tanh"):
         return f"approximate is {approximate!r}, not 'none' or 'tanh'"
     return supports(x)
@@ -27,7 +27,7 @@ def supports_gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
 
 def _filled(out: Tensor, x: Tensor, kernel: Callable[..., None], *rest: float) -> Tensor:
     """``out`` with the kernel's result."""
-    if x.numel():  # a launch without threads is an error
+    if x.numel():  # a launch without threads raises
         kernel(out, x, *rest)
     return out
 

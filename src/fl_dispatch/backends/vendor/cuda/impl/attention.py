@@ -1,4 +1,4 @@
-"""The cache write of vLLM's library; FlashAttention 3 (Shah et al., arXiv 2407.08608), of vLLM's and of SGLang's."""
+"""The cache write of vLLM's library, and FlashAttention 3 (Shah et al., arXiv 2407.08608) of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def supports_kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool | str:
-    """One dtype, one size for keys and values, heads that lie side by side, and caches with the same strides."""
+    """Check for one dtype, one size of keys and values, adjacent heads, and caches with the same strides."""
     if why := problem("key", key, contiguous=False):
         return why
     for name, tensor in (("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
@@ -90,14 +90,14 @@ def supports_sglang_paged_attention(
 
 
 _TRAILING = (True, None, 0, None, 0)
-"""How a rotary table would turn, no schedule made before, splits and packing as the kernel decides, no margin."""
+"""Rotary interleaving, no scheduler metadata, automatic splits and packing, no processors held back."""
 
 
 def _flash_attention(forward: Callable[..., object]) -> Callable[..., Tensor]:
     """The operator ``paged_attention``.
 
     Args:
-        forward: takes the arguments that both libraries take first, in their order, the cap, and the sinks.
+        forward: takes the leading arguments that both libraries share, the soft cap, and the sinks.
     """
 
     def paged_attention(
@@ -129,13 +129,13 @@ def _flash_attention(forward: Callable[..., object]) -> Callable[..., Tensor]:
             *(None, None, None),  # new keys, new values, and a second part of the query
             out,
             query_start_loc,
-            *(None, None, None),  # starts of keys, of new keys, and used queries
+            *(None, None, None),  # starts of keys, starts of new keys, and numbers of used queries
             seq_lens,
             max_query_len,
             max_seq_len,
             block_table,
-            *(None, None),  # another order of the batch, padding on the left
-            *(None, None, None),  # a rotary table of its own
+            *(None, None),  # reordering of the batch, padding on the left
+            *(None, None, None),  # a rotary table for the kernel
             *(None, None, None),  # scales of quantized queries, keys, values
             scale,
             causal,
@@ -150,11 +150,11 @@ def _flash_attention(forward: Callable[..., object]) -> Callable[..., Tensor]:
 
 @_flash_attention
 def paged_attention(leading: tuple[Any, ...], softcap: float, sinks: Tensor | None) -> None:
-    """vLLM's library, without context parallelism."""
+    """Call vLLM's library, without context parallelism."""
     torch.ops._vllm_fa3_C.fwd(*leading, softcap, *_TRAILING, sinks, 1, 0, None)
 
 
 @_flash_attention
 def sglang_paged_attention(leading: tuple[Any, ...], softcap: float, sinks: Tensor | None) -> None:
-    """SGLang's library; attention in chunks, a mask of blocks, and a query of one part alone stay off."""
+    """Call SGLang's library, without chunked attention, block masks and queries of one part only."""
     torch.ops.sgl_kernel.fwd(*leading, 0, softcap, *_TRAILING, sinks, None, False)

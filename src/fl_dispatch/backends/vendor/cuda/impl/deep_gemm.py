@@ -1,6 +1,6 @@
-"""Products of fp8 with blocks by DeepGEMM, which compiles a kernel for sizes that it meets for the first time.
+"""Products of fp8 with blocks by DeepGEMM, which compiles a kernel for each new size.
 
-That takes seconds, and the kernels are kept in ``DG_JIT_CACHE_DIR``, or else in the user's home.
+Compilation takes seconds. ``DG_JIT_CACHE_DIR`` or the user's home directory stores the kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .quantization import GROUP, why_no_product
 
 @functools.cache
 def _kernel() -> Callable[..., None]:
-    """Its function, from the first module that can be imported, as with vLLM."""
+    """DeepGEMM's function, from the first module that can be imported, as in vLLM."""
     modules = library.deep_gemm()
     for module in modules:
         try:
@@ -66,7 +66,7 @@ def scaled_linear(
     if out.numel():
         rows = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1]).contiguous()
         kept = weight, weight_scale.contiguous()
-        _kernel()(rows, kept, out.view(-1, columns), disable_ue8m0_cast=True)  # scales as they are
+        _kernel()(rows, kept, out.view(-1, columns), disable_ue8m0_cast=True)  # scales stay float32
         if bias is not None:
             out += bias
     return out

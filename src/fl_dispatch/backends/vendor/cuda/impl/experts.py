@@ -12,11 +12,11 @@ from .limits import problem
 
 MOST_EXPERTS = 512
 PADDING = "is_padding"
-"""An argument of the routers from vLLM 0.32 on, the last one, which has no default."""
+"""The last argument of the routers from vLLM 0.32 on, which has no default."""
 
 
 def supports_topk(router_logits: Tensor, bias: Tensor | None) -> bool | str:
-    """Contiguous logits of at most 512 experts, and a bias in float32."""
+    """Check for contiguous logits of at most 512 experts and a bias in float32."""
     if bias is not None and bias.dtype is not torch.float32:
         return f"bias is {bias.dtype}, not float32"
     if router_logits.shape[-1] > MOST_EXPERTS:
@@ -25,7 +25,7 @@ def supports_topk(router_logits: Tensor, bias: Tensor | None) -> bool | str:
 
 
 def _results(router_logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, expert numbers, and room that the kernel writes to."""
+    """Allocate weights, expert numbers, and the kernel's third output, which is not used."""
     shape = (router_logits.shape[0], topk)
     weights = router_logits.new_empty(shape, dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int32), torch.empty_like(weights, dtype=torch.int32)
@@ -33,7 +33,7 @@ def _results(router_logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.cache
 def _router(name: str) -> tuple[Callable[..., None], tuple[None, ...]]:
-    """An operator of the library, and the arguments that it takes behind those that all versions know."""
+    """An operator of the library, and its arguments after the ones that all versions share."""
     operator = getattr(torch.ops._moe_C, name)
     names = [argument.name for argument in operator.default._schema.arguments]
     return operator, (None,) * names.count(PADDING)

@@ -1,4 +1,4 @@
-"""The limits that all of the compiled operators set to a tensor."""
+"""Limits on tensors that all compiled operators share."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ problem = functools.partial(compiled_by_vllm.problem, "cuda")
 
 @functools.cache
 def capability(index: int) -> int:
-    """The compute capability of a GPU as vLLM's operators take it: 90 for 9.0; 0 if unknown."""
+    """The compute capability of a GPU in the form of vLLM's operators: 90 for 9.0; 0 if unknown."""
     major, minor = CUDA.capability(index) or (0, 0)
     return 10 * major + minor

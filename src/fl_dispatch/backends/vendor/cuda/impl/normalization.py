@@ -22,7 +22,7 @@ def rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.normalization.rms_norm`. With a residual both tensors are overwritten and returned."""
-    if not x.numel():  # a launch without threads is an error
+    if not x.numel():  # a launch without threads raises
         return (x, residual) if residual is not None else torch.empty_like(x)
     if residual is not None:
         torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)

@@ -12,21 +12,21 @@ from fl_dispatch.ops.quantization import FP8, LARGEST, LEAST_SCALE, groups
 from .limits import capability, problem
 
 GROUP = 128
-"""The size of groups and of blocks that the kernels have."""
+"""Size of the kernels' groups and blocks."""
 WHOLE = 16
-"""Rows and columns of a weight come in multiples of it."""
+"""Divisor of a weight's rows and columns."""
 FOUR = 4
-"""Rows of ``x`` come in multiples of it where a weight has blocks."""
+"""Divisor of the rows of ``x`` for a weight with blocks."""
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LEAST_SCALE_OF_ROWS = 1 / (448 * 512)
 FIRST_INT8 = 75
-"""The first capability that has kernels for int8."""
+"""Lowest compute capability with kernels for int8."""
 LAST_INT8 = 99
-"""The last capability that has kernels for int8."""
+"""Highest compute capability with kernels for int8."""
 
 
 def supports_quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> bool | str:
-    """fp8 with a scale that is given or with groups of 128, and int8 with a scale for each row."""
+    """Check for fp8 with a given scale or groups of 128, or int8 with a scale for each row."""
     if why := problem("x", x):
         return why
     if dtype == "int8":
@@ -46,7 +46,7 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
     inner, largest = x.shape[-1], LARGEST[dtype]
     out = torch.empty_like(x, dtype=getattr(torch, dtype))
     if scale is not None:
-        if x.numel():  # a launch without threads is an error
+        if x.numel():  # a launch without threads raises
             torch.ops._C.static_scaled_fp8_quant(out.view(-1, inner), x.view(-1, inner), scale, None)
         return out, scale.expand(*x.shape[:-1], 1).contiguous()
     count = groups(inner, group_size)
@@ -55,13 +55,13 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
         return out, scales
     rows, quantized, factors = x.view(-1, inner), out.view(-1, inner), scales.view(-1, count)
     if group_size:
-        least = LEAST_SCALE * largest  # of a magnitude
+        least = LEAST_SCALE * largest  # bound on the largest magnitude of a group
         torch.ops._C.per_token_group_fp8_quant(
             rows, quantized, factors, group_size, least, -largest, largest, False, False, False
         )
     else:
         torch.ops._C.dynamic_scaled_int8_quant(quantized, rows, factors, None)
-        scales.clamp_(min=LEAST_SCALE)  # a row of zeros has the scale 0 there
+        scales.clamp_(min=LEAST_SCALE)  # the kernel gives a row of zeros the scale 0
     return out, scales
 
 
@@ -78,7 +78,7 @@ def _multiplies(index: int, kind: torch.dtype, blocks: bool) -> bool:
 def why_no_product(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str, blocks: bool
 ) -> str:
-    """The reason why no compiled kernel multiplies these, whatever the GPU is, or an empty string."""
+    """Why no compiled kernel multiplies these tensors on any GPU, or an empty string."""
     if not x.is_cuda:
         return f"x is on {x.device}, not on a GPU"
     if x.dtype is not weight.dtype or x.dtype not in (torch.int8, FP8):
@@ -100,7 +100,7 @@ def why_no_product(
 def _why_not(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str, blocks: bool
 ) -> str:
-    """The reason why CUTLASS does not multiply these, or an empty string."""
+    """Why CUTLASS does not multiply these tensors on this GPU, or an empty string."""
     if why := why_no_product(x, x_scale, weight, weight_scale, bias, dtype, blocks):
         return why
     if not _multiplies(x.get_device(), x.dtype, blocks):
@@ -118,7 +118,7 @@ def supports_scaled_linear(
     dtype: str = "bfloat16",
     block_size: int = 0,
 ) -> bool | str:
-    """int8 and fp8 with results in a half type, sizes that are multiples of 16, and no blocks."""
+    """Check for int8 or fp8, results in a half type, sizes that are multiples of 16, and no blocks."""
     if block_size:
         return "the kernel has no blocks"
     return _why_not(x, x_scale, weight, weight_scale, bias, dtype, False) or True
@@ -133,7 +133,7 @@ def scaled_linear(
     dtype: str = "bfloat16",
     block_size: int = 0,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantization.scaled_linear`. fp8 is summed in the short accumulator of the chip."""
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`. fp8 is summed in the chip's short accumulator."""
     columns, inner = weight.shape
     out = x.new_empty((*x.shape[:-1], columns), dtype=RESULTS[dtype])
     if out.numel():
@@ -153,7 +153,7 @@ def supports_scaled_blocks(
     dtype: str = "bfloat16",
     block_size: int = 0,
 ) -> bool | str:
-    """fp8 in blocks of 128 with results in a half type."""
+    """Check for fp8 in blocks of 128 with results in a half type."""
     if not block_size:
         return "the weight has no blocks"
     if block_size != GROUP:
@@ -172,8 +172,8 @@ def scaled_blocks(
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.scaled_linear`, for blocks.
 
-    vLLM 0.33 multiplies rows that are no multiple of four with a kernel for few rows, which takes several times as long
-    for thousands; old versions refuse. So rows are added, whatever they hold, and left out of the result.
+    For row counts that are not multiples of four, vLLM 0.33 uses a kernel for few rows, which takes several times as
+    long for thousands of rows, and old versions refuse. So arbitrary rows are appended and dropped from the result.
     """
     columns, inner = weight.shape
     rows, scales = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1])
@@ -182,7 +182,7 @@ def scaled_blocks(
     product = x.new_empty((whole, columns), dtype=RESULTS[dtype])
     if product.numel():
         if whole == count:
-            by_columns = scales.t().contiguous()  # the kernel wants the scales of a group side by side
+            by_columns = scales.t().contiguous()  # the kernel needs adjacent scales of a group
         else:
             by_columns = scales.new_empty((scales.shape[1], whole))
             by_columns[:, :count] = scales.t()

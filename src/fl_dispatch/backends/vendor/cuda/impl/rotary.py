@@ -9,7 +9,7 @@ from ...compiled_by_vllm import rotary_problem, rotary_table
 
 
 def supports_rotary_embedding(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, inplace: bool) -> bool | str:
-    """Tensors of one dtype with heads side by side."""
+    """Check for one dtype and adjacent heads."""
     return rotary_problem("cuda", query, key, cos, sin, inplace) or True
 
 

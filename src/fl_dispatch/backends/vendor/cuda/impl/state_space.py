@@ -1,7 +1,7 @@
-"""Selective state spaces by vLLM's kernels: Triton's, which are imported with a first call, and a compiled one.
+"""Selective state spaces by vLLM's kernels: Triton kernels, imported in the first call, and a compiled one.
 
-vLLM's Triton kernel for prompts takes the chunks of a batch, which the operator does not get. They are computed on the
-device: as many as there may be at most, so that nothing waits for lengths, and those at the end are empty.
+vLLM's Triton kernel for prompts takes a batch's chunks, which the operator does not receive. The device computes the
+largest possible number of chunks, with empty ones at the end, so nothing waits for the lengths.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .limits import problem
 
 OPERATORS = "vllm.model_executor.layers.mamba.ops"
 NOBODY = -1
-"""A slot that no request has."""
+"""Slot number of no request."""
 CHUNK = 256
-"""Tokens of a chunk, as models with such layers have it."""
+"""Tokens of a chunk, as in models with such layers."""
 TRAITS = Traits(chunk=CHUNK)
 LARGEST_STATE = 256
-"""Columns of a state up to which there are kernels."""
+"""Most columns of a state that the kernels take."""
 
 
 @functools.cache
@@ -41,14 +41,14 @@ def _problem(**tensors: Tensor | None) -> str:
 
 
 def _unlike(x: Tensor, **tensors: Tensor) -> str:
-    """Why some tensors are not of a dtype with ``x``, or an empty string."""
+    """Why some tensors do not have the dtype of ``x``, or an empty string."""
     return next(filter(None, (problem(name, tensor, x, contiguous=False) for name, tensor in tensors.items())), "")
 
 
 def supports_selective_state_update(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None, states: Tensor
 ) -> bool | str:
-    """Everything but float64, with ``d`` and with a bias."""
+    """Check for ``d``, a bias, and any dtype except float64."""
     if why := _problem(x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=dt_bias, states=states):
         return why
     if d is None or dt_bias is None:
@@ -68,10 +68,10 @@ def selective_state_update(
     state_indices: Tensor,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.state_space.selective_state_update`."""
-    # The steps of one element could be any, and the kernel would be compiled for them.
+    # A dimension of one element may have any stride, and Triton would compile a kernel for each.
     out, slots = x.new_empty(x.shape), state_indices.contiguous().as_strided((len(x), 1), (1, 1))
     _, heads, head_dim = x.shape
-    if head_dim == 1 and b.shape[1] == 1:  # channels side by side, as the rows of one head
+    if head_dim == 1 and b.shape[1] == 1:  # adjacent channels become the rows of one head
         x, into, states = x.transpose(1, 2), out.transpose(1, 2), states.transpose(1, 2)
         rates = (a if a.dim() == 2 else a[:, None].expand(heads, states.shape[3]))[None]
         dt, d, dt_bias = dt[:, None], d[None], dt_bias[None]
@@ -109,7 +109,7 @@ def supports_scan_of_heads(
     states: Tensor,
     state_indices: Tensor,
 ) -> bool | str:
-    """Half types, and one decay a head."""
+    """Check for half types and one decay a head."""
     if why := _problem(x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=dt_bias, states=states) or _unlike(x, b=b, c=c):
         return why
     if a.dim() != 1:
@@ -163,16 +163,16 @@ def scan_of_heads(
 
 
 def chunks(query_start_loc: Tensor, tokens: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
-    """The chunks of a batch, of which none has tokens of two sequences.
+    """Divide a batch into chunks, each with tokens of one sequence.
 
     Args:
         query_start_loc: ``[requests + 1]``, int32.
         tokens: rows of the batch.
-        chunk: tokens of one.
+        chunk: most tokens of a chunk.
 
     Returns:
-        ``[chunks + 1]``, the first token of each and the end of the last; ``[requests]``, the last chunk of each
-        sequence, for one without tokens that of an earlier one; ``[chunks]``, the sequence of each. All int32.
+        ``[chunks + 1]``: each chunk's first token, and the end of the last chunk; ``[requests]``: each sequence's last
+        chunk (an earlier sequence's if it has no tokens); ``[chunks]``: each chunk's sequence. All int32.
     """
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
     needed = (ends - starts + chunk - 1) // chunk
@@ -195,7 +195,7 @@ def supports_scan_of_columns(
     states: Tensor,
     state_indices: Tensor,
 ) -> bool | str:
-    """Channels with a decay for each column of their state."""
+    """Check for channels with a decay for each column of their state."""
     if why := _problem(x=x, a=a, d=d, dt_bias=dt_bias, states=states) or _unlike(x, dt=dt, b=b, c=c):
         return why
     if a.dim() != 2 or x.shape[2] != 1:
@@ -220,9 +220,9 @@ def scan_of_columns(
     query_start_loc: Tensor,
     has_state: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.state_space.selective_scan`. The kernel has channels first, so all of it is turned."""
+    """See :data:`fl_dispatch.ops.state_space.selective_scan`. The kernel takes transposed tensors, channels first."""
     known = torch.ones_like(state_indices, dtype=torch.bool) if has_state is None else has_state
-    out = dt.t().clone(memory_format=torch.contiguous_format)  # holds the steps, and then what comes of them
+    out = dt.t().clone(memory_format=torch.contiguous_format)  # holds the step sizes, then the results
     into, out_of = (one.permute(1, 2, 0).contiguous() for one in (b, c))
     d, dt_bias = (None if one is None else one.float().contiguous() for one in (d, dt_bias))
     tokens, rates = x.squeeze(2).t().contiguous(), a.float().contiguous()

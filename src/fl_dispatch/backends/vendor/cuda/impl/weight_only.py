@@ -1,7 +1,7 @@
 """Products of rows in a half type with weights of 4 or 8 bits, by Marlin and by Machete.
 
-Both read a weight in an order of their own (:mod:`.packed_weights`), which is kept beside the weight
-(:mod:`fl_dispatch.weight_forms`), so an undeclared weight is declined.
+Both read repacked weights (:mod:`.packed_weights`), which are stored next to the original weights
+(:mod:`fl_dispatch.weight_forms`), so undeclared weights are declined.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .limits import capability, problem
 MARLIN, MACHETE = "vendor.cuda.marlin", "vendor.cuda.machete"
 MARLIN_GROUPS, MACHETE_GROUPS = (32, 64, 128), (64, 128)
 MARLIN_TILES = ((64, 128), (128, 64))
-"""Columns and elements of them that a weight has to have in whole numbers: of one of both."""
+"""Tiles of columns and their elements: a weight must consist of whole tiles of one of these shapes."""
 MACHETE_TILES = ((128, 64),)
 MARLIN_CAPABILITY = 80
 LOCKS = 4
-"""Marlin's locks for each processor; a call leaves them at zero."""
+"""Marlin's locks for each processor, zero between calls."""
 
 
 def _why_not(
@@ -37,7 +37,7 @@ def _why_not(
     sizes: tuple[int, ...],
     tiles: tuple[tuple[int, int], ...],
 ) -> str:
-    """Why neither the sizes nor the types fit, or an empty string."""
+    """Why the kernel cannot take these sizes, dtypes or layouts, or an empty string."""
     if why := problem("x", x, contiguous=False):
         return why
     if weight.dtype is FP4:
@@ -58,7 +58,7 @@ def _why_not(
 
 
 def supports_marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> bool | str:
-    """Half types on compute capability 8 and later; groups of 32, 64, 128, or none; zero points with 4 bits only."""
+    """Check for half types, compute capability 8 or later, groups of 32, 64, 128 or none; zero points need 4 bits."""
     if why := _why_not(x, weight, scale, zero, MARLIN_GROUPS, MARLIN_TILES):
         return why
     if capability(x.get_device()) < MARLIN_CAPABILITY:
@@ -72,13 +72,13 @@ def supports_marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | Non
 
 @functools.cache
 def _locks(index: int) -> int:
-    """The number of locks that a GPU's processors need."""
+    """Number of locks for a GPU's processors."""
     return LOCKS * torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @torch.inference_mode(False)
 def _with_locks(weight: Tensor, before: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    """A weight in Marlin's order, and locks of its own, because streams may run side by side."""
+    """A weight in Marlin's order with separate locks, because streams may run concurrently."""
     numbers = packed_weights.marlin_numbers(weight, None if before is None else before[0])
     if before is not None:
         return numbers, before[1]
@@ -105,7 +105,7 @@ def marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None,
         packed,
         None,
         scales,
-        None,  # scales of quantized rows, and one for all of the weight
+        None,  # scales of quantized rows, and one scale for the whole weight
         None,
         zeros,
         locks,
@@ -114,7 +114,7 @@ def marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None,
         columns,
         inner,
         False,  # no atomic additions
-        True,  # sums of several programs in float32
+        True,  # sum partial results in float32
         False,  # zero points are integers
     )
     if bias is not None:
@@ -123,7 +123,7 @@ def marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None,
 
 
 def supports_machete(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> bool | str:
-    """Half types; integers without zero points, in groups of 64, of 128 or none."""
+    """Check for half types and integers without zero points, in groups of 64, of 128 or none."""
     if zero is not None:
         return "the kernel takes zero points multiplied by their scales"
     if weight.dtype is FP8:
