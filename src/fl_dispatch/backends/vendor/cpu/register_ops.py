@@ -1,4 +1,4 @@
-"""Registers the CPU kernels: vLLM's compiled ones, PyTorch's oneDNN products, and C++ of this project.
+"""Register the CPU kernels: vLLM's compiled ones, PyTorch's oneDNN products, and C++ of this project.
 
 There is no ``gemma_rms_norm``, because vLLM's kernels round the scale to the input dtype.
 """
@@ -17,7 +17,7 @@ from .impl.linear import why_no_onednn
 
 
 def why_elsewhere() -> str:
-    """Why no model runs on the CPU here, or an empty string: a product has no tensors of another device to look at."""
+    """Why no model runs on the CPU here, or an empty string; a product cannot infer this from its tensors."""
     device = detect_device()
     return "" if device.torch_type == "cpu" else f"models run on {device.name} here"
 
@@ -31,13 +31,13 @@ Build = partial(Wheel, needs=("why_unavailable",))
 OneDnn = partial(
     _Kernel,
     impl_id="vendor.cpu.onednn",
-    priority=FIRST - 5,  # the same kernels, and 10 us more in each call
+    priority=FIRST - 5,  # the same kernels with 10 us more overhead in each call
     needs=(why_elsewhere, why_no_onednn),
 )
-"""PyTorch's products; Inductor does not take their repacked weights."""
+"""PyTorch's products; Inductor does not accept their repacked weights."""
 Own = partial(_Kernel, impl_id="vendor.cpu.cpp", priority=FIRST - 5, needs=(why_elsewhere, "why_unavailable"))
-"""C++ of this project, which needs a compiler and no build of vLLM's."""
-OwnProduct = partial(Own, priority=FIRST - 6)  # after PyTorch's, where that one has instructions for them
+"""C++ of this project, which needs a compiler but no build of vLLM."""
+OwnProduct = partial(Own, priority=FIRST - 6)  # after PyTorch's product, if that supports the processor's instructions
 
 ROWS = (
     Wheel("silu_and_mul", "activation", supports="supports_silu_and_mul", traits=Traits(inductor=False)),
@@ -63,7 +63,7 @@ ROWS = (
     Own("paged_attention", "own_attention", supports="supports_paged_attention", traits="TRAITS"),
     Own("fused_moe", "own_experts", supports="supports_fused_moe"),
     OwnProduct("scaled_linear", "own_integers", supports="supports_scaled_linear"),
-    # As the reference, which takes what it declines.
+    # The same trait as the reference, which takes the calls that this one declines.
     OwnProduct("scaled_moe", "own_integers", supports="supports_scaled_moe", traits=Traits(graphs=False)),
     OwnProduct("weight_only_linear", "own_quantization", supports="supports_weight_only_linear"),
 )

@@ -1,1 +1,1 @@
-"""Calls of the compiled kernels, and what they ask of their arguments."""
+"""Calls of the compiled kernels, and the kernels' requirements on their arguments."""

@@ -1,6 +1,6 @@
-"""Gated activations: PyTorch's own two operators, and the wheel's kernels for a row or two of a half type.
+"""Gated activations: two PyTorch operators, or the wheel's kernels for one or two rows of a half type.
 
-Those kernels are slower for everything else.
+For everything else the wheel's kernels are slower.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch.nn import functional
 from .limits import VECTOR, problem, rounds
 
 FEW = 2
-"""Rows of a half type, or fewer, for which the kernels are faster where they round."""
+"""Most rows of a half type for which the kernels are faster, if they round."""
 ROWS = 64
 """Rows of a half type that are computed in float32 at a time: few enough to stay in a core's cache."""
 
 
 def supports_silu_and_mul(x: Tensor) -> bool | str:
-    """A contiguous tensor with halves of whole vectors."""
+    """Check for a contiguous tensor with halves of whole vectors."""
     if x.shape[-1] % (2 * VECTOR):
         return f"the last dimension {x.shape[-1]} is not a multiple of {2 * VECTOR}"
     return problem("x", x) or True
 
 
 def supports_gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
-    """Check what SiLU needs; both forms of GELU have a kernel."""
+    """Check the limits of SiLU; both forms of GELU have a kernel."""
     if approximate not in ("none", "tanh"):
         return f"approximate is {approximate!r}, not 'none' or 'tanh'"
     return supports_silu_and_mul(x)
@@ -46,7 +46,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def _gated(x: Tensor, activation: Callable[[Tensor], Tensor], kernel: Callable[[Tensor, Tensor], None]) -> Tensor:
-    """The activation of the first halves of rows times the second halves, rounded once."""
+    """Multiply the activated first half of each row by its second half, and round once."""
     if x.dtype is torch.float32:
         gate, up = x.chunk(2, dim=-1)
         return activation(gate).mul_(up)

@@ -1,11 +1,11 @@
 """Attention over a paged cache.
 
-The kernels keep a block as ``[kv_heads, head_dim, block_size]`` keys and ``[kv_heads, block_size, head_dim]`` values:
-keys transposed, values not. As views in the order of the declaration that is a matter of strides alone, so any other
-implementation can read and write the same cache. A host with a cache in this layout states it as :data:`KV_LAYOUT`.
+The kernels store a block as ``[kv_heads, head_dim, block_size]`` keys and ``[kv_heads, block_size, head_dim]`` values:
+keys are transposed, values are not. Views in the declared order differ only in strides, so any other implementation can
+read and write the same cache. A host with a cache in this layout states it as :data:`KV_LAYOUT`.
 
-The attention kernel computes with all values of a sequence's last block, those behind its end at weight zero. If
-another request left a NaN or an infinity there, the result is NaN, and the call is repeated without such leftovers.
+The attention kernel reads all values of a sequence's last block, with weight zero after the sequence's end. If another
+request left a NaN or an infinity there, the result is NaN, and the call is repeated without such leftovers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAST_BLOCK = 16
 
 
 class _Views(NamedTuple):
-    """A pair of caches as the kernels take them; ``why_not`` where they do not."""
+    """A pair of caches as the kernels take them; ``why_not`` says why they do not."""
 
     value_cache: Tensor
     why_not: str
@@ -44,7 +44,7 @@ class _Views(NamedTuple):
 
 
 ATTRIBUTE = "fl_cpu_views"
-"""The attribute of a cache of keys that has them: a host passes the same tensors in every step."""
+"""Attribute of a key cache with its ``_Views``, because a host passes the same tensors in every step."""
 
 
 def _views(key_cache: Tensor, value_cache: Tensor) -> _Views:
@@ -62,21 +62,21 @@ def _views(key_cache: Tensor, value_cache: Tensor) -> _Views:
 def _layout_refusal(
     block_size: int, head_dim: int, value_dim: int, keys: tuple[int, ...], values: tuple[int, ...]
 ) -> str:
-    """Why there is no kernel for blocks of these sizes and strides, or an empty string."""
+    """Why no kernel takes blocks of these sizes and strides, or an empty string."""
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim} is not one of {', '.join(map(str, sorted(HEAD_DIMS)))}"
     if value_dim != head_dim:
         return f"value size {value_dim} is not the head size {head_dim}"
     if block_size % LEAST_BLOCK:
         return f"block size {block_size} is not a multiple of {LEAST_BLOCK}"
-    # The kernel takes one distance between blocks, and one between heads, for both caches.
+    # The kernel takes one block stride and one head stride for both caches.
     if keys != (values[0], 1, values[2], block_size) or values != (keys[0], head_dim, keys[2], 1):
         return f"the cache layout is not {KV_LAYOUT} (strides of keys {keys}, of values {values})"
     return ""
 
 
 def supports_kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool | str:
-    """One dtype, the layout of the kernels, and rows that lie side by side."""
+    """Check for one dtype, the layout of the kernels, and contiguous heads."""
     if why := problem("key", key, contiguous=False):
         return why
     for name, tensor in (("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
@@ -108,7 +108,7 @@ def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
 def supports_paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor | None = None
 ) -> bool | str:
-    """One dtype and the layout of the kernels; windows, soft caps, ALiBi and sinks are all covered."""
+    """Check for one dtype and the layout of the kernels, which cover windows, soft caps, ALiBi and sinks."""
     if why := problem("query", query, contiguous=False):
         return why
     if not rounds(query.dtype):
@@ -151,7 +151,7 @@ def paged_attention(
     )
     rest = (query_start_loc, seq_lens, scale, causal, alibi_slopes, window)
     _attend(query, keys, values, block_table, out, schedule, softcap, sinks, *rest)
-    # One pass over the results: a sum is not finite if one of them is not.
+    # One pass over the results: if one of them is not finite, neither is the sum.
     if not math.isfinite(out.sum()) and out[: int(query_start_loc[-1])].isnan().any():
         keys, values, block_table = _without_leftovers(keys, values, block_table, seq_lens, max_seq_len)
         _attend(query, keys, values, block_table, out, schedule, softcap, sinks, *rest)
@@ -174,7 +174,7 @@ def _attend(
     alibi_slopes: Tensor | None,
     window: int,
 ) -> None:
-    """The kernel, on caches in its own shape."""
+    """Call the kernel on caches in its shape."""
     torch.ops._C.cpu_attention_with_kv_cache(
         query,
         keys,
@@ -200,10 +200,10 @@ def _attend(
 def _without_leftovers(
     keys: Tensor, values: Tensor, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The requests' blocks in a cache of their own, with zeros for the values behind their ends, and its table."""
+    """Copy the requests' blocks, with zeros for values after their ends; return keys, values and the new table."""
     block_size, requests = values.shape[2], seq_lens.shape[0]
     columns = -(-max_seq_len // block_size)
-    # entries that no key needs may hold anything
+    # table entries without keys may hold anything
     blocks = block_table[:requests, :columns].clamp(0, values.shape[0] - 1).flatten()
     behind = torch.arange(columns * block_size) >= seq_lens[:, None]
     cleaned = values[blocks].masked_fill_(behind.view(-1, 1, block_size, 1), 0.0)
@@ -219,10 +219,10 @@ def _as_values(key_cache: Tensor) -> Tensor:
 
 
 def find_layout_problem() -> str:
-    """Whether the loaded kernels have the layout that this module states: write one token and look where it went.
+    """Check the loaded kernels for the layout that this module states: write one token and read it back.
 
     Returns:
-        An empty string, or what is wrong.
+        The problem, or an empty string.
     """
     block_size, kv_heads, head_dim = 32, 2, 32
     page = torch.zeros(2, kv_heads, 2 * head_dim * block_size)
@@ -240,5 +240,5 @@ _layout_problem = functools.cache(find_layout_problem)
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded, or not those that this module knows; an empty string if they are."""
+    """Why the kernels are not loaded or have an unknown layout, or an empty string."""
     return library.why_unavailable() or _layout_problem()

@@ -1,4 +1,4 @@
-"""The shapes of a call of experts, which compiled kernels do not look at."""
+"""Checks of the shapes of a call of experts, which compiled kernels do not check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mismatch(
     w2_bias: Tensor | None,
     out: Tensor | None,
 ) -> str:
-    """Why these tensors do not belong together, or an empty string; ``gated``: experts have a gate."""
+    """Why these tensors' shapes do not fit together, or an empty string; ``gated``: whether experts have a gate."""
     if hidden_states.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
         return f"hidden_states, w13 and w2 have {hidden_states.dim()}, {w13.dim()} and {w2.dim()} dimensions"
     tokens, hidden = hidden_states.shape

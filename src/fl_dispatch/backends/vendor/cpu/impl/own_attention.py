@@ -1,7 +1,7 @@
-"""Attention over a paged cache in C++ of our own, for machines without the wheel's kernels, and for what they decline.
+"""Paged attention in this project's C++, for machines without the wheel's kernels and for calls that they decline.
 
-``attention.cpp`` takes every layout of a block with keys token by token or dimension by dimension, and rounds once
-on every processor. A row's result does not depend on the other rows of its batch.
+``attention.cpp`` takes every layout of a block with keys contiguous by token or by dimension, and rounds once on every
+processor. A row's result does not depend on the other rows of its batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .attention import KV_LAYOUT
 SOURCE = Path(__file__).with_name("attention.cpp")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 STRIP = 16
-"""Elements or tokens that are computed together; a head has whole strips, and so has a block."""
+"""Elements or tokens that are computed together; heads and blocks consist of whole strips."""
 TRAITS = Traits(kv_layout=KV_LAYOUT, kv_block=STRIP, batch_invariant=True)
 
 
@@ -56,14 +56,14 @@ class _Write(ctypes.Structure):
 
 
 def why_unavailable() -> str:
-    """Why the functions are not there, or an empty string."""
+    """Why the functions are unavailable, or an empty string."""
     return cpp.why_not(SOURCE)
 
 
 def supports_kv_cache_write(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> bool | str:
-    """Tensors of one dtype in main memory, in any strides, but for the elements of a new key or value."""
+    """Check for CPU tensors of one dtype; strides are arbitrary, except within the heads of new keys and values."""
     return _why_no_write(key, value, key_cache, value_cache, slot_mapping) or True
 
 
@@ -89,7 +89,7 @@ def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
     """See :data:`fl_dispatch.ops.attention.kv_cache_write`.
 
     Raises:
-        IndexError: a slot lies outside of the cache. Others may have been written before.
+        IndexError: a slot lies outside the cache. Earlier slots may have been written.
     """
     native.require(_why_no_write(key, value, key_cache, value_cache, slot_mapping))
     slots = slot_mapping.contiguous()
@@ -116,7 +116,7 @@ def supports_paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> bool | str:
-    """One dtype, and keys and values of whole vectors, which lie in the cache side by side in one direction."""
+    """Check for one dtype, and keys and values of whole vectors that are contiguous along one axis of the cache."""
     if not causal and max_query_len > STRIP:
         return "queries see every key, which a product of matrices is faster for"
     return (
@@ -189,7 +189,7 @@ def paged_attention(
     """See :data:`fl_dispatch.ops.attention.paged_attention`.
 
     Raises:
-        IndexError: a start lies outside of the queries, or a block outside of the cache or the table.
+        IndexError: a start lies outside the queries, or a block outside the cache or the table.
     """
     native.require(
         _why_no_attention(
@@ -216,7 +216,7 @@ def paged_attention(
 
 
 def _alike(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> bool:
-    """Whether :func:`problem` finds none, in a third of its time."""
+    """Whether :func:`problem` finds nothing, in a third of its time."""
     return (
         a.dtype in DTYPES and a.dtype is b.dtype is c.dtype is d.dtype
         and a.is_cpu and b.is_cpu and c.is_cpu and d.is_cpu
@@ -225,7 +225,7 @@ def _alike(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> bool:
 
 
 def problem(**tensors: Tensor) -> str:
-    """Why our functions do not take these tensors, which must have one dtype, or an empty string."""
+    """Why this project's functions do not take these tensors, which must share a dtype, or an empty string."""
     dtype = next(iter(tensors.values())).dtype
     for name, tensor in tensors.items():
         if not tensor.is_cpu:
@@ -243,7 +243,7 @@ def _run(name: str, call: ctypes.Structure, half: bool) -> None:
     """Call a function.
 
     Raises:
-        IndexError: a block or a slot lies outside of the cache or the table. Others may have been written before.
+        IndexError: a block or a slot lies outside the cache or the table. Earlier ones may have been written.
     """
     if _function(name)(ctypes.byref(call), half):
         raise IndexError(

@@ -1,6 +1,6 @@
-"""The experts of a mixture in C++ of our own, for machines without the wheel's kernel, and for what that one declines.
+"""Mixtures of experts in this project's C++, for machines without the wheel's kernel and for calls that it declines.
 
-``experts.cpp`` reads weights as they are stored and rounds once on every processor.
+``experts.cpp`` reads weights in their stored form and rounds once on every processor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SOURCE = Path(__file__).with_name("experts.cpp")
 ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "swigluoai", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul",
 )  # fmt: skip
-"""In the order of ``Activation`` in ``experts.cpp``."""
+"""Activations in the order of ``Activation`` in ``experts.cpp``."""
 PLAIN = 4
-"""The first one without a gate."""
+"""Index of the first activation without a gate."""
 MANY = 32
-"""Rows of an expert, on average, from which on a product of matrices is faster."""
+"""Most rows of an expert, on average, for which this is faster than a product of matrices."""
 
 
 class _Call(ctypes.Structure):
@@ -43,7 +43,7 @@ class _Call(ctypes.Structure):
 
 
 def why_unavailable() -> str:
-    """Why the function is not there, or an empty string."""
+    """Why the function is unavailable, or an empty string."""
     return cpp.why_not(SOURCE)
 
 
@@ -60,10 +60,10 @@ def supports_fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> bool | str:
-    """Few rows for each expert, in tensors of one dtype with elements side by side."""
+    """Check for few rows for each expert, in contiguous tensors of one dtype."""
     if why := _why_not(hidden_states, w13, w2, topk_weights, topk_ids, activation, expert_map, w13_bias, w2_bias, out):
         return why
-    if topk_ids.numel() > MANY * (w13 if expert_map is None else expert_map).shape[0]:  # those of all ranks
+    if topk_ids.numel() > MANY * (w13 if expert_map is None else expert_map).shape[0]:  # experts of all ranks
         return f"more than {MANY} rows an expert, which a product of matrices is faster for"
     return True
 
@@ -80,7 +80,7 @@ def _why_not(
     w2_bias: Tensor | None,
     out: Tensor | None,
 ) -> str:
-    """Why the function cannot take these, or an empty string."""
+    """Why the function cannot take these tensors, or an empty string."""
     if activation not in ACTIVATIONS:
         return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
     tensors = {"hidden_states": hidden_states, "w13": w13, "w2": w2}
@@ -112,7 +112,7 @@ def fused_moe(
     """See :data:`fl_dispatch.ops.moe.fused_moe`.
 
     Raises:
-        IndexError: a choice names an expert that there is not. Nothing was written.
+        IndexError: a choice names an expert that does not exist. Nothing was written.
     """
     native.require(
         _why_not(hidden_states, w13, w2, topk_weights, topk_ids, activation, expert_map, w13_bias, w2_bias, out)
@@ -133,7 +133,7 @@ def fused_moe(
 
 
 def _narrow(numbers: Tensor) -> Tensor:
-    """In 32 bits; a number beyond them stays beyond every expert."""
+    """Convert to 32 bits; numbers out of range stay invalid expert numbers."""
     fits = numbers.dtype is torch.int32
     return (numbers if fits else numbers.clamp(-1, torch.iinfo(torch.int32).max).int()).contiguous()
 

@@ -1,6 +1,6 @@
-"""Products of quantized rows with quantized weights in C++ of our own, on processors with AVX2.
+"""Products of quantized rows with quantized weights in this project's C++, on processors with AVX2.
 
-``integers.cpp`` adds integers, so its sums are exact for as many elements as 32 bits hold.
+``integers.cpp`` sums integers, so results are exact up to :data:`LONGEST` elements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .expert_shapes import mismatch
 
 SOURCE = Path(__file__).with_name("integers.cpp")
 LONGEST = (1 << 31) // (128 * 128) - 1
-"""Elements of a row with a sum of products that fits 32 bits, all of them the largest."""
+"""Most elements of a row with a sum that fits 32 bits, even if all products are the largest."""
 
 
 class _Call(ctypes.Structure):
@@ -36,14 +36,14 @@ class _Call(ctypes.Structure):
 
 
 def why_unavailable() -> str:
-    """Why the function is not there, or an empty string."""
+    """Why the function is unavailable, or an empty string."""
     return cpp.why_not(SOURCE) if "avx2" in library.processor_flags() else "the processor has no AVX2"
 
 
 def supports_scaled_linear(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, block_size: int = 0
 ) -> bool | str:
-    """int8 without blocks."""
+    """Check for int8 without blocks."""
     if x.dtype is not torch.int8 or weight.dtype is not torch.int8 or block_size:
         return "int8 without scales of blocks only"
     if x_scale.dtype is not torch.float32 or weight_scale.dtype is not torch.float32:
@@ -78,7 +78,7 @@ def scaled_linear(
     if bias is not None:
         native.require_data((bias,))
     columns, inner = weight.shape
-    # each lives until the call is over
+    # references keep the tensors alive during the call
     rows, row_scales, scales = x.contiguous(), x_scale.contiguous(), weight_scale.expand(columns, 1).contiguous()
     out = x.new_empty((*x.shape[:-1], columns), dtype=torch.float32)
     call = _Call(
@@ -107,7 +107,7 @@ def supports_scaled_moe(
     block_size: int = 0,
     out: Tensor | None = None,
 ) -> bool | str:
-    """int8 without blocks, and everything else as for a product."""
+    """Check for int8 without blocks, and for the other limits of the product."""
     if w13.dtype is not torch.int8 or w2.dtype is not torch.int8 or block_size:
         return "int8 without scales of blocks only"
     if hidden_states.dtype is torch.float64 or activation not in (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS):
@@ -128,7 +128,7 @@ def supports_scaled_moe(
 
 
 scaled_moe = scaled_experts(scaled_linear)
-"""See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. The reference's steps, around products with exact sums."""
+"""See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. Runs the reference's steps around products with exact sums."""
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Products of a few rows with quantized weights in C++ of our own, on any processor.
+"""Products of a few rows with quantized weights in this project's C++, on any processor.
 
-``quantized.cpp`` reads weights as they are stored, so they take their memory once, and sums in float32.
+``quantized.cpp`` reads weights in their stored form, so memory holds one copy, and sums in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .own_attention import problem
 
 SOURCE = Path(__file__).with_name("quantized.cpp")
 MANY = 32
-"""Rows from which on it is faster to turn the whole weight into float32 for a product of matrices."""
+"""Most rows for which this is faster than converting the whole weight to float32 for a product of matrices."""
 
 
 class _Call(ctypes.Structure):
@@ -32,14 +32,14 @@ class _Call(ctypes.Structure):
 
 
 def why_unavailable() -> str:
-    """Why the function is not there, or an empty string."""
+    """Why the function is unavailable, or an empty string."""
     return cpp.why_not(SOURCE)
 
 
 def supports_weight_only_linear(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> bool | str:
-    """A few rows, with integers of 4 or 8 bits."""
+    """Check for a few rows, and for integers of 4 or 8 bits."""
     if why := _why_not(x, weight, scale, zero, bias):
         return why
     many = x.shape[:-1].numel() > MANY
@@ -47,7 +47,7 @@ def supports_weight_only_linear(
 
 
 def _why_not(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> str:
-    """Why the function cannot take these, or an empty string."""
+    """Why the function cannot take these tensors, or an empty string."""
     if weight.dtype not in (torch.uint8, torch.int8):
         return f"weights are {weight.dtype}, not integers of 4 or 8 bits"
     if why := problem(x=x, scale=scale):
@@ -78,7 +78,7 @@ def weight_only_linear(
 
 
 def _mismatch(x: Tensor, weight: Tensor, columns: int, bias: Tensor | None) -> str:
-    """Why these do not belong together, or an empty string."""
+    """Why these shapes do not fit together, or an empty string."""
     inner = x.shape[-1] // 2 if weight.dtype is torch.uint8 else x.shape[-1]
     if weight.shape != (columns, inner):
         return f"weight has shape {tuple(weight.shape)}, not {(columns, inner)}"
@@ -88,7 +88,7 @@ def _mismatch(x: Tensor, weight: Tensor, columns: int, bias: Tensor | None) -> s
 
 
 def _limits(x: Tensor, *weights: Tensor) -> str:
-    """Why these are not for the function, or an empty string."""
+    """Why the function cannot take these devices or layouts, or an empty string."""
     if not all(tensor.is_cpu for tensor in (x, *weights)):
         return "a tensor is not on the CPU"
     if not all(tensor.is_contiguous() for tensor in weights):
@@ -97,7 +97,7 @@ def _limits(x: Tensor, *weights: Tensor) -> str:
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The product in float32; the scale is float32 or bfloat16."""
+    """Compute the product in float32; the scale is float32 or bfloat16."""
     columns, groups = scale.shape
     rows, out = x.float().contiguous(), x.new_empty((*x.shape[:-1], columns), dtype=torch.float32)
     call = _Call(

@@ -1,6 +1,6 @@
 """Quantized rows by the wheel's kernel, and products with quantized weights by PyTorch's.
 
-Weights of 4 bits are kept as PyTorch's kernel wants them (:mod:`fl_dispatch.weight_forms`); of 8 bits they lie so.
+4-bit weights are repacked for PyTorch's kernel (:mod:`fl_dispatch.weight_forms`); 8-bit weights already fit.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .. import library
 from .limits import problem
 
 GROUPS = (32, 64, 128, 256)
-"""Sizes of groups that the kernel for 4 bits has."""
+"""Sizes of groups in the kernel for 4 bits."""
 COLUMNS = 32
 """Columns that the kernel takes at a time."""
 INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-"""Instructions of x86 for products of int8, without which PyTorch's is far slower than that of float32."""
+"""x86 instructions for int8 products; without them PyTorch's int8 product is far slower than its float32 product."""
 
 
 @cache
 def _multiplies_int8() -> bool:
-    """Whether this processor does; one that is not x86 names other flags, or none."""
+    """Whether this processor has fast int8 products; other processors than x86 report other flags, or none."""
     flags = library.processor_flags()
     return not flags or bool(INT8 & flags)
 
 
 def supports_quantize(x: Tensor, dtype: str, group_size: int = 0) -> bool | str:
-    """Rows in int8, with a scale of each."""
+    """Check for int8 with a scale for each row."""
     if dtype != "int8" or group_size != 0:
         return "the kernel quantizes to int8, with a scale for each row"
     return problem("x", x) or True
@@ -43,7 +43,7 @@ def supports_quantize(x: Tensor, dtype: str, group_size: int = 0) -> bool | str:
 def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.quantization.quantize`.
 
-    The kernel divides by the scale of a row of zeros, and drops a NaN.
+    The kernel divides by zero for a row of zeros and drops NaN, so the reference takes such calls.
     """
     out, scales = torch.empty_like(x, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if x.numel():
@@ -55,7 +55,7 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
 
 
 def supports_scaled_linear(x: Tensor, x_scale: Tensor, weight: Tensor, block_size: int = 0) -> bool | str:
-    """int8 without blocks, on the CPU."""
+    """Check for int8 without blocks, on the CPU."""
     if x.dtype is not torch.int8 or weight.dtype is not torch.int8 or block_size:
         return "the kernel multiplies int8, without scales of blocks"
     if x_scale.dtype is not torch.float32:
@@ -83,7 +83,7 @@ def scaled_linear(
 
 
 def supports_weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> bool | str:
-    """bfloat16, with 4 bits in groups or int8 with one scale a column."""
+    """Check for bfloat16, with 4 bits in groups or int8 with one scale a column."""
     if not x.is_cpu or x.dtype is not torch.bfloat16 or scale.dtype is not x.dtype:
         return "the kernels are fast in bfloat16 on the CPU only"
     if zero is not None:
@@ -100,7 +100,7 @@ def weight_only_linear(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.weight_only_linear`."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()  # rows of latents are a part of wider ones
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # latent rows are slices of wider rows
     out: Tensor
     if weight.dtype is torch.int8:
         out = torch.ops.aten._weight_int8pack_mm(rows, weight, scale.view(-1))
@@ -117,11 +117,11 @@ def weight_only_linear(
 
 
 def _four_bits(weight: Tensor, before: Tensor | None) -> Tensor | None:
-    """As PyTorch's kernel has numbers of 4 bits."""
+    """Repack 4-bit numbers for PyTorch's kernel."""
     found: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(declared.unpacked(weight.detach()).int(), 1)
     return found
 
 
 def _pairs(scale: Tensor, before: Tensor | None) -> Tensor | None:
-    """Scale and offset of each group, ``[groups, columns, 2]``; the kernel takes 8 for zero."""
+    """Pair each group's scale with an offset, ``[groups, columns, 2]``; the kernel takes 8 for zero."""
     return torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()

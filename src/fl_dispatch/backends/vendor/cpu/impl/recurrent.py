@@ -1,7 +1,6 @@
 """Layers with a state for each request, in bfloat16: a convolution of four taps, and the gated delta rule.
 
-The kernels of the delta rule keep a state as ``[key_dim, value_dim]``, and compute the length of keys and queries
-themselves.
+The kernels of the delta rule store a state as ``[key_dim, value_dim]`` and normalize keys and queries.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from .limits import problem
 WIDTH = 4
 """Taps of a convolution."""
 CHANNELS = 32
-"""Divisor of the number of a convolution's channels."""
+"""Divisor of a convolution's number of channels."""
 HEADS = (64, 128)
-"""Sizes of keys and values that prompts may have."""
+"""Sizes of keys and values for prompts."""
 KERNELS = (
     "causal_conv1d_fwd_cpu",
     "causal_conv1d_update_cpu",
@@ -28,16 +27,16 @@ KERNELS = (
     "fused_sigmoid_gating_delta_rule_update_cpu",
 )
 SOFTPLUS = (1.0, 20.0)
-"""Its slope, and where it goes over into a straight line; PyTorch's own."""
+"""Slope of softplus, and the value above which it is linear, as in PyTorch."""
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded, or not there; an empty string if they are."""
+    """Why the kernels are not loaded or missing, or an empty string."""
     return library.why_unavailable() or library.why_missing(KERNELS)
 
 
 def supports_causal_conv1d_update(x: Tensor, weight: Tensor, states: Tensor) -> bool | str:
-    """Four taps of whole vectors of channels, which lie side by side in the states."""
+    """Check for four taps and whole vectors of channels that are contiguous in the states."""
     channels, width = weight.shape
     if why := _halves(x=x, weight=weight, states=states) or _empty(x):
         return why
@@ -100,7 +99,7 @@ def supports_gated_delta_rule(
     states: Tensor,
     scale: float = 1.0,
 ) -> bool | str:
-    """Check what one token needs, and that keys and values have one size."""
+    """Check the limits of one token, and that keys and values have the same size."""
     if (size := key.shape[-1]) not in HEADS or value.shape[-1] != size:
         return f"keys of {size} and values of {value.shape[-1]} elements are not both {' or '.join(map(str, HEADS))}"
     return supports_gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, states, scale)
@@ -117,7 +116,7 @@ def supports_gated_delta_rule_update(
     states: Tensor,
     scale: float = 1.0,
 ) -> bool | str:
-    """States in float32 or bfloat16, each in one piece, and the scale that belongs to the size of a key."""
+    """Check for contiguous states in float32 or bfloat16, and for the scale that follows from the key size."""
     size, columns = key.shape[-1], value.shape[-1]
     if why := _halves(query=query, key=key, value=value, a=a, b=b, dt_bias=dt_bias) or _empty(value):
         return why
@@ -142,7 +141,7 @@ def gated_delta_rule(
     has_state: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule`. The kernel begins with what a slot holds."""
+    """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule`. The kernel starts from the contents of a slot."""
     if has_state is not None:
         new = ~has_state & (query_start_loc.diff() > 0)
         states[state_indices[new].long()] = 0.0
@@ -177,13 +176,13 @@ def gated_delta_rule_update(
 
 
 def _without_padding(out: Tensor, query_start_loc: Tensor) -> Tensor:
-    """The results, with zeros in the rows of no request, which the kernels leave alone."""
+    """Zero the rows without a request, which the kernels do not write."""
     out[int(query_start_loc[-1]) :] = 0.0
     return out
 
 
 def _halves(**tensors: Tensor) -> str:
-    """Why some tensor is not the kernels', or an empty string."""
+    """Why the kernels cannot take one of these tensors, or an empty string."""
     for name, tensor in tensors.items():
         if why := problem(name, tensor, contiguous=False):
             return why

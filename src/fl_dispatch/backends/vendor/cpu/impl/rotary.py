@@ -12,8 +12,8 @@ from .limits import VECTOR, narrowed, rounds, widened
 def supports_rotary_embedding(
     query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, inplace: bool = True
 ) -> bool | str:
-    """Tensors of one dtype with heads side by side."""
-    # The kernel does not check this one itself: it runs over the end.
+    """Check for one dtype and adjacent heads."""
+    # The kernel does not check this and would run past the end.
     if cos.shape[-1] % VECTOR:
         return f"half the rotary dimension, {cos.shape[-1]}, is not a multiple of {VECTOR}"
     return rotary_problem("cpu", query, key, cos, sin, inplace) or True

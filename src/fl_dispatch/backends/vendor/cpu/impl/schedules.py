@@ -1,6 +1,6 @@
-"""The attention kernel's schedules: which thread attends to what, made once a step and shared by the layers alike.
+"""The attention kernel's schedules, which assign work to threads; layers with equal shapes share one for each step.
 
-A schedule depends on the lengths of a batch. It has room that the kernel writes to, so each thread has its own.
+A schedule depends on the lengths of a batch. The kernel writes into it, so each thread has a separate one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _last = _Last()
 
 
 def instructions(block_size: int, head_dim: int) -> str:
-    """The name of the variant of the kernels: blocks of 32 keys at a time, or of 16. They share a layout."""
+    """The name of the kernel variant, for 32 or for 16 keys at a time. Both variants share a layout."""
     return "vec" if block_size % 32 == 0 and head_dim % 32 == 0 else "vec16"
 
 
@@ -35,15 +35,15 @@ def find(
     starts: list[int] | None,
     lengths: list[int] | None,
 ) -> Tensor:
-    """The schedule of a batch: the last one, if it was for the same numbers, else a new one (6 to 13 us).
+    """Return a batch's schedule: the last one if the lengths are the same, else a new one (6 to 13 us).
 
     Args:
         query: ``[tokens, heads, head_dim]``.
         values: ``[blocks, kv_heads, block_size, head_dim]``.
-        query_start_loc, seq_lens: as the operator has them.
-        causal: whether a token sees those before it only.
+        query_start_loc, seq_lens: as in the operator.
+        causal: whether a token sees only tokens up to itself.
         window: keys that a token sees before itself, or -1.
-        starts, lengths: the numbers in both tensors, or ``None``; then nothing is reused.
+        starts, lengths: the values of both tensors; ``None`` makes a new schedule.
     """
     _, kv_heads, block_size, head_dim = values.shape
     key = None
@@ -63,7 +63,7 @@ def find(
         causal,
         window,
         instructions(block_size, head_dim),
-        True,  # the keys of a request may be split over threads
+        True,  # threads may split the keys of a request
         None,
         "auto",
     )

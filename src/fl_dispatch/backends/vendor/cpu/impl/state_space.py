@@ -1,7 +1,7 @@
 """Selective state spaces.
 
-The kernel of prompts continues states in float32 that lie side by side, so those of the requests are copied there and
-back. That of single tokens works in the slots themselves.
+The kernel for prompts takes contiguous float32 states, so the requests' states are copied there and back. The kernel
+for single tokens works in the slots directly.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from .limits import problem, rounds
 
 KERNELS = ("mamba_chunk_scan_fwd_cpu", "selective_state_update_cpu")
 NOBODY = -1
-"""A slot that no request has."""
+"""Slot number of no request."""
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded, or not there; an empty string if they are."""
+    """Why the kernels are not loaded or missing, or an empty string."""
     return library.why_unavailable() or library.why_missing(KERNELS)
 
 
 def supports_selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None, states: Tensor
 ) -> bool | str:
-    """Everything of a token in one dtype, one decay a head, and each state in one piece."""
+    """Check for one dtype of a token's tensors, one decay a head, and contiguous states."""
     return _why_not(x, dt, a, b, c, d, dt_bias, states) or True
 
 
 def supports_selective_state_update(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None, states: Tensor
 ) -> bool | str:
-    """As :func:`supports_selective_scan`, and states that the kernel rounds."""
-    if not rounds(states.dtype):  # a state is read again in the next step, so what is cut off would add up
+    """Check the limits of :func:`supports_selective_scan`, and for states that the kernel rounds."""
+    if not rounds(states.dtype):  # the next step reads the state, so truncation errors would accumulate
         return "the build for this processor truncates states to bfloat16"
     return _why_not(x, dt, a, b, c, d, dt_bias, states) or True
 
@@ -83,7 +83,7 @@ def selective_scan(
         state[~has_state] = 0.0
     step = dt.float()
     step = functional.softplus(step if dt_bias is None else step + dt_bias.float())
-    out = torch.zeros(x.shape, dtype=x.dtype)  # the kernel leaves the rows of no request alone
+    out = torch.zeros(x.shape, dtype=x.dtype)  # the kernel does not write rows without a request
     d = None if d is None else d.float()
     torch.ops._C.mamba_chunk_scan_fwd_cpu(
         out, state, x.contiguous(), step, a.float(), b.contiguous(), c.contiguous(), d, None, query_start_loc
