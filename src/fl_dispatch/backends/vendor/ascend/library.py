@@ -1,4 +1,4 @@
-"""Whether ``torch_npu`` has an NPU to offer."""
+"""Check whether ``torch_npu`` finds an NPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VENDOR = "ascend"
 
 
 def why_unavailable() -> str:
-    """Why no kernel can run here, or an empty string. Creates no device context."""
+    """Why kernels cannot run here, or an empty string. Creates no device context."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     device = detect_device()

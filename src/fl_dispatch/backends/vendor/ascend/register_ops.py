@@ -1,9 +1,9 @@
-"""Registers the Ascend kernels, and ``attention_backend``.
+"""Register the Ascend kernels, and ``attention_backend``.
 
-Some operators have no kernel here, because ``torch_npu`` has none with their meaning: ``mul_and_silu``,
+Some operators have no kernel here, because ``torch_npu`` has no operator with their semantics: ``mul_and_silu``,
 ``fatrelu_and_mul``, ``swiglustep_and_mul``, ``situ_and_mul``, ``gelu_and_mul_sparse``, ``relu2``, ``xielu`` and
-``moe_align_block_size``. docs/evidence/ascend.md has the calls of the others, what they decline and what no chip has
-shown yet.
+``moe_align_block_size``. docs/evidence/ascend.md lists the calls of the other operators, the arguments that they
+decline, and the behaviour that was not yet seen on a chip.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Kernel = partial(
     vendor=library.VENDOR,
     priority=BackendPriority.VENDOR,
     needs=(library.why_unavailable,),
-    opaque=True,  # no chip has shown that a trace through these calls is right
+    opaque=True,  # tracing through these calls was not tested on a chip
     device_types=("npu",),
 )
 OutsideGraphs = partial(Kernel, traits=Traits(graphs=False))
-"""Kernels that take a batch's lengths as integers, which a graph would repeat, or wait for the device, or were in no
-graph yet.
+"""Kernels that stay out of graphs: a graph would repeat the batch lengths that they take as integers, or they wait for
+the device, or they were not tested in a graph yet.
 """
 
 ROWS = (

@@ -11,26 +11,26 @@ from fl_dispatch.ops.activation import empty_result
 from .limits import problem
 
 GELU = {"none": 0, "tanh": 1}
-"""The forms of GELU as ``npu_geglu`` numbers them."""
+"""The numbers of ``npu_geglu`` for the forms of GELU."""
 MOST_DIMENSIONS = 8
 
 
 def supports(x: Tensor, *_: Any, **__: Any) -> bool | str:
-    """A floating-point tensor of at most eight dimensions."""
+    """Check for a floating-point tensor of at most eight dimensions."""
     if x.dim() > MOST_DIMENSIONS:
         return f"x has {x.dim()} dimensions; the kernels take at most {MOST_DIMENSIONS}"
     return problem("the kernel", "x", x) or True
 
 
 def supports_clipped(x: Tensor) -> bool | str:
-    """Check what all activations need, and that there are at least two dimensions."""
+    """Check the limits of all activations, and for at least two dimensions."""
     if x.dim() < 2:
         return "x has one dimension; npu_clipped_swiglu takes two or more"
     return supports(x)
 
 
 def supports_gelu(x: Tensor, approximate: str = "none") -> bool | str:
-    """Check what all activations need; both forms of GELU have a kernel."""
+    """Check the limits of all activations; both forms of GELU have a kernel."""
     if approximate not in GELU:
         return f"approximate is {approximate!r}, not 'none' or 'tanh'"
     return supports(x)
@@ -69,7 +69,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """See :data:`fl_dispatch.ops.activation.gelu_and_mul`.
 
-    ``npu_gelu_mul`` computes the same, but for rows of at most 1,024 elements.
+    ``npu_gelu_mul`` computes the same, but only for rows of at most 1,024 elements.
     """
     import torch_npu
 

@@ -1,10 +1,10 @@
 """Attention over a paged cache, and the cache's writes.
 
-``npu_fused_infer_attention_score`` (FIA) takes the batch's lengths as integers of the host. They arrive as hints; a
-call without them reads them from the device and waits for it once. So no graph can hold such a call: it would repeat
-the lengths of the batch that it was captured with.
+``npu_fused_infer_attention_score`` (FIA) takes the batch's lengths as integers on the CPU. The caller passes them as
+hints; a call without hints reads them from the device and waits for it once. Graphs cannot contain such calls, because
+they would repeat the lengths of the captured batch.
 
-``AscendAttentionBackend``, which vLLM's plugin defines, is found here too. Asking for it imports vLLM.
+This module also exports ``AscendAttentionBackend``, which vLLM's plugin defines. Accessing it imports vLLM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEAD_SIZES = (128, 192)
 MOST_HEADS = 256
 MOST_HEADS_A_GROUP = 64
 LARGEST_ROW = 65535
-"""Elements of a slot, all heads together."""
+"""Most elements of a slot, over all heads."""
 MOST_REQUESTS = 4096
 ALL_KEYS = 0
 """The kernel's ``sparse_mode`` for queries that see all keys."""
@@ -54,7 +54,7 @@ def attention_backend(use_mla: bool = False) -> str:
 
 
 def supports_kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool | str:
-    """One dtype; two contiguous caches, or the two parts of contiguous latent rows."""
+    """Check for one dtype, and for two contiguous caches or the two parts of contiguous latent rows."""
     kernel = "npu_scatter_pa_kv_cache"
     if why := problem(kernel, "key", key):
         return why
@@ -76,7 +76,7 @@ def kv_cache_write(
 ) -> None:
     """See :data:`fl_dispatch.ops.attention.kv_cache_write`.
 
-    The kernel knows no slot that is skipped. Unless the caller says that there is none, this waits for the device once.
+    The kernel cannot skip slots. Unless the caller says that none is skipped, this waits for the device once.
     """
     import torch_npu
 
@@ -94,9 +94,9 @@ def kv_cache_write(
 
 
 def without_skipped(slot_mapping: Tensor, may_skip: bool | None, *rows: Tensor) -> list[Tensor]:
-    """The slots that are written, and the rows of their tokens; unless none may be skipped, this waits for the device.
+    """The slots to write, and the rows of their tokens; waits for the device if slots may be skipped.
 
-    No kernel knows a slot that is skipped.
+    The kernels cannot skip slots.
     """
     tokens = slot_mapping.shape[0]
     taken = [slot_mapping, *(row[:tokens] for row in rows)]
@@ -133,7 +133,7 @@ def supports_paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> bool | str:
-    """Half types, contiguous caches of one shape, blocks of 128 to 512 tokens; no soft cap, ALiBi or sinks."""
+    """Check for half types, contiguous caches of one shape, blocks of 128 to 512 tokens; no soft cap, ALiBi, sinks."""
     kernel = "npu_fused_infer_attention_score"
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
         if why := problem(kernel, name, tensor, HALVES, like=query):
@@ -203,10 +203,10 @@ def paged_attention(
     bounds = _bounds(causal, sliding_window, query.device)
     single = sliding_window is not None and ends == list(range(1, requests + 1))
     if single:
-        # The kernel looks at no window where each request has one query. So each has it twice; the first result drops.
+        # The kernel ignores the window if each request has one query, so queries are doubled and first results dropped.
         queries, ends = queries.repeat_interleave(2, dim=0), [2 * end for end in ends]
     if sliding_window is not None:
-        # The kernel takes the whole table for blocks of the cache. Those that the window has left may be anything.
+        # The kernel reads the whole table. Entries before the window are arbitrary.
         table = table.clamp(0, key_cache.shape[0] - 1)
     result: Tensor = torch_npu.npu_fused_infer_attention_score(
         queries.contiguous(),
@@ -231,7 +231,7 @@ def paged_attention(
 
 
 def _bounds(causal: bool, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
-    """The kernel's arguments for what a query sees."""
+    """The kernel's arguments for the mask."""
     if sliding_window is not None:
         before, behind = sliding_window - 1, 0 if causal else sliding_window - 1
         return {"sparse_mode": BAND, "atten_mask": triangle(device), "pre_tokens": before, "next_tokens": behind}
@@ -239,7 +239,7 @@ def _bounds(causal: bool, sliding_window: int | None, device: torch.device) -> d
 
 
 def from_device(*lengths: Tensor) -> list[list[int]]:
-    """Tensors of lengths as integers of the host, which waits for the device once."""
+    """Copy tensors of lengths to integers on the CPU, which waits for the device once."""
     numbers: list[int] = torch.cat(lengths).tolist()
     parts, first = [], 0
     for tensor in lengths:
@@ -249,7 +249,7 @@ def from_device(*lengths: Tensor) -> list[list[int]]:
 
 
 def without_padding(starts: Sequence[int]) -> list[int]:
-    """The row behind each request, without the requests at the end that have no row: hosts pad batches with them."""
+    """The row after each request, without the empty requests at the end with which hosts pad batches."""
     ends = list(starts[1:])
     while ends and ends[-1] == (ends[-2] if len(ends) > 1 else starts[0]):
         ends.pop()

@@ -1,4 +1,4 @@
-"""The mask that the attention kernel takes in its compressed modes, whatever the lengths."""
+"""The mask of the attention kernel's compressed modes, which does not depend on lengths."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 SIZE = 2048
-"""Rows and columns, which the documentation fixes."""
+"""Number of rows and columns, which the documentation fixes."""
 
 
 @functools.cache
 def triangle(device: torch.device) -> Tensor:
-    """The upper triangle without the diagonal, ``[2048, 2048]``, bool, true where a key is hidden. Made once a device.
+    """The upper triangle without the diagonal, ``[2048, 2048]``, bool, true for hidden keys. Made once for each device.
 
-    With ``sparse_mode`` 3 the kernel lays it against the last query and the last key of each request, with 4 it takes
+    With ``sparse_mode`` 3 the kernel aligns it with the last query and the last key of each request; with 4 it derives
     the band from it.
     """
     return torch.ones(SIZE, SIZE, dtype=torch.bool, device=device).triu_(1)

@@ -1,4 +1,4 @@
-"""The experts of a mixture: rows sorted by expert, two grouped products, and the weighted sum of a token's rows."""
+"""Mixtures of experts: sort rows by expert, apply two grouped products, and sum a token's rows by weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 MOST_EXPERTS = 1024
 MOST_CHOICES = 512
 LARGEST_AXIS = 65535
-"""Elements of the last axis of a matrix in a grouped product."""
+"""Most elements along the last axis of a matrix in a grouped product."""
 
 
 def supports_fused_moe(
@@ -34,7 +34,7 @@ def supports_fused_moe(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> bool | str:
-    """Gated experts without biases, at least two of them and one dtype for all."""
+    """Check for one dtype and at least two gated experts without biases."""
     for name, tensor in (("hidden_states", hidden_states), ("w13", w13), ("w2", w2)):
         if why := problem("npu_grouped_matmul", name, tensor, like=hidden_states):
             return why
@@ -46,7 +46,7 @@ def supports_fused_moe(
 def mixture_problem(
     w13: Tensor, w2: Tensor, topk_ids: Tensor, on_input: bool, w13_bias: Tensor | None, w2_bias: Tensor | None
 ) -> str:
-    """Why :func:`mixture` and :func:`grouped` cannot take experts, whatever their numbers; or an empty string."""
+    """Why :func:`mixture` and :func:`grouped` cannot take experts of any dtype, or an empty string."""
     if w13_bias is not None or w2_bias is not None:
         return "there are biases; the documentation of npu_grouped_matmul has none of an expert's own"
     if not 2 <= w13.shape[0] <= MOST_EXPERTS:
@@ -93,21 +93,21 @@ def mixture(
     products: Callable[[Tensor, Tensor, Tensor], Tensor],
     quantized: bool = False,
 ) -> Tensor:
-    """The weighted sum of what the experts of each token make of it.
+    """Compute the weighted sum of the outputs of each token's experts.
 
-    A grouped product has to cover all rows. So choices that have no expert here are sorted behind the others, the last
-    expert computes them, and they count as zero.
+    A grouped product must cover all rows. So choices without an expert on this rank are sorted after the others, the
+    last expert computes them, and they count as zero.
 
     Args:
         hidden_states: ``[tokens, hidden]``.
-        experts: how many are here.
+        experts: number of experts on this rank.
         topk_weights: as for ``fused_moe``.
         topk_ids: as for ``fused_moe``.
         on_input: whether weights are applied to the input.
         expert_map: as for ``fused_moe``.
         out: as for ``fused_moe``.
-        products: the experts, of rows in their order, ``[choices, hidden]``, of the scale of each where they are
-            quantized, and of the number of each expert's rows.
+        products: applies the experts to rows in sorted order, ``[choices, hidden]``; its other arguments are the
+            scale of each row, if quantized, and the number of each expert's rows.
         quantized: whether rows are int8.
     """
     import torch_npu
@@ -126,16 +126,16 @@ def mixture(
         expert_capacity=-1,
         expert_num=experts + 1,
         drop_pad_mode=0,
-        expert_tokens_num_type=1,  # how many rows each expert has
+        expert_tokens_num_type=1,  # return the number of rows for each expert
         expert_tokens_num_flag=True,
         quant_mode=1 if quantized else -1,
         active_expert_range=[0, experts + 1],
-        row_idx_type=0,  # the place of each choice among the sorted rows
+        row_idx_type=0,  # return the position of each choice among the sorted rows
     )
     absent = counts[experts:]
     counts = torch.cat((counts[: experts - 1], counts[experts - 1 :].sum(dim=0, keepdim=True)))
     y = products(rows, scales, counts)
-    if expert_map is not None:  # what another rank's expert makes of a row may be infinite here
+    if expert_map is not None:  # rows of another rank's experts may be infinite here
         row = torch.arange(y.shape[0], device=y.device)
         y = y.masked_fill((row >= y.shape[0] - absent)[:, None], 0.0)
     result: Tensor = torch_npu.npu_moe_token_unpermute(y, places, probs=weights.to(dtype))
@@ -143,7 +143,7 @@ def mixture(
 
 
 def _local(topk_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
-    """The expert of each choice as numbered on this rank, int32; the number of experts where it is not here."""
+    """Each choice's expert number on this rank, int32; ``experts`` for choices without an expert here."""
     ids = topk_ids
     if expert_map is not None:
         ids = torch.where(ids >= 0, expert_map[ids.clamp(min=0).long()], -1)
@@ -161,14 +161,14 @@ def grouped(x: Tensor, weight: Tensor, counts: Tensor, **quantization: Any) -> T
 
 
 def supports_moe_sum(x: Tensor) -> bool | str:
-    """At most 512 experts a token."""
+    """Check for at most 512 experts a token."""
     if x.shape[1] > MOST_CHOICES:
         return f"a token has {x.shape[1]} experts; npu_moe_token_unpermute takes at most {MOST_CHOICES}"
     return problem("npu_moe_token_unpermute", "x", x) or True
 
 
 def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.moe_sum`: rows that lie in order, with weight one."""
+    """See :data:`fl_dispatch.ops.moe.moe_sum`. Calls the kernel with rows in order and weights of one."""
     import torch_npu
 
     tokens, topk, hidden = x.shape

@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.float16)
 
 
 def supports_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool | str:
-    """One dtype, which is not bfloat16: the documentation does not name it."""
+    """Check for one dtype other than bfloat16, which the documentation does not name."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and (why := problem("npu_linear", name, tensor, DTYPES, like=x)):
             return why

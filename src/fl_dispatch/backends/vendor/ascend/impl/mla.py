@@ -1,7 +1,7 @@
 """Multi-head latent attention by ``npu_fused_infer_attention_score_v2``.
 
-The kernel takes a latent cache as two tensors, the latent part and the rotary part. Hosts keep both in one row. So
-decoding copies the blocks of a batch's requests before it attends, a bounded number of tokens at a time.
+The kernel takes a latent cache as two tensors, the latent part and the rotary part. Hosts store both in one row, so
+decode first copies the blocks of a batch's requests, a bounded number of tokens at a time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ROPE = 64
 """Elements of a row's rotary part."""
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_QUERIES = 16
-"""Queries of a request over a latent cache; more go as several requests over the same blocks."""
+"""Most queries of a request over a latent cache; more are passed as several requests over the same blocks."""
 BLOCK = 128
 """Tokens of a block in the copy."""
 COPIED_AT_ONCE = 1 << 17
-"""Tokens that are copied at a time; a longer request is copied alone."""
+"""Most tokens that are copied at a time; a longer request is copied alone."""
 PREFILL_SIZES = ((192, 128), (192, 192), (128, 128))
 """Elements of keys and values in the multi-head form."""
 
@@ -44,7 +44,7 @@ def supports_mla_decode(
     causal: bool,
     query_rope: Tensor | None,
 ) -> bool | str:
-    """Half types, rows of 512 and 64 elements."""
+    """Check for half types, and rows of 512 and 64 elements."""
     if why := problem_of_rows(KERNEL, query, query_rope, kv_cache, kv_lora_rank):
         return why
     if not causal and max_query_len > 1:
@@ -129,7 +129,7 @@ def mla_decode(
 
 
 class _Piece(NamedTuple):
-    """Neighbouring queries of a request: rows from ``start`` to ``end``, the last of which sees ``keys`` keys."""
+    """Adjacent queries of a request: rows from ``start`` to ``end``; the last one sees ``keys`` keys."""
 
     request: int
     start: int
@@ -138,7 +138,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(starts: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) -> list[_Piece]:
-    """Requests in pieces of at most :data:`MOST_QUERIES` queries, one for a request without any."""
+    """Split requests into pieces of at most :data:`MOST_QUERIES` queries; one piece for a request without queries."""
     pieces = []
     for request, (start, end, length) in enumerate(zip(starts, ends, lengths, strict=True)):
         for row in range(start, max(end, start + 1), MOST_QUERIES):
@@ -148,14 +148,14 @@ def _pieces(starts: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) 
 
 
 def _rows_of(table: Tensor, requests: Sequence[int]) -> Tensor:
-    """The rows of these requests, which is the table itself where each stands for one piece."""
+    """The table's rows of these requests; the table itself if each request has one piece."""
     if list(requests) == list(range(table.shape[0])):
         return table
     return table.index_select(0, torch.tensor(requests, dtype=torch.int32, device=table.device))
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of requests; padded to equal lengths, a range holds at most the tokens that are copied at once."""
+    """Ranges of requests; padded to equal lengths, a range has at most :data:`COPIED_AT_ONCE` tokens."""
     first = longest = 0
     for request, length in enumerate(lengths):
         longest = max(longest, length)
@@ -167,12 +167,12 @@ def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def copied(kv_cache: Tensor, block_table: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """The requests' rows in blocks of a tensor of their own, ``[blocks, 128, width]``, and its table."""
+    """Copy the requests' rows to a new tensor ``[blocks, 128, width]``; return it with its block table."""
     block_size, width = kv_cache.shape[1:]
     step = max(1, BLOCK // block_size)
     columns = -(-longest // (block_size * step)) * step
     column = torch.arange(columns, device=block_table.device).clamp_(max=block_table.shape[1] - 1)
-    # Entries behind a request's end may be anything.
+    # Entries after a request's end are arbitrary.
     blocks = block_table.index_select(1, column).clamp(0, kv_cache.shape[0] - 1)
     copy = kv_cache.index_select(0, blocks.flatten()).view(-1, BLOCK, width)
     table = torch.arange(copy.shape[0], dtype=torch.int32, device=copy.device)
@@ -180,7 +180,7 @@ def copied(kv_cache: Tensor, block_table: Tensor, longest: int) -> tuple[Tensor,
 
 
 def supports_mla_prefill(query: Tensor, key: Tensor, value: Tensor, query_start_loc: Tensor) -> bool | str:
-    """bfloat16, and heads of 192 and 128, 192 and 192, or 128 and 128 elements."""
+    """Check for bfloat16, and heads of 192 and 128, 192 and 192, or 128 and 128 elements."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if why := problem(f"{KERNEL} in layout TND", name, tensor, (torch.bfloat16,), like=query):
             return why
@@ -208,7 +208,7 @@ def mla_prefill(
     query_start_loc_host: Sequence[int] | None = None,
     key_start_loc_host: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.mla.mla_prefill`. Requests that have no key take no part in the kernel's calls."""
+    """See :data:`fl_dispatch.ops.mla.mla_prefill`. Skips requests without keys."""
     import torch_npu
 
     if query_start_loc_host is None or key_start_loc_host is None:
@@ -247,7 +247,7 @@ def mla_prefill(
 
 
 def _runs(rows: Sequence[int], keys: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbouring requests that all have queries and keys."""
+    """Ranges of adjacent requests that all have queries and keys."""
     first = None
     for request, (queries, length) in enumerate(zip(rows, keys, strict=True)):
         if queries and length:

@@ -11,7 +11,7 @@ MOST_DIMENSIONS = 8
 
 
 def supports_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool | str:
-    """Two to eight dimensions, and a weight; one dtype for all."""
+    """Check for two to eight dimensions, a weight, and one dtype for all."""
     if not 2 <= x.dim() <= MOST_DIMENSIONS:
         return f"x has {x.dim()} dimensions; the kernels take 2 to {MOST_DIMENSIONS}"
     if weight is None:
@@ -42,7 +42,7 @@ def rms_norm(
 def gemma_rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.normalization.gemma_rms_norm`; the kernel adds the one to the weight.
+    """See :data:`fl_dispatch.ops.normalization.gemma_rms_norm`; the kernel adds 1 to the weight.
 
     No kernel adds a residual, so the sum is rounded before it is normalized.
     """
@@ -56,7 +56,7 @@ def gemma_rms_norm(
 
 
 def supports_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool | str:
-    """One dtype for all."""
+    """Check for one dtype."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and (why := problem("npu_layer_norm_eval", name, tensor, like=x)):
             return why
@@ -74,6 +74,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 
 def _empty(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """The result for no element, which some kernels refuse."""
+    """The result for empty tensors, which some kernels refuse."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y if residual is None else (y, torch.empty_like(y))

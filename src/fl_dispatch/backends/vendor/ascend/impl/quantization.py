@@ -1,8 +1,8 @@
 """Quantized rows in int8, and products with quantized weights.
 
-The chips that the documentation calls Atlas A2 and A3 have no fp8. Their form of 4 bits
-(``npu_convert_weight_to_int4pack``) is not used: it would have to be kept beside the weight, and PyTorch cannot tell on
-this device whether a weight was written (:mod:`fl_dispatch.weight_forms`). So 4 bits become int8 in each call.
+The Atlas A2 and A3 chips of the documentation have no fp8. Their 4-bit layout (``npu_convert_weight_to_int4pack``) is
+not used: it would need a second copy of the weight, and PyTorch cannot detect writes to a weight on this device
+(:mod:`fl_dispatch.weight_forms`). So each call converts 4 bits to int8.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE
 from .limits import FLOATS, HALVES, named, problem
 
 LARGEST_AXIS = 65535
-"""Rows and columns of a weight."""
+"""Most rows and most columns of a weight."""
 GROUP_MULTIPLE = 32
-"""Sizes of groups of a weight are multiples."""
+"""Divisor of the group size of a weight."""
 
 
 def supports_quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> bool | str:
-    """int8: a scale for each row, for whole groups of it or for all rows; or one float32 that is given."""
+    """Check for int8 with a scale for each row, for whole groups or for all rows, or with a given float32 scale."""
     if dtype != "int8":
         return f"the kernels quantize to int8, not to {dtype}"
     if scale is not None:
@@ -35,7 +35,7 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
     """See :data:`fl_dispatch.ops.quantization.quantize`.
 
     ``npu_quantize`` gets float32, because its sources agree on no other ``x`` for a scale of float32. The least scale
-    is put in after ``npu_dynamic_quant``, so rows with a largest element below ``127 * 1e-10`` come out as large.
+    is applied after ``npu_dynamic_quant``, so rows with a largest element below ``127 * 1e-10`` come out too large.
     """
     import torch_npu
 
@@ -63,7 +63,7 @@ def supports_scaled_linear(
     dtype: str = "bfloat16",
     block_size: int = 0,
 ) -> bool | str:
-    """int8 without blocks, to float16 or bfloat16."""
+    """Check for int8 without blocks, with results in float16 or bfloat16."""
     for name, tensor in (("x", x), ("weight", weight)):
         if why := problem("npu_quant_matmul", name, tensor, (torch.int8,)):
             return why
@@ -88,7 +88,7 @@ def scaled_linear(
     dtype: str = "bfloat16",
     block_size: int = 0,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantization.scaled_linear`. A bias goes as float32, which either result takes."""
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`. Passes a bias as float32, which fits both results."""
     import torch_npu
 
     result = getattr(torch, dtype)
@@ -107,7 +107,7 @@ def scaled_linear(
 
 
 def supports_weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> bool | str:
-    """float16 and bfloat16; 4 and 8 bits, with a scale for each column or for groups of a multiple of 32."""
+    """Check for half types, and 4 or 8 bits with a scale for each column or for groups of a multiple of 32."""
     kernel = "npu_weight_quant_batchmatmul"
     if why := problem(kernel, "x", x, HALVES):
         return why
@@ -125,7 +125,7 @@ def supports_weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: 
 def weight_only_linear(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantization.weight_only_linear`. The kernel adds an offset where we take a zero."""
+    """See :data:`fl_dispatch.ops.quantization.weight_only_linear`. The kernel adds an offset, the negated zero."""
     import torch_npu
 
     shape, groups = (*x.shape[:-1], weight.shape[0]), scale.shape[1]

@@ -1,7 +1,7 @@
-"""The experts of a mixture with quantized weights: int8 with int8 rows, and 4 or 8 bits with rows as they are.
+"""Mixtures of experts with quantized weights: int8 with int8 rows, and 4 or 8 bits with unquantized rows.
 
-Between the two products of int8 the kernels keep int32, so :data:`~fl_dispatch.ops.quantized_moe.scaled_moe` quantizes
-what float32 has. Numbers of 4 bits go as the chip's int4, eight in an int32 as they lie.
+Between the two int8 products the kernels keep int32, so :data:`~fl_dispatch.ops.quantized_moe.scaled_moe` quantizes
+float32 values. 4-bit numbers become the chip's int4, eight in an int32 in their stored order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KERNEL = "npu_grouped_matmul"
 SWIGLU = "npu_dequant_swiglu_quant"
 INNER_MULTIPLE = 64
 LARGEST_INNER = 10496
-"""The elements between the products, for :data:`SWIGLU`."""
+"""Most elements of a row between the products, for :data:`SWIGLU`."""
 IN_A_WORD = 8
 """Numbers of 4 bits in an int32."""
 
@@ -36,7 +36,7 @@ def supports_scaled_moe(
     x2_scale: Tensor | None,
     block_size: int,
 ) -> bool | str:
-    """int8 with a scale for each row and column, and ``silu`` between the products."""
+    """Check for int8 with a scale for each row and column, and for ``silu`` between the products."""
     if why := problem(KERNEL, "hidden_states", hidden_states, HALVES):
         return why
     for name, tensor, dtypes in (
@@ -77,8 +77,8 @@ def scaled_moe(
     block_size: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. For a result of bfloat16 the last scales are rounded to it,
-    as the kernel wants them."""
+    """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. For a bfloat16 result the last
+    scales are rounded to bfloat16, as the kernel requires."""
     import torch_npu
 
     dtype = hidden_states.dtype
@@ -91,7 +91,7 @@ def scaled_moe(
             activation_scale=scales[:, None],
             group_index=counts,
             activate_left=True,
-            quant_mode=1,  # a scale for each row
+            quant_mode=1,  # one scale for each row
         )
         return grouped(inner, w2, counts, scale=[last], per_token_scale=[scales], output_dtype=dtype)
 
@@ -113,7 +113,7 @@ def supports_weight_only_moe(
     w13_zero: Tensor | None,
     w2_zero: Tensor | None,
 ) -> bool | str:
-    """8 bits with a scale for each column; 4 bits, also in groups of an even size that have no zero points."""
+    """Check for 8 bits with column scales, or 4 bits with column scales or even groups without zero points."""
     if why := problem(KERNEL, "hidden_states", hidden_states, HALVES):
         return why
     if activation not in ACTIVATIONS:
@@ -167,9 +167,9 @@ def weight_only_moe(
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, counts: Tensor) -> Tensor:
-    """The product of each expert's rows with its numbers; the kernel adds an offset where we take a zero.
+    """The product of each expert's rows with its numbers; the kernel adds an offset, the negated zero point.
 
-    Numbers of 4 bits become those of int4, which are 8 less, by the highest bit of each.
+    Flipping the highest bit of a 4-bit number makes it an int4, which is 8 less.
     """
     offset = torch.zeros_like(scale) if zero is None else zero.to(scale.dtype).neg()
     if weight.dtype is torch.uint8:

@@ -8,12 +8,12 @@ from torch import Tensor
 from .limits import problem
 
 LARGEST_ROTARY = 894
-"""Elements that are rotated: even, and fewer than 896."""
+"""Most rotated elements: even, and fewer than 896."""
 MOST_HEADS = 999
 
 
 def supports_rotary_embedding(query: Tensor, key: Tensor | None, cos: Tensor) -> bool | str:
-    """One dtype for query and key, and heads within the kernel's bounds."""
+    """Check for one dtype of query and key, and heads within the kernel's bounds."""
     for name, tensor in (("query", query), ("key", key)):
         if tensor is None:
             continue
@@ -45,7 +45,7 @@ def rotary_embedding(
     size = cos.shape[-1]
 
     def apply(x: Tensor) -> Tensor:
-        part = x[..., :size].contiguous().unsqueeze(0)  # one batch of all tokens: [1, tokens, heads, size]
+        part = x[..., :size].contiguous().unsqueeze(0)  # all tokens as one batch: [1, tokens, heads, size]
         rotated: Tensor = torch_npu.npu_rotary_mul(part, cos, sin, mode).squeeze(0)
         if inplace:
             x[..., :size] = rotated
@@ -56,7 +56,7 @@ def rotary_embedding(
 
 
 def _rows(table: Tensor, position_ids: Tensor, interleaved: bool) -> Tensor:
-    """Each token's row as the kernel has it, ``[1, tokens, 1, rotary_dim]``: a value for both elements of a pair."""
+    """Each token's row for the kernel, ``[1, tokens, 1, rotary_dim]``; both elements of a pair get the same value."""
     rows = table.index_select(0, position_ids)
     wide = rows.repeat_interleave(2, dim=-1) if interleaved else torch.cat((rows, rows), dim=-1)
     return wide[None, :, None]

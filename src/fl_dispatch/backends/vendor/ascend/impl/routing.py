@@ -1,7 +1,7 @@
-"""Routing. The kernel chooses the experts, in float32; their weights are scores that are computed here.
+"""Routing: the kernel chooses the experts, in float32, and this module computes the weights from the scores.
 
-Editions of its documentation disagree about whether the weights that it returns are renormalized, and by which
-scores; they agree about the choice.
+Editions of the kernel's documentation agree about the choice of experts, but disagree about whether and by which scores
+the kernel renormalizes its weights.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from .limits import problem
 
 MOST_EXPERTS = 2048
 ALIGNMENT = 32
-"""A group counts as this many experts, or a multiple, towards the largest number."""
+"""Multiple to which a group's size is rounded up when it counts towards ``MOST_EXPERTS``."""
 SCORING = {"softmax": 0, "sigmoid": 1}
-"""The scores as the kernel numbers them."""
+"""The kernel's numbers of scoring functions."""
 
 
 def supports_topk(router_logits: Tensor) -> bool | str:
-    """Three to 2,048 experts."""
+    """Check for three to 2,048 experts."""
     return _group_problem(router_logits, 1) or True
 
 
 def supports_grouped_topk(router_logits: Tensor, num_expert_group: int, scoring_func: str) -> bool | str:
-    """Three experts a group or more, up to 2,048 experts."""
+    """Check for three or more experts a group, and up to 2,048 experts."""
     if scoring_func not in SCORING:
         return f"scoring_func is {scoring_func!r}, not 'softmax' or 'sigmoid'"
     return _group_problem(router_logits, num_expert_group) or True
@@ -77,7 +77,7 @@ def grouped_topk(
         bias=None if bias is None else bias.float(),
         k_group=topk_group,
         group_count=num_expert_group,
-        group_select_mode=0 if bias is None else 1,  # a group's best expert, or the sum of its two best
+        group_select_mode=0 if bias is None else 1,  # score a group by its best expert, or by the sum of its two best
         renorm=0,
         norm_type=SCORING[scoring_func],
         out_flag=False,

@@ -1,8 +1,8 @@
 """Sparse latent attention by ``npu_lightning_indexer`` and ``npu_sparse_flash_attention``; index keys are scattered.
 
-Both kernels take lengths as tensors of the device, so no call waits for it. They take contiguous caches, and latent
-and rotary parts apart; what a host keeps otherwise is copied: the blocks of a batch's requests, or of latent rows only
-those that are listed, where these are fewer.
+Both kernels take lengths as device tensors, so calls do not wait for the device. They take contiguous caches, with
+latent and rotary parts in separate tensors. For other caches the blocks of a batch's requests are copied, or only the
+listed latent rows if these are fewer.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ATTENTION = "npu_sparse_flash_attention"
 INDEX_DIM = 128
 MOST_INDEX_HEADS = 64
 COUNTS = frozenset((*range(1, 2049), *range(3072, 8193, 1024)))
-"""Tokens that a query may list."""
+"""Numbers of tokens that a query may list."""
 BLOCK_UNIT, LARGEST_BLOCK = 16, 1024
 ABSORBED = 2
-"""The kernel's ``attention_mode`` for latent rows, the only one that it has."""
+"""The kernel's ``attention_mode`` for latent rows, its only mode."""
 BEHIND = torch.iinfo(torch.int32).max
-"""A position behind all others."""
+"""A position after all others."""
 
 
 def supports_index_key_write(key: Tensor, key_cache: Tensor) -> bool | str:
-    """One dtype, and a contiguous cache."""
+    """Check for one dtype and a contiguous cache."""
     for name, tensor in (("key", key), ("key_cache", key_cache)):
         if why := problem(WRITE, name, tensor, like=key):
             return why
@@ -47,7 +47,7 @@ def index_key_write(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, may_sk
 
 
 def supports_index_topk(query: Tensor, key_cache: Tensor, topk: int) -> bool | str:
-    """Half types, keys as they are with 128 elements, up to 64 heads."""
+    """Check for half types, unquantized keys of 128 elements, and up to 64 heads."""
     for name, tensor in (("query", query), ("key_cache", key_cache)):
         if why := problem(INDEXER, name, tensor, HALVES, like=query):
             return why
@@ -62,7 +62,7 @@ def supports_index_topk(query: Tensor, key_cache: Tensor, topk: int) -> bool | s
 
 
 def _fits(key_cache: Tensor) -> bool:
-    """Whether the kernel takes a cache as it is."""
+    """Whether the kernel takes a cache without a copy."""
     block_size = key_cache.shape[1]
     return key_cache.is_contiguous() and block_size % BLOCK_UNIT == 0 and block_size <= LARGEST_BLOCK
 
@@ -79,7 +79,7 @@ def index_topk(
     topk: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.sparse_mla.index_topk`. The kernel lists in any order, so its lists are sorted."""
+    """See :data:`fl_dispatch.ops.sparse_mla.index_topk`. Sorts the lists, because the kernel's order is arbitrary."""
     tokens, requests = query.shape[0], block_table.shape[0]
     if not tokens or not requests:
         return query.new_full((tokens, topk), -1, dtype=torch.int32) if out is None else out
@@ -94,7 +94,7 @@ def index_topk(
         row = torch.arange(tokens, dtype=torch.int32, device=query.device)
         for first in range(0, requests, together):
             part, start = slice(first, first + together), query_start_loc[first]
-            turned = (row + start) % tokens  # a group's queries come first, because the host does not know its rows
+            turned = (row + start) % tokens  # a group's queries go first, because the CPU does not know its rows
             starts = query_start_loc[first : first + together + 1] - start
             copy, table = copied(key_cache, block_table[part], longest)
             found = _list(query[turned], weights[turned], copy, table, starts, seq_lens[part], topk)
@@ -107,7 +107,7 @@ def index_topk(
 def _list(
     query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, topk: int
 ) -> Tensor:
-    """The kernel's lists ``[tokens, topk]``; rows behind the last request may be anything."""
+    """The kernel's lists ``[tokens, topk]``; rows after the last request are arbitrary."""
     import torch_npu
 
     listed: Tensor = torch_npu.npu_lightning_indexer(
@@ -126,13 +126,13 @@ def _list(
 
 
 def _covered_rows(out: Tensor, found: Tensor, query_start_loc: Tensor) -> Tensor:
-    """``out`` with the rows of requests from ``found``."""
+    """Copy the rows of requests from ``found`` to ``out``."""
     rows = torch.arange(out.shape[0], device=out.device).view(-1, *(1,) * (out.dim() - 1))
     return out.copy_(torch.where(rows < query_start_loc[-1], found, out))
 
 
 def supports_mla_sparse(query: Tensor, kv_cache: Tensor, kv_lora_rank: int, query_rope: Tensor | None) -> bool | str:
-    """Half types, rows of 512 and 64 elements."""
+    """Check for half types, and rows of 512 and 64 elements."""
     return problem_of_rows(ATTENTION, query, query_rope, kv_cache, kv_lora_rank) or True
 
 
@@ -157,7 +157,7 @@ def mla_sparse(
     row = torch.arange(tokens, dtype=torch.int32, device=query.device)
     listed = positions.masked_fill((row >= query_start_loc[-1])[:, None], -1)
     parts: list[Tensor] = []
-    longest = columns * kv_cache.shape[1]  # a host's table has room for the longest context that it serves
+    longest = columns * kv_cache.shape[1]  # a host sizes its table for the longest context
     if requests * longest <= min(tokens * topk, max(longest, COPIED_AT_ONCE)):
         copy, table = copied(kv_cache, block_table, longest)
         lengths = torch.full((requests,), table.shape[1] * BLOCK, dtype=torch.int32, device=query.device)
@@ -169,7 +169,7 @@ def mla_sparse(
         for part in (slice(first, first + step) for first in range(0, tokens, step)):
             rows = _listed_rows(kv_cache, listed[part], block_table[request[part]])
             count = rows.shape[0] // topk
-            ends = row[:count] + 1  # each query is a request of its own
+            ends = row[:count] + 1  # each query counts as a request
             places = column.expand(count, topk).masked_fill(listed[part] < 0, -1)
             parts.append(_attend(query[part], query_rope[part], rows.unsqueeze(1), places, ends, ends * topk, scale))
     found = torch.cat(parts).masked_fill((listed[:, :1] < 0)[..., None], 0)
@@ -177,7 +177,7 @@ def mla_sparse(
 
 
 def _listed_rows(kv_cache: Tensor, listed: Tensor, table: Tensor) -> Tensor:
-    """The rows ``[queries * topk, width]`` that each query lists; those of a negative position may be anything."""
+    """The rows ``[queries * topk, width]`` that each query lists; rows of negative positions are arbitrary."""
     block_size, position = kv_cache.shape[1], listed.clamp(min=0).long()
     blocks = table.gather(1, position // block_size).masked_fill(listed < 0, 0).long()
     return kv_cache[blocks, position % block_size].flatten(0, 1)
@@ -193,7 +193,7 @@ def _attend(
     scale: float,
     table: Tensor | None = None,
 ) -> Tensor:
-    """The kernel's result for rows ``[..., 1, width]``: blocks of a table, or those of all requests in their order."""
+    """Call the kernel on rows ``[..., 1, width]``: blocks of a table, or the rows of all requests in order."""
     import torch_npu
 
     rank = query.shape[-1]
