@@ -1,13 +1,13 @@
-"""Two engines on a CPU as a user starts them: fresh processes in turns, no variable set, the front end included.
+"""Two engines on a CPU with default settings: fresh processes alternate, without variables, including the front end.
 
-``serve_cpu.py --as-started`` runs this. Each round starts both engines, one after the other, by ``vllm.LLM`` without
-advice on threads or compilation. The figures of a round are
+``serve_cpu.py --as-started`` runs this module. Each round starts both engines, one after the other, as ``vllm.LLM``
+without settings for threads or compilation. The figures of a round are
 
 - the seconds until the engine is ready, from the process's first instruction;
-- tokens a second by the wall's clock, for prompts that were never seen and for decoding;
-- the resident memory of all its processes after that (PSS, so that a shared page counts once).
+- tokens per second by the wall clock, for new prompts and for decoding;
+- the resident memory of all its processes afterwards (PSS, so that a shared page counts once).
 
-Each engine has a cache of compiled code of its own, empty at first, so the first round's start is a first start.
+Each engine has its own cache of compiled code, empty before the first round, so the first round measures a cold start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COSTS = (FIRST, READY, MEMORY)
 def engine(options: dict[str, Any]) -> None:
     """Run one engine: print a line when it is ready, then answer each input line with a workload's seconds."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # the engine's log must not stand between the answers
+    os.dup2(2, 1)  # the engine's log must not mix with the answers
     import psutil
 
     from vllm import LLM, SamplingParams
@@ -55,7 +55,7 @@ def engine(options: dict[str, Any]) -> None:
     print(json.dumps(time.time() - psutil.Process().create_time()), file=answers)
 
     def served(requests: int) -> float:
-        """Return the seconds of new prompts, or of decoding alone: a request's time less that of its first token."""
+        """Return the seconds of new prompts, or of decoding alone: a request's time minus that of its first token."""
         count, length = (requests, 16) if requests else (PROMPTS, PROMPT)
         ids = [[drawn.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
         spent = []
@@ -100,13 +100,13 @@ def _round(name: str, own: Mapping[str, str], options: dict[str, Any], cache: Pa
 
 
 def compare(pair: Mapping[str, Mapping[str, str]], model: Path, dtype: str, rounds: int) -> dict[str, Any]:
-    """Run both engines in each round; the one that begins changes from round to round.
+    """Run both engines in each round, in alternating order.
 
     Args:
-        pair: engine → its own variables; the ratio is the second one's over the first one's.
+        pair: engine → its variables; the ratio is the second engine's over the first one's.
         model: a checkpoint.
-        dtype: of the computation.
-        rounds: number after a first one; that one compiles, and only its start is reported.
+        dtype: dtype of the computation.
+        rounds: number of rounds after the first, which compiles; of the first only the start is reported.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in pair}
     with tempfile.TemporaryDirectory() as cache:

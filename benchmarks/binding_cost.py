@@ -1,8 +1,8 @@
 """The cost of binding the layers of a model, of changing the policy once they are bound, and of the record of a run.
 
-Meanwhile a second thread calls an operator again and again, also in a context that it knows, because no reader may
-wait for a writer. Printed are seconds of the clock, and the processor time of the thread at work, which a busy machine
-does not change.
+Meanwhile a second thread calls an operator repeatedly, also in a known context, because no reader may wait for a
+writer. The output is wall-clock seconds, and the processor time of the working thread, which a busy machine does not
+change.
 
     python benchmarks/binding_cost.py [--layers 500] [--operators 20] [--kept 64] [--tenants 0] [--json FILE]
 """
@@ -31,13 +31,13 @@ X = torch.ones(1, 2)
 BIND, BIND_MORE, CHANGE = "bind the layers", "bind ten more layers", "change the policy"
 RECORD, LOOK = "put the record of the run together", "look whether it has changed"
 ENTER = "enter the contexts whose policies are kept"
-TURNS = 5  # of which the middle one counts: a full garbage collection of 0.2 s falls into one
-GOALS = {BIND: 5.0, CHANGE: 2.0}  # seconds of the clock on two cores, for the default numbers
-LONGEST_WAIT = 0.1  # of a reader: Python's threads take turns of 5 ms, and a busy machine adds to that
+TURNS = 5  # the median counts, because a full garbage collection of 0.2 s falls into one
+GOALS = {BIND: 5.0, CHANGE: 2.0}  # wall-clock seconds on two cores, for the default numbers
+LONGEST_WAIT = 0.1  # seconds of a reader: Python switches threads every 5 ms, and a busy machine adds to that
 
 
 class Reader(threading.Thread):
-    """A thread that calls an operator again and again, and keeps the longest time of a call."""
+    """A thread that calls an operator repeatedly, and keeps the longest time of a call."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -89,7 +89,7 @@ def keep(policies: int) -> None:
 
 
 def in_turns(policies: int) -> dict[str, float]:
-    """Return milliseconds to enter a context when policies take turns, one a tenant, and the bytes of a table."""
+    """Return the milliseconds to enter a context when one policy per tenant alternates, and the bytes of a table."""
     kept = [SelectionPolicy(per_op_order=((f"rms_norm@tenant{number}", ("reference",)),)) for number in range(policies)]
 
     def enter() -> None:

@@ -1,8 +1,8 @@
-"""One engine in a process of its own, which does what the lines on its standard input ask for.
+"""One engine in a separate process that answers requests on its standard input.
 
-``serve_cpu.py --vanilla`` starts some, vLLM's own CPU platform and ours, and lets them take turns of a few steps. The
-scheduler and the model run in this one process, so a step is one call, and its processor time is the process's. A
-request and its answer are one line of JSON each: ``{"do": "steps", "count": 5}`` → ``[[0.041, 0.042], …]``, processor
+``serve_cpu.py --vanilla`` starts such processes for vLLM's CPU platform and ours, and alternates between them every few
+steps. The scheduler and the model run in this process, so a step is one call, with the processor time of the process.
+A request and its answer are one line of JSON each: ``{"do": "steps", "count": 5}`` → ``[[0.041, 0.042], …]``, processor
 and wall seconds of each step.
 """
 
@@ -26,7 +26,7 @@ UNTIMED = 3
 
 
 class Engine:
-    """vLLM under the platform that ``VLLM_PLUGINS`` leaves.
+    """vLLM with the platform that ``VLLM_PLUGINS`` allows.
 
     Args:
         options: further arguments of ``vllm.LLM``.
@@ -60,7 +60,7 @@ class Engine:
             self.engine.add_request(str(self.served), {"prompt_token_ids": ids}, sampling)
 
     def begin(self, requests: int, count: int) -> None:
-        """Begin a decode with ``count`` steps to time, in place of the last one."""
+        """Begin a decode with ``count`` steps to time, after ending the previous one."""
         self.end()
         self._add(self.cached[:requests], UNTIMED + count + 1)
         self.steps(UNTIMED)
@@ -124,7 +124,7 @@ def _threads(worker: Any) -> int:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # the engine's log must not stand between the answers
+    os.dup2(2, 1)  # the engine's log must not mix with the answers
     engine = Engine(json.loads(sys.argv[1]))
     print(json.dumps(engine.facts()), file=answers)
     for line in sys.stdin:

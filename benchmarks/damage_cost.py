@@ -1,10 +1,10 @@
-"""The cost of containing damage while all is right: the same decode steps with it and without, in turns.
+"""The cost of the check for damaged requests while all is right: decode steps with and without the check, alternately.
 
-One vLLM engine in this process decodes a batch. For a stretch of steps vLLM's V2 runner counts damaged logits and
-the scheduler looks at the counts (``VLLM_FL_DAMAGED_REQUESTS=recompute``), for the next one neither does (``ignore``).
-On a CPU the model is small, a stretch is one step, and time is the processor time of the process, so that work beside
-it does not count. On a GPU the model has a published shape (``--shape``), is compiled and runs from graphs, a stretch
-is 16 steps, and the clock is the wall's, read when the device has done its work.
+One vLLM engine in this process decodes a batch. In one stretch of steps vLLM's V2 runner counts damaged logits and the
+scheduler reads the counts (``VLLM_FL_DAMAGED_REQUESTS=recompute``); in the next stretch neither happens (``ignore``).
+On a CPU the model is small, a stretch is one step, and the clock is the processor time of the process, so other
+processes do not count. On a GPU the model has a published shape (``--shape``), is compiled and runs from graphs, a
+stretch is 16 steps, and the clock is the wall clock, read when the device has finished.
 
     python benchmarks/damage_cost.py [--rounds 40] [--json FILE]
     python benchmarks/damage_cost.py --shape llama-3.2-1b [--batch 8] [--rounds 40] [--json FILE]

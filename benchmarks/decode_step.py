@@ -1,15 +1,15 @@
 """One decoding step of one request as one CUDA graph of our Triton kernels, without an engine: what a step can reach.
 
-A step is every layer of Llama-3.1-8B's shape with random weights, and the head. The floor reads every weight once at
-the rate of a large copy. The same step with one kernel for the rotation and the write of keys and values is captured
-too, and so are steps of fp8 whose products ask for nothing of the next weight, and with other launch
-constants; replays take turns. ``same bits``: whether the logits are those of the step as it is.
+A step runs every layer of Llama-3.1-8B's shape with random weights, and the head. The floor is the time to read every
+weight once at the rate of a large copy. Variants are captured too: one kernel for the rotation and the write of keys
+and values, fp8 products without prefetch of the next weight, and other launch constants. Replays of all graphs
+alternate. ``same bits``: whether the logits equal those of the unchanged step.
 
     python benchmarks/decode_step.py [--layers N] [--formats bfloat16,fp8] [--context 1024] [--rounds 15]
         [--constants] [--ahead] [--json FILE]
 
-Needs a GPU, and this package. ``--constants``: other constants of the products, too. ``--ahead``: other amounts that
-products of fp8 ask for, and other programs.
+Needs a GPU, and this package. ``--constants``: also try other constants of the products. ``--ahead``: also try other
+sizes of the prefetch of fp8 products, and other numbers of programs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The cost of a dispatched call over the direct call of the same function.
 
-One process, one core, interleaved rounds: every round times the direct call and each way of dispatching, so that a
-change of the machine's speed hits all alike. The clock is the processor time of the thread, so that work beside it
-does not count. Printed is the minimum and the median of the differences, in microseconds a call, and the goal.
+One process on one core runs interleaved rounds: every round times the direct call and each way of dispatching, so that
+a change of the machine's speed affects all alike. The clock is the processor time of the thread, so other work does not
+count. The output is the minimum and the median of the differences, in microseconds per call, and the goal.
 
     python benchmarks/dispatch_cost.py [--json FILE]
 """
@@ -42,7 +42,7 @@ from fl_dispatch.manager.process import ROOT
 from fl_dispatch.ops import OPERATORS
 
 ROUNDS, CALLS = 41, 20_000
-VIEW_CALLS = 20  # times fewer: a view costs tens of calls
+VIEW_CALLS = 20  # divisor of the calls: a view costs as much as tens of calls
 GOALS = {  # DESIGN 3.10, microseconds
     "call_op, 4 positional": 0.20,
     "call_op, 1 positional": 0.20,

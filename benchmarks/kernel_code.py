@@ -1,12 +1,12 @@
-"""Compares the compiled kernels of two trees without a GPU: sm_90 code of attention's and the experts' kernels.
+"""Compare the compiled kernels of two trees without a GPU: sm_90 code of attention's and the experts' kernels.
 
-A kernel with the same code needs no measurement. For others the figures say what to measure: registers, spills, shared
-memory, instructions by kind, the loops of the tensor cores, and the first instruction that differs.
+A kernel with the same code needs no measurement. For other kernels the figures show what to measure: registers, spills,
+shared memory, instructions by kind, the loops of the tensor cores, and the first different instruction.
 
     python benchmarks/kernel_code.py --base REV [--case TEXT] [--triton FOLDER] [--json FILE]
 
 ``--base`` is a commit; its ``src`` is unpacked into a temporary folder. ``--triton`` is a folder with an unpacked
-wheel, for another version than the environment's (``pip download --no-deps triton==3.6.0``). Exits with 1 if some
+wheel, for another version than the environment's (``pip download --no-deps triton==3.6.0``). The exit status is 1 if a
 kernel differs.
 """
 
@@ -182,7 +182,7 @@ def read(folder: Path, made: dict[str, Any], tools: Path) -> list[Code | str]:
 
 
 def _likeness(old: Sequence[Instruction], new: Sequence[Instruction]) -> str:
-    """Return the part in which two loops agree: all "code", the "opcodes" or "nothing"."""
+    """Return the part in which two loops agree: the whole "code", the "opcodes" or "nothing"."""
     if [each.encoding for each in old] == [each.encoding for each in new]:
         return "code"
     return "opcodes" if opcodes(old) == opcodes(new) else "nothing"

@@ -1,4 +1,4 @@
-"""A GPU's time by kernel, and the time in which it waited, from a trace that PyTorch's profiler wrote."""
+"""A GPU's time by kernel and its idle time, from a trace of PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events that occupy the GPU."""
 SHORT_US = 10.0
-"""A wait that is shorter lies between two kernels of one launch sequence; a longer one is the host's."""
+"""Bound of waits in µs: shorter ones are between kernels of one launch sequence, longer ones wait for the host."""
 LAST = "_gumbel_sample"
-"""A part of the name of the kernel with which vLLM's forward passes end: it samples tokens."""
+"""Part of the name of the last kernel of vLLM's forward passes, which samples tokens."""
 SHARE = 1e-3
-"""Kernels that take a smaller part of the busy time are added up as ``others``."""
+"""Kernels with a smaller share of the busy time are added up as ``others``."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Time of each kernel in µs, and the waits between kernels, of one trace.
+    """Return the time of each kernel in µs, and the waits between kernels, from one trace.
 
     Args:
         path: a trace in Chrome's format, gzipped or not.
@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def table(trace: dict[str, Any], steps: int, rows: int = 25) -> str:
-    """The first ``rows`` kernels, in µs a step."""
+    """Return a table of the first ``rows`` kernels, in µs per step."""
     head = (
         f"a step: {trace['span_us'] / steps:,.1f} us, of which busy {trace['busy_us'] / steps:,.1f}, "
         f"waits below {SHORT_US:.0f} us {trace['short_waits_us'] / steps:,.1f}, "

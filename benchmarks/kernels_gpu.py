@@ -1,15 +1,16 @@
-"""``fl bench`` and ``fl verify`` with kernels beside those that are registered, for comparison.
+"""``fl bench`` and ``fl verify`` with additional kernels for comparison.
 
-Registers FlashAttention 3 in the way vLLM calls it (its schedule made once for all layers, and over keys in a row) as
-``vendor.vllm.fa3``, vLLM's Triton kernels as ``vendor.vllm.triton``, FlagGems' matrix product, which first tunes itself
-for every size, as ``vendor.flaggems.mm``, as far as they are there, and what Inductor makes of the references of
-operators that move bytes, compiled for each shape, as ``vendor.torch.inductor``. Then it runs ``fl`` with the arguments
-given:
+The program registers these kernels, if available, and then runs ``fl`` with its arguments:
+
+- ``vendor.vllm.fa3``: FlashAttention 3 as called by vLLM, with one schedule for all layers, or over contiguous keys;
+- ``vendor.vllm.triton``: vLLM's Triton kernels;
+- ``vendor.flaggems.mm``: FlagGems' matrix product, which first tunes itself for every size;
+- ``vendor.torch.inductor``: references of operators that move bytes, compiled by Inductor for each shape.
 
     python benchmarks/kernels_gpu.py bench --json FILE --plot FILE
 
-Names are those of vLLM 0.26, for layers with a state those of 0.32 and 0.33. Its other compiled operators and FlagGems
-are backends already: ``vendor.cuda``, ``default.flagos``.
+The code uses names of vLLM 0.26, and for layers with a state those of 0.32 and 0.33. vLLM's other compiled operators
+and FlagGems already have backends: ``vendor.cuda`` and ``default.flagos``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """FlashAttention 3 with its schedule made once for a batch, as vLLM does it for all layers."""
+    """FlashAttention 3 with one schedule per batch, which vLLM shares among all layers."""
     if query.dtype is torch.float32:
         raise NotImplementedError("FlashAttention 3 has no float32")
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
@@ -80,7 +81,7 @@ def fused_moe(
     activation: str = "silu",
     apply_router_weight_on_input: bool = False,
 ) -> Tensor:
-    """vLLM's Triton experts, with the tile sizes that it ships for the device."""
+    """vLLM's Triton experts, with the tile sizes that vLLM ships for the device."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts_impl
 
     result: Tensor = fused_experts_impl(
@@ -101,7 +102,7 @@ def mla_decode(
     kv_lora_rank: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """vLLM's Triton decoding, which takes one token a request, with as many splits as vLLM gives it."""
+    """vLLM's Triton decode kernel for one token per request, with vLLM's number of splits."""
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
     requests, heads, _ = query.shape
@@ -132,7 +133,7 @@ def mla_prefill(
     out: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention 3 over keys and values in a row."""
+    """FlashAttention 3 over contiguous keys and values."""
     result = torch.ops._vllm_fa3_C.fwd(
         query, key, value, None, None, None, out, query_start_loc, key_start_loc, None, None, None, max_query_len,
         max_key_len, None, None, None, None, None, None, None, None, None, scale, causal, -1, -1, 0.0, True, None, 0,
@@ -164,7 +165,7 @@ def causal_conv1d(
     has_state: Tensor | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """vLLM's Triton convolution of prompts, with its list of programs made once for a batch, as for all layers."""
+    """vLLM's Triton convolution of prompts, with one list of programs per batch, which all layers share."""
     from vllm.model_executor.layers.mamba.ops import causal_conv1d as ops
     from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
@@ -188,7 +189,7 @@ def causal_conv1d_update(
     state_indices: Tensor,
     activation: str = "silu",
 ) -> Tensor:
-    """vLLM's Triton convolution of single tokens; it would overwrite them."""
+    """vLLM's Triton convolution of single tokens, with ``out`` because it would overwrite ``x`` otherwise."""
     from vllm.model_executor.layers.mamba.ops import causal_conv1d as ops
 
     kind, out = None if activation == "none" else activation, torch.empty_like(x)
@@ -197,7 +198,7 @@ def causal_conv1d_update(
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The product whose parts they are, as in layers and in shapes."""
+    """Return query, key and value as parts of one product, as in layers and in benchmark shapes."""
     width = query.shape[1:].numel() + key.shape[1:].numel() + value.shape[1:].numel()
     if query.stride(0) != width:
         return torch.cat([part.flatten(1) for part in (query, key, value)], dim=1)
@@ -218,7 +219,7 @@ def gated_delta_rule(
     has_state: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """vLLM's Triton kernels for prompts: they take copies of the states, and give new ones."""
+    """vLLM's Triton kernels for prompts, which read copies of the states and return new ones."""
     from vllm.third_party.flash_linear_attention.ops import chunk_gated_delta_rule, fused_post_conv_prep
 
     _, key_heads, dim = key.shape
@@ -248,7 +249,7 @@ def gated_delta_rule_update(
     state_indices: Tensor,
     scale: float = 1.0,
 ) -> Tensor:
-    """vLLM's Triton kernel for single tokens; it leaves requests out whose slot is 0."""
+    """vLLM's Triton kernel for single tokens, which skips requests with slot 0."""
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent_gated_delta_rule_packed_decode
 
     out = value.new_empty(len(value), 1, *value.shape[1:])
@@ -271,10 +272,10 @@ MOVE_BYTES = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rot
 
 
 def inductor(op_name: str) -> Callable[..., Any]:
-    """The operator's reference, compiled by Inductor for each shape.
+    """Return the operator's reference, compiled by Inductor for each shape.
 
-    It returns anew whatever it could overwrite, which moves as many bytes: query and key are parts of one tensor, and
-    code for parts that are overwritten holds for one form of the whole, which PyTorch does not check.
+    Results are new tensors instead of overwritten arguments, which moves the same number of bytes. Query and key are
+    parts of one tensor, and compiled code that overwrites parts assumes one form of the whole without a check.
     """
     reference = get_default_manager().registry.get_implementation(op_name, "reference.torch").fn
     compiled = torch.compile(reference, dynamic=False, fullgraph=True)
@@ -290,7 +291,7 @@ def inductor(op_name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Register what is there."""
+    """Register the available kernels."""
     manager = get_default_manager()
     manager.ensure_initialized()
     found: dict[str, tuple[Callable[..., Any], ...]] = {}

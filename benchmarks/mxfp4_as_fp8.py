@@ -1,11 +1,11 @@
-"""Weights of MXFP4 as the checkpoint has them, and as fp8 in blocks (``VLLM_FL_MXFP4_AS_FP8``), under vLLM on a CPU.
+"""MXFP4 weights as in the checkpoint and as fp8 in blocks (``VLLM_FL_MXFP4_AS_FP8``), under vLLM on a CPU.
 
-Both engines run at once, each in a process of its own, and take turns. Tokens and log-probabilities of a prompt's
-answer are compared, and a round's ratio is to the other engine of the same round.
+Both engines run at once in separate processes and alternate. Tokens and log-probabilities of a prompt's answer are
+compared, and each round is compared with the other engine's in the same round.
 
     python benchmarks/mxfp4_as_fp8.py [--rounds 5] [--json FILE]
 
-It takes the environment with vLLM, because the checkpoint's writer lies with the tests and needs its libraries.
+Run it in the environment with vLLM, because the checkpoint's writer is part of the tests and needs their libraries.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _stored(worker: Any) -> int:
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """A cell's process: start the engine, then answer a prompt for each line of the input."""
+    """Run a cell's process: start the engine, then answer a prompt for each input line."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # the engine's output goes to the log
     from vllm import LLM, SamplingParams
 
     llm = LLM(**arguments)

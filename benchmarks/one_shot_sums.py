@@ -1,11 +1,11 @@
 """Sums over two GPUs of one machine: ``fl_dispatch.hosting.ranks.one_shot`` beside NCCL, in captured graphs.
 
-Two processes, one a GPU, add bfloat16 tensors; a time is the median of replays of a graph of 20 sums, and the slower
-rank's. It is what an engine measures for its tensor-parallel group when it starts, and logs.
+Two processes, one per GPU, add bfloat16 tensors. A time is the slower rank's median over replays of a graph with 20
+sums. Engines measure and log the same for their tensor-parallel group when they start.
 
     python benchmarks/one_shot_sums.py [--json FILE]
 
-Needs two GPUs of one machine that can read each other's memory, and this package installed.
+Needs two GPUs of one machine that can read each other's memory, and this package.
 """
 
 from __future__ import annotations

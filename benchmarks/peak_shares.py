@@ -2,8 +2,8 @@
 
     python benchmarks/peak_shares.py
 
-A row reads committed results and is bound by memory or by the matrix units. Its share is the time that the data
-sheet's rate would take, divided by the measured time. A memory-bound engine counts its weights once for each token; a
+A row reads committed results and is bound by memory or by the matrix units. Its share is the time at the data sheet's
+rate divided by the measured time. A memory-bound engine counts its weights once for each token; a
 matrix-bound one counts its products and its causal attention. No GPU is needed.
 """
 

@@ -1,8 +1,8 @@
-"""A picture of what ``serve_vllm.py`` measured: engines side by side, as shares of the better vanilla.
+"""A plot of results of ``serve_vllm.py``: engines side by side, as shares of the better vanilla.
 
     python benchmarks/plot_serve.py RESULT.json PICTURE.png
 
-Points are medians over the rounds, lines the intervals that ``serve_vllm.py`` gives. Needs matplotlib.
+Points are medians over the rounds, lines the intervals from ``serve_vllm.py``. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib import pyplot
 
 
 def draw(found: dict[str, Any], picture: Path) -> None:
-    """Draw one result: a panel a workload, a point a cell, with its tokens a second."""
+    """Draw one result: a panel for each workload, and a point for each cell with its tokens per second."""
     compared, machine = found["compared"], found["machine"]
     rows = [row for cells in compared.values() for row in cells.values()]
     lowest, highest = min(row["low"] for row in rows), max(row["high"] for row in rows)

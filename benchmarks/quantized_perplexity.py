@@ -1,12 +1,12 @@
-"""Perplexity of the small model in each quantized format: what real engines find, and what is right.
+"""Perplexity of the small model in each quantized format: of real engines, and the right value.
 
     python benchmarks/quantized_perplexity.py [SCHEME ...] [--dtypes NAME,…] [--work FOLDER] [--json FILE]
 
-Right is Hugging Face's network in float32 with the dequantized weights, whose inputs are quantized where the scheme
-says so. Each checkpoint is written to a folder of ``--work``, where a server takes it, and scored by an engine of the
-installed host in each dtype. A row of a Markdown table is printed for each. The last two columns are root mean squares
-of distances of log-probabilities: by rounding alone, as the tests have it (``quantized_network``), and from the network
-that is not quantized.
+The right value is that of Hugging Face's network in float32 with the dequantized weights, and with inputs quantized as
+the scheme says. Each checkpoint is written to a folder of ``--work`` for a server, and scored by an engine of the
+installed host in each dtype. Each result is a row of a Markdown table. The last two columns are root mean squares of
+distances of log-probabilities: by rounding alone, as in the tests (``quantized_network``), and from the network without
+quantization.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
             }
             cells = [f"{value:.3f} | {value / right - 1:+.1e}" for value in engines.values()]
             print(f"| {name} | {right:.3f} | {' | '.join(cells)} | {answers.rounding:.1e} | {apart:.1e} |", flush=True)
-            if given.json:  # after each, because a later one may be cut off
+            if given.json:  # after each scheme, because a later one may be cut off
                 write(given.json, found)
 
 

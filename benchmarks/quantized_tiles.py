@@ -1,14 +1,13 @@
-"""Times candidates for the launch tables of the quantized Triton kernels, beside the vendor's kernels.
+"""Time candidates for the launch tables of the quantized Triton kernels, next to the vendor's kernels.
 
-The products are those of Llama-3.1-8B, or of DeepSeek-V2-Lite. A candidate takes the place of a constant of the
-kernel's module for the calls that it is timed with. Times are the device's, in graphs, over copies of the weight that
-do not fit the cache together. The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, TILES, those of blocks,
-constants of one row, of words.
+The products are those of Llama-3.1-8B, or of DeepSeek-V2-Lite. A candidate replaces a constant of the kernel's module
+during its timed calls. Times are device times in graphs, over copies of the weight that together exceed the cache. Copy
+the fastest into the tables by hand: NARROW, MIDDLE, WIDE, TILES, those of blocks, constants of one row, of words.
 
     python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--as-it-is]
         [--model deepseek-v2-lite] [--json FILE]
 
-``--as-it-is``: no candidates, only the tables as they are beside the vendor's kernels.
+``--as-it-is``: no candidates, only the current tables next to the vendor's kernels.
 
 Needs an NVIDIA GPU.
 """

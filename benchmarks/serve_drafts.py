@@ -1,16 +1,16 @@
-"""Tokens a second with drafts on a GPU: a quantized model with an EAGLE-3 head, without one, and vanilla vLLM with one.
+"""Tokens per second with drafts on a GPU: a quantized model with an EAGLE-3 head and without, and vLLM with one.
 
-The target has the shape of Qwen3-8B in fp8 and the drafter that of its published EAGLE-3 heads: one layer and a
-vocabulary of 32,000. Weights are random, so vLLM's synthetic verification decides how many drafts are accepted:
-``--accepted`` tokens a step on average, of which at most one is left to chance. The drafter drafts and the target
-verifies all the same, so that each step costs what it costs with trained weights. The counters of the engines say what
-was accepted. Engines, turns and intervals are those of ``serve_vllm.py``. The cells: ``vanilla_drafts``, ``drafts`` and
-``plain``, which is the plugin without drafts. ``--profile`` gives times a token.
+The target has the shape of Qwen3-8B in fp8, and the drafter that of its published EAGLE-3 heads: one layer and a
+vocabulary of 32,000. Weights are random, so vLLM's synthetic verification decides the number of accepted drafts:
+``--accepted`` tokens per step on average, at most one of them by chance. Drafting and verification still run, so a step
+costs the same as with trained weights. The engines' counters give the accepted drafts. Engines, alternation and
+intervals are those of ``serve_vllm.py``. The cells are ``vanilla_drafts``, ``drafts`` and ``plain``, the plugin without
+drafts. ``--profile`` gives times per token.
 
     python benchmarks/serve_drafts.py [--format fp8] [--cells vanilla_drafts,drafts,plain] [--rounds 5] [--drafted 3]
         [--accepted 2.8] [--layers 36] [--json FILE] [--profile FILE] [--logs FOLDER]
 
-Needs one GPU, vLLM with its compiled operators, and this package installed.
+Needs one GPU, vLLM with its compiled operators, and this package.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def cells_of(drafter: Path, accepted: float, drafted: int) -> dict[str, Cell]:
 
 
 def tokens_a_step(counters: Mapping[str, float]) -> float | None:
-    """Return the tokens given by a step with drafts, by an engine's counters."""
+    """Return the tokens per step with drafts, from an engine's counters."""
     steps = counters.get("vllm:spec_decode_num_drafts", 0)
     return 1 + counters["vllm:spec_decode_num_accepted_tokens"] / steps if steps else None
 
 
 def over_plain(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Workload → how many times as fast the plugin is with drafts as without: median of the rounds, and interval."""
+    """Return workload → speed-up of the plugin by drafts: median of the rounds, and interval."""
     from fl_dispatch.evidence.intervals import interval
 
     result = {}

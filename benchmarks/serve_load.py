@@ -1,16 +1,16 @@
-"""Times that a client of ``vllm serve`` waits for under a mixed load, with the plugin and without.
+"""Waiting times of a client of ``vllm serve`` under a mixed load, with and without the plugin.
 
-Each cell is a server of its own: vanilla vLLM, or the plugin with some choice of kernels (those of ``serve_vllm.py``).
-All of them live at once; vLLM's own client, ``vllm bench serve``, loads one after the other, in turns. Requests arrive
-at random (a Poisson process) with prompts and answers of random lengths around the means. A round's requests are the
-same for every cell. The table has the median over rounds of the time to the first token, the time between tokens and
-the tokens a second, and their ratios to the better vanilla of the same round, so below 1 is better for a time.
+Each cell is a separate server: vanilla vLLM, or the plugin with a choice of kernels (the cells of ``serve_vllm.py``).
+All servers live at once; vLLM's own client, ``vllm bench serve``, loads them one after the other. Requests arrive at
+random (a Poisson process) with prompts and answers of random lengths around the means. A round's requests are the same
+for every cell. The table has medians over rounds of the time to the first token, the time between tokens and the tokens
+per second, and their ratios to the better vanilla of the same round: for a time, below 1 is better.
 
     python benchmarks/serve_load.py [--shape llama-3.1-8b | --model FOLDER] [--cells vanilla_fa3,plugin_shipped]
         [--rate 8] [--requests 160] [--prompt 1024] [--answer 128] [--rounds 3] [--json FILE] [--logs FOLDER]
 
 The model has a published shape and random weights, in bfloat16; ``--model`` takes a checkpoint. Needs vLLM with its
-compiled operators for vanilla cells, and this package installed.
+compiled operators for vanilla cells, and this package.
 """
 
 from __future__ import annotations

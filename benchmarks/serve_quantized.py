@@ -1,24 +1,28 @@
-"""Tokens a second of quantized models on a GPU: vanilla vLLM with its best kernels, the plugin, and the plugin in bf16.
+"""Tokens per second of quantized models on a GPU: vLLM with its best kernels, the plugin, and the plugin in bf16.
 
-The model has the shape of ``serve_vllm.py`` and random weights in a quantized format, which no file has to bring; its
-engines, its turns and its comparison are that benchmark's. ``vanilla_*`` chooses its own kernels for the format;
-``ours`` takes the Triton kernels of this project for quantized rows and products, ``vendor`` the vendor's where they
-run, and both the shipped choices for everything else; ``shipped`` takes those for all; ``apart`` does too, but
-quantizes the results of norms and gated activations by kernels of their own, as ``ours`` and ``vendor`` do;
-``no_prefetch`` does too, but its products of one row ask for nothing of the next weight, and its prompts are read by
-other kernels of attention; ``unfused`` does too, but joins no product of one row with norms, gates or quantizations;
-``by_rows`` takes ours for one row of 4 bits and for many, and Marlin for 2 to 256, which keeps a second copy of each
-weight; ``deep_gemm`` takes DeepGEMM for more than 64 rows of fp8 in blocks, whose kernels it compiles; ``one_stream``
-takes the shipped choices, but its shared experts wait for the router; ``vllm_sizes`` does too, but captures graphs of
-batches of vLLM's sizes alone; ``bf16`` and ``bf16_unfused`` are the plugin with
-weights that are not quantized.
+The model has a shape of ``serve_vllm.py`` and random weights in a quantized format, without a checkpoint. Engines,
+alternation and comparison are those of ``serve_vllm.py``. The cells:
+
+- ``vanilla_*``: vLLM chooses its kernels for the format.
+- ``ours``, ``vendor``: quantized rows and products by our Triton kernels, or by the vendor's if they run; the rest as
+  shipped.
+- ``shipped``: the shipped choices for everything. The cells below differ from it as stated.
+- ``apart``: separate kernels quantize the results of norms and gated activations, as in ``ours`` and ``vendor``.
+- ``no_prefetch``: products of one row do not prefetch the next weight, and other attention kernels read prompts.
+- ``unfused``: products of one row are not fused with norms, gates or quantizations.
+- ``by_rows``: our kernels for 4-bit weights with one row and with more than 256, Marlin for 2 to 256; Marlin keeps a
+  second copy of each weight.
+- ``deep_gemm``: DeepGEMM, which compiles its kernels, for more than 64 rows of fp8 in blocks.
+- ``one_stream``: shared experts wait for the router.
+- ``vllm_sizes``: graphs are captured only for vLLM's batch sizes.
+- ``bf16``, ``bf16_unfused``: the plugin with weights that are not quantized.
 
     python benchmarks/serve_quantized.py [--formats fp8,w4a16] [--cells vanilla_fa3,ours] [--rounds 5] [--layers 32]
         [--quick] [--json FILE] [--profile FILE] [--logs FOLDER]
 
-``--quick``: 8 layers, two rounds, and a short prefill, to see that everything runs. ``--profile``: the time of every
+``--quick``: 8 layers, two rounds and a short prefill, to check that everything runs. ``--profile``: the time of every
 kernel, as in ``serve_vllm.py``, by format. Formats run one after the other.
-Needs one GPU, vLLM with its compiled operators, and this package installed.
+Needs one GPU, vLLM with its compiled operators, and this package.
 """
 
 from __future__ import annotations
@@ -57,13 +61,13 @@ QUICK_WORKLOADS = (*WORKLOADS[:3], NAMED[0])
 
 
 def _chosen(first: str) -> dict[str, str]:
-    """The variables that put an implementation of the quantized operators first."""
+    """Return variables that put an implementation of the quantized operators first."""
     rest = [token for token in ("impl:default.triton", "vendor", "reference") if token != first]
     return {"VLLM_FL_PER_OP": ";".join(f"{op}={'|'.join((first, *rest))}" for op in ("quantize", *PRODUCTS))}
 
 
 def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
-    """The engines of a format; ``unquantized``: the folder of the model without one."""
+    """Return the engines of a format; ``unquantized`` is the folder of the model without quantization."""
     change = "fill_quantized"
     vanilla = {
         f"{VANILLA}_{name}": Cell({"VLLM_PLUGINS": ""}, {"attention_backend": backend}, change)
@@ -86,7 +90,7 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
 
 
 def whole_blocks(quantization: Mapping[str, Any], shape: Shape) -> Mapping[str, Any]:
-    """The same format, but for weights of the shape that are no whole blocks."""
+    """Return the format, without the shape's weights that do not consist of whole blocks."""
     if "weight_block_size" not in quantization:
         return quantization
     return {**quantization, "modules_to_not_convert": [*quantization["modules_to_not_convert"], *shape.odd]}

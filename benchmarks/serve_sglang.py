@@ -1,17 +1,17 @@
-"""Tokens a second of SGLang on a GPU: vanilla with several attentions, and the plugin with several choices of kernels.
+"""Tokens per second of SGLang on a GPU: vanilla with several attention backends, and the plugin with several kernels.
 
-Each cell is an engine in a process of its own. They are started one after the other, live at once, and take turns,
-workload by workload, as in ``serve_vllm.py``, whose workloads, comparison and table are used here. The model has a
+Each cell is an engine in a separate process. Engines start one after the other, live at once, and alternate, workload
+by workload, as in ``serve_vllm.py``, which provides the workloads, the comparison and the table. The model has a
 published shape (``--shape``) and random weights, in bfloat16. Decode graphs are on for batches up to the largest of the
-workloads; the radix cache is off. All but ``plugin_eager_prefill`` capture graphs of prompts too, as SGLang does by
-itself. ``plugin_host_triton`` leaves every operator to SGLang under the plugin,
+workloads; the radix cache is off. All cells except ``plugin_eager_prefill`` capture graphs of prompts too, which is
+SGLang's default. In ``plugin_host_triton`` SGLang computes every operator under the plugin, in
 ``plugin_hosts_products`` the products with weights.
 
     python benchmarks/serve_sglang.py [--cells vanilla_fa3,plugin_neutral,plugin_shipped] [--rounds 5]
         [--workloads TEXT,…] [--layers 32] [--quick] [--json FILE] [--logs FOLDER]
 
-``--quick``: 8 layers and two rounds, to see that everything runs. Needs one GPU, SGLang with its compiled operators,
-and this package installed. Cells that do not fit the GPU together are given to several runs, each with a vanilla one.
+``--quick``: 8 layers and two rounds, to check that everything runs. Needs one GPU, SGLang with its compiled operators,
+and this package. If the cells do not fit on the GPU together, split them into several runs with a vanilla cell each.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from serve_vllm import NAMED, NOWHERE, VANILLA, WORKLOADS, Cell, Workload, compa
 from shapes import LAYERS, SHAPES, Shape
 
 USUAL = (*WORKLOADS[:2], NAMED[0])
-"""Decoding of one request and of 32, and eight prompts."""
+"""Decode of one request and of 32, and prefill of eight prompts."""
 QUICK_LAYERS, QUICK_ROUNDS = 8, 2
 ATTENTION = ("fa3", "flashinfer", "triton")
 STANDARD = ("vanilla_fa3", "plugin_neutral", "plugin_shipped")
 CHUNK = 8192
 TREE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
-"""SGLang's radix tree in Rust fails beside PyTorch 2.11."""
+"""The variable to replace SGLang's radix tree in Rust, which fails with PyTorch 2.11."""
 COMMON: Mapping[str, Any] = {
     "dtype": "bfloat16",
     "load_format": "dummy",
@@ -45,7 +45,7 @@ COMMON: Mapping[str, Any] = {
     "disable_radix_cache": True,
     "chunked_prefill_size": CHUNK,
     "max_prefill_tokens": CHUNK,
-    "mem_fraction_static": 0.85,  # of what is free when the engine starts; the cache has a size of its own
+    "mem_fraction_static": 0.85,  # of the memory free at the start; the cache has its own size
     "grammar_backend": "none",
     "random_seed": 0,
     "log_level": "info",
@@ -57,7 +57,7 @@ def _orders(operators: Iterable[str], token: str) -> str:
 
 
 def cells_of(shape: Shape) -> dict[str, Cell]:
-    """The cells that can be compared for a shape."""
+    """Return the cells to compare for a shape."""
     operators = (*LAYERS, "kv_cache_write", *shape.attention, *shape.experts)
     vanilla = {f"{VANILLA}_{name}": Cell({"SGLANG_PLUGINS": "none"}, {"attention_backend": name}) for name in ATTENTION}
     neutral = {"SGLANG_FL_PER_OP": _orders(operators, "impl:default.triton"), "SGLANG_FL_DENY_VENDORS": "cuda"}
@@ -75,9 +75,9 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """A cell's process: start the engine, then run the workload that each line names; ``null`` asks what ran."""
+    """Run a cell's process: start the engine, then run each line's workload; ``null`` asks for the report."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # the engine's output goes to the log
     begun = time.perf_counter()
     import sglang
 
@@ -101,7 +101,7 @@ def serve(arguments: dict[str, Any]) -> None:
 
 
 def _report(engine: Any) -> dict[str, Any] | None:
-    """The part of the scheduler's report that says which implementations ran; ``None`` without the plugin."""
+    """Return the part of the scheduler's report about the implementations that ran; ``None`` without the plugin."""
     if os.environ.get("SGLANG_PLUGINS") == "none":
         return None
     from sglang_fl import report
@@ -117,8 +117,8 @@ def _report(engine: Any) -> dict[str, Any] | None:
 
 
 def cached_tokens(workloads: Sequence[Workload]) -> int:
-    """The tokens that a cache has to hold, with room for what SGLang reserves: a batch that generates, or four steps
-    that read prompts.
+    """Return the tokens that a cache must hold: a generating batch, or four prefill steps, with room for SGLang's
+    reserve.
     """
     most = max(work.batch * (work.prompt + work.new) if work.new > 1 else 4 * CHUNK for work in workloads)
     return (most // 1024 + 4) * 1024
@@ -148,7 +148,7 @@ def measure(
     logs: Path,
     keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Start every cell, let them take turns, and return what was measured; ``keep`` gets it after each round."""
+    """Start all cells, run them alternately, and return the results, which also go to ``keep`` after each round."""
     from fl_dispatch import DispatchError  # not above: vanilla engines run this file too
 
     (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))

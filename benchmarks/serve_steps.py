@@ -1,14 +1,14 @@
-"""Milliseconds of one step that reads a prompt, on a GPU: alone, and beside requests that decode.
+"""Milliseconds of one prefill step on a GPU: alone, and in a batch with decoding requests.
 
-A prompt of more tokens than the largest captured graph runs outside of graphs, so this is where the host's share shows,
-and what a client waits for its first token. The plugin captures larger ones than vLLM where that pays. One engine, in
-this process; run it once for each way and compare.
+A prompt with more tokens than the largest captured graph runs outside graphs. So these steps show the host's share, and
+the client's wait for the first token. The plugin captures larger graphs than vLLM if they are faster. One engine runs
+in this process; run the benchmark once for each setting and compare.
 
     python benchmarks/serve_steps.py [--vanilla] [--shape llama-3.1-8b] [--format fp8_blocks] [--layers 32]
         [--beside 16] [--graphs 1,16] [--largest-graph 512] [--profile] [--host FILE]
 
 The model has a published shape and random weights, in bfloat16 or in a format of ``serve_quantized.py``. ``--host``
-writes what Python's profiler finds in ten steps of one prompt. Needs vLLM, and for the plugin this package installed.
+writes a Python profile of ten steps of one prompt. Needs vLLM, and for the plugin this package.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ BESIDE = (300, 700, 1001, 1500)
 HOST_TOKENS = 1001
 REPEATS = 9
 CONTEXT = 900
-"""Tokens of the prompts of requests that decode."""
+"""Tokens of the prompts of decoding requests."""
 
 
 class Steps:
-    """An engine whose steps are timed, each with the device's work."""
+    """An engine with timed steps; a step's time includes the device's work."""
 
     def __init__(self, model: Path, arguments: dict[str, Any]) -> None:
         from vllm import LLM
@@ -53,7 +53,7 @@ class Steps:
             max_model_len=MOST + 64,
             max_num_batched_tokens=MOST,
             gpu_memory_utilization=0.2,
-            kv_cache_memory_bytes=4 << 30,  # nothing is measured, so two engines may start beside each other
+            kv_cache_memory_bytes=4 << 30,  # not measured at the start, so two engines may start at once
             enable_prefix_caching=False,
             async_scheduling=False,
             **arguments,
@@ -61,7 +61,7 @@ class Steps:
         self.random, self.added = random.Random(0), 0
 
     def add(self, tokens: int, answer: int) -> None:
-        """A request."""
+        """Add a request."""
         from vllm import SamplingParams
 
         self.added += 1
@@ -70,7 +70,7 @@ class Steps:
         self.engine.add_request(str(self.added), {"prompt_token_ids": prompt}, sampling)
 
     def step(self) -> float:
-        """One step; its milliseconds."""
+        """Run one step; return its milliseconds."""
         import torch
 
         torch.cuda.synchronize()
@@ -80,7 +80,7 @@ class Steps:
         return (time.perf_counter() - began) * 1e3
 
     def prompt(self, tokens: int, answer: int) -> float:
-        """The step that reads a prompt; a further one gives its answer's second token, if there is one."""
+        """Return the milliseconds of a new prompt's prefill step; then run the steps for the rest of its answer."""
         self.add(tokens, answer)
         took = self.step()
         for _ in range(answer - 1):
@@ -89,7 +89,7 @@ class Steps:
 
 
 def profiled(steps: Steps, file: Path) -> None:
-    """Write the functions that ten steps of one prompt spend the host's time in."""
+    """Write a profile of the host's time in ten steps of one prompt, by function."""
     found = cProfile.Profile()
     for _ in range(10):
         found.runcall(steps.prompt, HOST_TOKENS, 1)

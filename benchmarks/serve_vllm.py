@@ -1,26 +1,27 @@
-"""Tokens a second of vLLM on a GPU: vanilla with two attentions, and the plugin with several choices of kernels.
+"""Tokens per second of vLLM on a GPU: vanilla with two attention backends, and the plugin with several kernel choices.
 
-Each cell is an engine in a process of its own. All of them live at once and take turns, workload by workload, so that a
-change of the machine's speed hits all alike; one that waits uses no time of the GPU. The model has a published shape
+Each cell is an engine in a separate process. All engines live at once and alternate, workload by workload, so that a
+change of the machine's speed affects all alike; a waiting engine uses no GPU time. The model has a published shape
 (``--shape``) and random weights. ``torch.compile`` and CUDA graphs (FULL_AND_PIECEWISE) are on, prefix caching is off,
-generation ignores the end token. It is greedy, but shapes with experts sample, and their routers get weights that tell
-tokens apart (:func:`spread_routing`), or how many experts a step reads would be an accident. A round of a cell is
-compared with the better vanilla of that round and workload; the interval over the rounds is of ratios that were
-measured and holds the true median with a probability of at least 0.9 (:mod:`fl_dispatch.evidence.intervals`;
-fewer than five rounds cannot say so much, and their interval is from the least to the largest ratio). With
-``--profile`` each cell then runs each workload once more under PyTorch's profiler, and the time of every kernel goes to
-a file: it says where a difference comes from.
+and generation ignores the end token. Decoding is greedy, except that shapes with experts sample. Their routers get
+weights that distinguish tokens (:func:`spread_routing`); otherwise the number of experts read by a step would be
+accidental.
+
+Each round of a cell is compared with the better vanilla of the same round and workload. The interval over the rounds
+contains the true median ratio with a probability of at least 0.9 (:mod:`fl_dispatch.evidence.intervals`). With fewer
+than five rounds it is from the smallest to the largest ratio. With ``--profile`` each cell runs each workload once more
+under PyTorch's profiler and writes the time of every kernel to a file, which explains differences.
 
     python benchmarks/serve_vllm.py [--shape llama-3.1-8b] [--cells vanilla_fa3,plugin_neutral] [--rounds 5]
         [--layers 32] [--lora RANK] [--json FILE] [--profile FILE]
 
-Several runs may start their engines at once: the variable ``BENCHMARK_TURN`` names a file whose lock each run holds
+Several runs may start their engines at once: the variable ``BENCHMARK_TURN`` names a lock file, which each run holds
 from its first round to its last.
 
 With ``--lora`` every request has the same adapter of that rank, with random factors for all projections.
 
-Needs one GPU, vLLM with its compiled operators, and this package installed. Cells that do not fit the GPU together are
-given to several runs, each with a vanilla one, or measured with fewer layers.
+Needs one GPU, vLLM with its compiled operators, and this package. If the cells do not fit on the GPU together, split
+them into several runs with a vanilla cell each, or use fewer layers.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from shapes import LAYERS, SHAPES, Shape
 
 @dataclass(frozen=True)
 class Workload:
-    """``batch`` requests at once of ``prompt`` tokens, each of which generates ``new`` tokens.
+    """``batch`` requests at once of ``prompt`` tokens, each generating ``new`` tokens.
 
-    With ``apart`` the time of a run that generates one token is taken off, so that it is decoding's alone.
+    With ``apart`` the time of a run with one generated token is subtracted, which leaves the time of decoding.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The tokens that count: generated ones, or the prompts' where one token is generated."""
+        """The counted tokens: generated ones, or the prompts' if one token is generated."""
         return self.batch * (self.prompt if self.new == 1 else self.new - self.apart)
 
 
@@ -79,13 +80,13 @@ NAMED = (
     Workload("long decode, 131072", 1, 131_072, 641, True),
     Workload("prefill, 1 x 32768", 1, 32_768, 1),
 )
-"""Only where ``--workloads`` names one: a short one for GPUs on which the cache of the others does not fit beside four
-engines, and long contexts, whose tokens a second are generated ones and whose time is that of the prompts too."""
+"""Workloads for ``--workloads``: short ones for GPUs too small for four engines with the larger caches, and long
+contexts, which count generated tokens over the time of prefill and decode."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine: what stands in its environment, further arguments of ``LLM``, and one of :data:`CHANGES`."""
+    """One engine: its environment variables, further arguments of ``LLM``, and one of :data:`CHANGES`."""
 
     variables: Mapping[str, str]
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -99,17 +100,17 @@ def _orders(operators: Iterable[str], token: str) -> str:
 VANILLA = "vanilla"
 NATIVE = {"VLLM_FL_NATIVE_PLATFORM": "1"}
 NOWHERE = "/nonexistent"
-"""A configuration folder without files of the user's own."""
+"""A configuration folder without the user's files."""
 NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda"}
 FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
-"""The batches of the workloads: FlagGems tunes its matrix products for minutes, and for each size anew."""
+"""Only the workloads' batch sizes, because FlagGems tunes its matrix products for minutes for each size."""
 
 ROTATIONS = {"VLLM_FL_FUSE_ROPE_KVCACHE": "1"}
-"""Rotations and the write of keys and values are one operator in compiled graphs."""
+"""Fuse the rotations and the write of keys and values into one operator in compiled graphs."""
 
 
 def cells_of(shape: Shape) -> dict[str, Cell]:
-    """The cells that can be compared for a shape. Latent attention is the plugin's own in all of its cells."""
+    """Return the cells to compare for a shape. All plugin cells use the plugin's own latent attention."""
     host = _orders(LAYERS, "reference")
     ours = _orders(("kv_cache_write", *shape.attention, *shape.experts), "impl:default.triton")
     cells = {
@@ -144,11 +145,11 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
 
 PROFILED_STEPS = 16
 COUNTERS = "counters"
-"""Asks an engine for its counters instead of a run."""
+"""The request for an engine's counters, in place of a workload."""
 
 
 def cached_tokens(workloads: Sequence[Workload]) -> int:
-    """The tokens that a cache has to hold: a batch that generates, or two steps that read prompts."""
+    """Return the tokens that a cache must hold: a generating batch, or two prefill steps."""
     most = max(work.batch * (work.prompt + work.new) if work.new > 1 else 2 * 8192 for work in workloads)
     return (most // 16 + 64) * 16
 
@@ -161,7 +162,7 @@ COMMON = {
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
-    "gpu_memory_utilization": 0.15,  # only what vLLM asks to be free at start: the cache has a size of its own
+    "gpu_memory_utilization": 0.15,  # must be free at the start; the cache has its own size
     "jit_monitor_verbose": True,
 }
 
@@ -170,9 +171,9 @@ COMMON = {
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """A cell's process: start the engine, then run the workload that each line of the input names."""
+    """Run a cell's process: start the engine, then run the workload of each input line."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # the engine's output goes to the log
     begun = time.perf_counter()
     from vllm import LLM, SamplingParams
 
@@ -211,8 +212,8 @@ def serve(arguments: dict[str, Any]) -> None:
 def spread_routing(model: Any) -> None:
     """Give routers weights that choose different experts for different tokens, in place.
 
-    With vLLM's random weights, which are all near zero, scores are nearly equal. The number of experts that a step
-    reads then depends on how a host compares them, and the time on that more than on its kernels.
+    With vLLM's random weights, which are all near zero, scores are nearly equal. The number of experts read by a step
+    then depends on how the host compares scores, and affects the time more than the kernels do.
     """
     import torch
 
@@ -231,8 +232,8 @@ def spread_routing(model: Any) -> None:
 def fill_quantized(model: Any) -> None:
     """Give quantized weights random numbers, in place.
 
-    vLLM's random weights are so small that nearly all of them are zero in fp8, and those in integers are whatever lay
-    in memory; a GPU that is limited by its power multiplies zeros faster.
+    vLLM's random weights are so small that nearly all are zero in fp8, and its integer weights are uninitialized
+    memory. A power-limited GPU multiplies zeros faster.
     """
     import torch
 
@@ -257,7 +258,7 @@ CHANGES = {"spread_routing": spread_routing, "fill_quantized": fill_quantized}
 
 
 def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The part of a worker's report that says which implementations ran."""
+    """Return the part of a worker's report about the implementations that ran."""
     if report is None:
         return None
     manifest = report["manifest"]
@@ -268,7 +269,7 @@ def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 class Engine:
-    """A cell's process, from here."""
+    """A cell's process, as seen from this one."""
 
     def __init__(
         self,
@@ -288,7 +289,7 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # what changes the weights is sent to the worker
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the function that changes the weights is sent to the worker
         }
         caches = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
         arguments = {**COMMON, "model": str(model), **sizes, **cell.engine}
@@ -313,28 +314,28 @@ class Engine:
         )
 
     def run(self, work: Workload, new: int | None = None, profiled: bool = False) -> float:
-        """Seconds for a workload."""
+        """Return the seconds of a workload."""
         return float(self.child.ask([work.batch, work.prompt, new or work.new, self.temperature, profiled]))
 
     def profile(self, work: Workload) -> dict[str, Any]:
-        """The GPU's work in a workload, of which at most :data:`PROFILED_STEPS` steps run."""
+        """Return the GPU's work in at most :data:`PROFILED_STEPS` steps of a workload."""
         steps = min(work.new, PROFILED_STEPS)
         earlier = set(self.traces.glob("*.json.gz"))
         self.run(work, steps, profiled=True)
-        first = min(set(self.traces.glob("*.json.gz")) - earlier)  # of several ranks, whose names end in their numbers
+        first = min(set(self.traces.glob("*.json.gz")) - earlier)  # of several ranks; names end in the rank
         return {"steps": steps, **kernel_trace.read(first)}
 
     def counters(self) -> dict[str, float]:
-        """vLLM's counters since the start, by name; empty unless the cell has ``disable_log_stats`` off."""
+        """Return vLLM's counters since the start, by name; empty unless the cell turns ``disable_log_stats`` off."""
         return dict(self.child.ask(COUNTERS))
 
     def late_compilations(self) -> int:
-        """How often its log says that a kernel was compiled or tuned after the engine was ready."""
+        """Count the kernels that the log reports as compiled or tuned after the engine was ready."""
         return self.log.read_text(errors="replace").count(" during inference: ")
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], layers: int, rank: int) -> Path:
-    """An adapter of all projections of a dense model, with small random factors, in PEFT's format."""
+    """Write an adapter of all projections of a dense model, with small random factors, in PEFT's format."""
     import torch
     from safetensors.torch import save_file
 
@@ -378,11 +379,11 @@ def measure(
     keep: Path | None = None,
     rank: int = 0,
 ) -> dict[str, Any]:
-    """Start every cell, let them take turns, and return what was measured; ``keep`` gets it after each round."""
+    """Start all cells, run them alternately, and return the results, which also go to ``keep`` after each round."""
     from fl_dispatch import DispatchError  # not above: vanilla engines run this file too
 
     longest = max(work.prompt + work.new for work in workloads)
-    config = {**shape.config, "num_hidden_layers": layers}  # weights are random, so a context of any length will do
+    config = {**shape.config, "num_hidden_layers": layers}  # weights are random, so any context length works
     config["max_position_embeddings"] = max(longest, config["max_position_embeddings"])
     (folder / "config.json").write_text(json.dumps(config))
     cache = shape.cache_bytes(layers, cached_tokens(workloads)) // parallel
@@ -431,7 +432,7 @@ def measure(
 
 
 def _turn() -> IO[str] | None:
-    """The lock that other runs on this machine wait for, once it is ours."""
+    """Wait for the lock shared by the runs on this machine, and return it."""
     name = os.environ.get("BENCHMARK_TURN")
     if name is None:
         return None
@@ -441,7 +442,7 @@ def _turn() -> IO[str] | None:
 
 
 def told(turn: int, rates: Mapping[str, Mapping[str, list[float]]], keep: Path | None) -> None:
-    """Print a round, and keep the rounds so far: a later one may be cut off."""
+    """Print a round and write all rounds so far, because a later one may be cut off."""
     last = ((work, name, values[-1]) for work, cells in rates.items() for name, values in cells.items() if values)
     print(f"round {turn}", *(f"{work}, {name}: {rate:,.0f}" for work, name, rate in last), sep="\n  ", flush=True)
     if keep is not None and turn >= 0:
@@ -449,7 +450,7 @@ def told(turn: int, rates: Mapping[str, Mapping[str, list[float]]], keep: Path |
 
 
 def compare(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Workload → cell → median tokens a second, and its ratio to the better vanilla: median and interval."""
+    """Return workload → cell → median tokens per second, and median and interval of the ratio to the better vanilla."""
     from fl_dispatch.evidence.intervals import interval  # not above: vanilla engines run this file too
 
     result: dict[str, dict[str, dict[str, float]]] = {}
@@ -467,7 +468,7 @@ def compare(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[st
 
 
 def table(result: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """The comparison as Markdown."""
+    """Return the comparison as Markdown."""
     lines = ["| workload | cell | tokens/s | of the better vanilla |", "|---|---|---|---|"]
     for work, cells in result.items():
         for name, row in cells.items():
@@ -477,7 +478,7 @@ def table(result: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 
 def _installed(tuned: Path, config: Path) -> Path:
-    """A configuration folder with a platform file and its evidence, where the plugin looks for the user's own."""
+    """Install a platform file and its evidence as the user's own in a configuration folder; return the folder."""
     platforms = config / "fl_dispatch" / "platforms"
     platforms.mkdir(parents=True)
     for file in (tuned, tuned.with_name(f"{tuned.stem}.evidence.json")):

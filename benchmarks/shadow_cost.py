@@ -1,10 +1,10 @@
-"""The cost of shadow mode in a serving engine: the same steps with it off and on, in turns.
+"""The cost of shadow mode in a serving engine: the same steps with shadow mode off and on, alternately.
 
-One vLLM engine in this process decodes a batch on a CPU; from step to step shadow mode is off, watches without drawing
-a call, draws one call in a hundred, or all calls. Each setting's budget is 1 % of the time that its own steps take, so
-its clock stands still in the steps of others. Every operator runs a copy of its reference, which is compared with the
-reference, so a second run costs what the first one does. Time is the processor time of the process, so that work beside
-it does not count.
+One vLLM engine in this process decodes a batch on a CPU. From step to step shadow mode is off, watches without drawing
+a call, draws one call in a hundred, or draws all calls. Each setting's budget is 1 % of the time of its own steps, so
+its clock stops during the steps of the other settings. Every operator runs a copy of its reference, which is compared
+with the reference, so the second run costs as much as the first. The clock is the processor time of the process, so
+other processes do not count.
 
     python benchmarks/shadow_cost.py [--rounds 40] [--json FILE]
 """
@@ -120,7 +120,7 @@ def take_turns(llm_engine: Any, rounds: int) -> dict[str, Any]:
 
 
 def summary(name: str, seconds: dict[str, list[float]], setting: Sampling | None) -> dict[str, Any]:
-    """A setting's time of a step, as a multiple of what it is with shadow mode off, and its own account."""
+    """Return each setting's time per step as a multiple of that with shadow mode off, and its own report."""
     ratios = [mine / off for mine, off in zip(seconds[name], seconds["off"], strict=True)]
     half = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
     mean = statistics.mean(ratios)

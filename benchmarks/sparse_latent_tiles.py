@@ -1,19 +1,19 @@
-"""Times candidates for the constants of sparse latent attention's Triton kernels.
+"""Time candidates for the constants of sparse latent attention's Triton kernels.
 
 The shape is that of DeepSeek-V3.2: 128 heads or the 16 of a rank of eight, latent rows of 512 + 64 numbers, 2,048
-listed tokens, and 64 index heads of 128. A batch decodes after so many tokens, or is a chunk at the end of a prompt.
-Its blocks lie at random in a cache that is larger than the chip's, and its lists are random, so neighbours share few
-rows. Constants are tried one after the other, each with the fastest of those before it; a candidate that gives other
-results than the constants as they are is named and left out. The fastest go into ``sparse_latent.py`` and
-``index_topk.py`` by hand. Times are the device's, in graphs. The floors are the bytes that must move at the rate of a
-copy, and the sums at the rate of a matrix product, both measured first. A last line compares attention to listed
-tokens, with the making of the list, with dense latent attention to all of them.
+listed tokens, and 64 index heads of 128. A batch decodes after a context, or is a chunk at the end of a prompt. Its
+blocks are at random places in a KV cache larger than the chip's cache, and its lists are random, so neighbours share
+few rows. Constants are tried one after the other, each with the fastest values of the earlier ones; a candidate with
+other results than the current constants is reported and skipped. Copy the fastest into ``sparse_latent.py`` and
+``index_topk.py`` by hand. Times are device times in graphs. The floors are the bytes at the rate of a copy, and the
+operations at the rate of a matrix product, both measured first. The last line compares attention to listed tokens,
+including the making of the list, with dense latent attention to all tokens.
 
     python benchmarks/sparse_latent_tiles.py [--parts attention,lists,dense] [--contexts 32768 131072]
         [--requests 1 8 32] [--chunk 2048] [--heads 128 16] [--as-it-is] [--hopper-lists] [--json FILE]
 
-``--as-it-is``: no candidates. ``--hopper-lists``: attention by the kernel for Hopper, which is not taken otherwise
-until a GPU has tested it. Needs a GPU.
+``--as-it-is``: no candidates. ``--hopper-lists``: attention by the kernel for Hopper, which is off by default until it
+is tested on a GPU. Needs a GPU.
 """
 
 from __future__ import annotations

