@@ -45,6 +45,8 @@ OTHER_HOSTS = drawn(("vLLM 0.33", "Ray", "TRL", "NIXL"), 1, "other hosts")
 """Those that ``make hosts`` brings and this run tests."""
 
 
+STEPS = ("VLLM_FL_STEPS", "VLLM_FL_STEPS_MS")
+"""Variables that a run of tests may set for all of its engines: several steps must not change what a test sees."""
 HOST_VERSION = "FL_HOST_VERSION"
 """The variable that names a version of vLLM whose Python files all engines of these tests run."""
 
@@ -65,8 +67,9 @@ def _files_of_host() -> list[str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of an engine: nothing of ours is set but these."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLAG", "USE_FLAG"))}
+    """The environment of an engine: nothing of ours is set but these and ``STEPS``."""
+    ours = ("VLLM_", "FLAG", "USE_FLAG")
+    kept = {name: value for name, value in os.environ.items() if name in STEPS or not name.startswith(ours)}
     path = os.pathsep.join(
         filter(None, (*_files_of_host(), str(PLUGINS), str(SHARED), os.environ.get("PYTHONPATH", "")))
     )

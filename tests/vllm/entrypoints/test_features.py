@@ -90,7 +90,7 @@ def results(request: pytest.FixtureRequest, model: Path, other: Path) -> dict[st
             "do": "join_and_leave",
             "prompts": PROMPTS,
             "arrive": [0, 3, 5, 12],
-            "leave": {"1": 9},
+            "leave": {"1": 6},
             "max_tokens": MAX_TOKENS,
         },
         "reset": reset,
