@@ -51,7 +51,7 @@ PARTS = {
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_755, tokens=49_530),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_845, tokens=61_400),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_660, tokens=32_900),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_190, tokens=86_240),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_245, tokens=86_640),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_960),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_800, tokens=44_960),
 }

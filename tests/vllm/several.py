@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from engines import PROMPTS, Runs
 
+from vllm_fl.compat.arrivals import TOOLS
+
 MOST = 8
 """Steps that a scheduling may make."""
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_FL_STEPS_MS": "10000"}
@@ -58,6 +60,8 @@ def engines(
         asked.append(
             _ask(temperature=1.0, seed=6) | {"lora": [str(adapter), None] * (count // 2) + [None] * (count % 2)}
         )
+    tools = {"max_tokens": NEW, "extra_args": {TOOLS: True}}
+    asked.append({"do": "streamed", "prompts": PROMPTS, "sampling": tools})
     crowd = {"do": "generate", "prompts": CROWD, "sampling": {"max_tokens": NEW}}
     crowded = [crowd, {"do": "metrics", "contains": "num_preemptions"}]
     return [

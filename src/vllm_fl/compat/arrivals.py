@@ -1,18 +1,33 @@
-"""Requests that arrive while an engine's thread makes steps.
+"""Requests that arrive while an engine's thread makes steps, and requests that stream calls of tools.
 
 vLLM receives a request in a separate thread, and its engine sees it at the next scheduling. A worker in the same
 process asks here whether to end its steps earlier.
+
+Some of vLLM's parsers send broken calls of tools if a piece of a stream has several tokens. Only the server knows
+which streams are parsed, so it marks the sampling parameters.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 ENGINE = "vllm.v1.engine.core"
+SERVED = {
+    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
+    "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
+}
+"""Module → its class of requests, which may name tools."""
+TOOLS = "fl_streams_tools"
+"""The key of a sampling parameter's ``extra_args`` that marks a stream with calls of tools."""
 
 _come = False
+_has_room = True
 
 
 def listen() -> None:
@@ -31,18 +46,46 @@ def listen() -> None:
     engine.preprocess_add_request = noted
 
 
+def mark_tools() -> None:
+    """Make a server mark the requests that stream calls of tools. Idempotent."""
+    for module, name in SERVED.items():
+        request: Any = getattr(importlib.import_module(module), name)
+        if not hasattr(request.to_sampling_params, "__wrapped__"):
+            request.to_sampling_params = _marking(request.to_sampling_params)
+
+
+def _marking(make: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]:
+    @wraps(make)
+    def marked(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
+        sampling = make(self, *args, **kwargs)
+        if self.stream and self.tools and self.tool_choice != "none":
+            sampling.extra_args = {**(sampling.extra_args or {}), TOOLS: True}
+        return sampling
+
+    return marked
+
+
+def streams_tools(sampling: SamplingParams) -> bool:
+    """Whether a request streams calls of tools."""
+    return TOOLS in (sampling.extra_args or ())
+
+
 def note() -> None:
     """Record that a request has arrived."""
     global _come
     _come = True
 
 
-def forget() -> None:
-    """Forget arrivals, because the scheduler sees them now."""
-    global _come
-    _come = False
+def forget(has_room: bool) -> None:
+    """Forget arrivals, because the scheduler sees them now.
+
+    Args:
+        has_room: whether another request could begin; if not, an arrival need not end the steps.
+    """
+    global _come, _has_room
+    _come, _has_room = False, has_room
 
 
 def has_come() -> bool:
-    """Whether a request has arrived since the last scheduling."""
-    return _come
+    """Whether a request that could begin has arrived since the last scheduling."""
+    return _come and _has_room

@@ -75,6 +75,7 @@ def register_ops() -> None:
         from ..damage.scheduler import contain
         from ..extensions import extensions
         from ..layers import classes
+        from ..several_steps import choice as several_steps
 
         _prepare_host()
         metrics.join_metrics()
@@ -82,6 +83,7 @@ def register_ops() -> None:
         answers.explain()
         if ENGINE in sys.modules:
             contain()  # in a process that did not make the engine's configuration
+            several_steps.take_schedulers()
         for extension in extensions():
             extension.offer()
         classes.register(get_settings())

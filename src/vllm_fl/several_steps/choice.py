@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import wraps
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from ..compat import model_runner, models, versions
+from ..compat import arrivals, model_runner, models, versions
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
 
 logger = get_logger(__name__)
 
@@ -20,6 +22,10 @@ SCHEDULERS = {
     True: "vllm_fl.several_steps.scheduler.AsyncStepsScheduler",
 }
 """Whether scheduling is asynchronous → the scheduler."""
+PROCESSORS = "vllm.logits_processors"
+"""The entry points by which packages bring processors of logits for every model."""
+READ_SINGLY = ("ernie45", "granite", "hunyuan_a13b")
+"""vLLM's parsers of reasoning that read a stream differently if its pieces have several tokens."""
 
 
 def adapt(vllm_config: VllmConfig) -> None:
@@ -27,11 +33,38 @@ def adapt(vllm_config: VllmConfig) -> None:
     asked, scheduling = get_settings().steps, vllm_config.scheduler_config
     if asked == 1 or is_on(vllm_config) or vllm_config.model_config is None:
         return
-    if why := why_single(vllm_config):
-        logger.warning("VLLM_FL_STEPS=%d: each scheduling makes one step, because %s", asked, why)
+    if why_single(vllm_config):
+        logger.warning("VLLM_FL_STEPS=%d: %s", asked, describe(vllm_config))
         return
     scheduling.scheduler_cls = SCHEDULERS[bool(scheduling.async_scheduling)]
-    logger.info("a scheduling makes up to %d steps while all requests decode (VLLM_FL_STEPS)", asked)
+    take_schedulers()
+    arrivals.mark_tools()
+    logger.info("%s while all requests decode (VLLM_FL_STEPS)", describe(vllm_config))
+
+
+def take_schedulers() -> None:
+    """Make vLLM take our schedulers without its warning, which is for classes that a user brings. Idempotent."""
+    from vllm.config import SchedulerConfig
+
+    take = SchedulerConfig.get_scheduler_cls
+    if hasattr(take, "__wrapped__"):
+        return
+
+    @wraps(take)
+    def taken(self: SchedulerConfig) -> Any:
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        ours = self.scheduler_cls in SCHEDULERS.values()
+        return resolve_obj_by_qualname(self.scheduler_cls) if ours else take(self)
+
+    SchedulerConfig.get_scheduler_cls = taken
+
+
+def describe(vllm_config: VllmConfig) -> str:
+    """Return how many steps a scheduling of the engine makes, and why not more than one."""
+    if is_on(vllm_config):
+        return f"a scheduling makes up to {get_settings().steps} steps"
+    return f"a scheduling makes one step, because {why_single(vllm_config)}"
 
 
 def is_on(vllm_config: VllmConfig) -> bool:
@@ -43,7 +76,9 @@ def why_single(vllm_config: VllmConfig) -> str:
     """Return why an engine cannot make several steps; empty if it can."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     runner = model_runner.choice(vllm_config)
+    parser = vllm_config.structured_outputs_config.reasoning_parser
     reasons = {
+        "VLLM_FL_STEPS is 1": get_settings().steps == 1,
         f"vLLM {versions.host_version()} is older than {FIRST_HOST}": not _is_new_enough(),
         f"the V1 model runner is taken ({runner.why})": runner.runner == "V1",
         "a draft already makes several tokens": vllm_config.speculative_config is not None,
@@ -54,11 +89,16 @@ def why_single(vllm_config: VllmConfig) -> str:
         "the model has layers that keep a state": models.has_states(model),
         "the model has sparse latent attention": models.has_indexer(model),
         "the model takes embeddings": model.supports_multimodal_inputs or model.enable_prompt_embeds,
-        "processors of logits may need the host for each token": bool(model.logits_processors),
+        "processors of logits may need the host for each token": bool(
+            model.logits_processors or entry_points(group=PROCESSORS)
+        ),
+        f"vLLM's parser '{parser}' of reasoning reads a stream token by token": parser in READ_SINGLY,
         "masks of sampling are returned": getattr(model, "return_sampling_mask", False),
         "tokens are replayed": getattr(model, "enable_trace_replay", False),
         "pipeline stages hand over each step": parallel.pipeline_parallel_size > 1,
         "data-parallel ranks run each step together": parallel.data_parallel_size > 1,
+        "each rank schedules for itself, by its own clock (external_launcher)": parallel.world_size > 1
+        and parallel.distributed_executor_backend == "external_launcher",
         "contexts are divided among ranks": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "a step is two batches": parallel.use_ubatching,

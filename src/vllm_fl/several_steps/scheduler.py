@@ -33,7 +33,7 @@ class StepsScheduler(Scheduler):
         arrivals.listen()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        arrivals.forget()
+        arrivals.forget(len(self.running) < self.max_num_running_reqs)
         most = self._most_steps()
         steps = self.fl_pace.fitting(most) if most else 1
         placeholders = [-1] * (steps - 1)
@@ -79,6 +79,8 @@ class AsyncStepsScheduler(StepsScheduler, AsyncScheduler):
 
 
 def _needs_host(request: Request) -> bool:
-    """Whether the host must see a token before the next one: grammars, stop strings, prompts in chunks."""
+    """Whether the host must see a token before the next one: grammars, stop strings, tools, prompts in chunks."""
     sampling = request.sampling_params
-    return bool(request.use_structured_output or request.resumable or sampling is None or sampling.stop)
+    if request.use_structured_output or request.resumable or sampling is None:
+        return True
+    return bool(sampling.stop) or arrivals.streams_tools(sampling)

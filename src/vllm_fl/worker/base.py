@@ -136,7 +136,7 @@ class WorkerFL(Worker):
         """Write the record for ``fl doctor``, and the list of operators that FlagGems runs."""
         parallel, host = self.parallel_config, f"vLLM {versions.host_version()}"
         rank = self.rank + parallel.data_parallel_rank * parallel.world_size
-        runner = str(model_runner.choice(self.vllm_config))
+        runner = f"{model_runner.choice(self.vllm_config)}; {several_steps.describe(self.vllm_config)}"
         runs.record(host, self.model_config.model, self.fl_survey, {}, rank, runner, self._sizes(), says_end=True)
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
@@ -245,7 +245,7 @@ class WorkerFL(Worker):
         The core's report, ``model_runner`` (``V1``, ``V2``), the languages of V2's ``runner_kernels``, and ``layers``
         and ``native_layers``: class name → number of layers with our forward, and with vLLM's. For a compiled model
         ``compiled`` counts compilations. If a scheduling may make several steps, ``steps`` maps a number of steps to
-        the number of schedulings.
+        the number of schedulings; ``single_steps`` is why none may, or empty.
         """
         return {
             "rank": self.rank,
@@ -254,5 +254,6 @@ class WorkerFL(Worker):
             **dispatch_report(),
             **self.fl_survey.as_data(),
             "steps": dict(self.model_runner.fl_made) if self.fl_several_steps else None,
+            "single_steps": "" if self.fl_several_steps else several_steps.why_single(self.vllm_config),
             "compiled": self._compiled() if compile.is_compiled(self.vllm_config) else None,
         }

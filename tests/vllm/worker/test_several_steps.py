@@ -51,7 +51,14 @@ def test_schedulings_made_several_steps_in_every_engine_and_rank(compared: Compa
         assert len(made) == ranks
         assert all(each == made[0] for each in made)
         assert made[0][str(MOST)] > 0
-    assert compared.runs["one"]["runs"][0]["report"]["steps"] is None
+    one, several = (compared.runs[name]["runs"][0]["report"] for name in ("one", "several"))
+    assert (one["steps"], one["single_steps"]) == (None, "VLLM_FL_STEPS is 1")
+    assert several["single_steps"] == ""
+
+
+def test_the_host_warns_of_no_scheduler_that_its_user_did_not_name(compared: Compared) -> None:
+    assert "a scheduling makes up to 8 steps while all requests decode" in compared.runs["several"]["log"]
+    assert "custom scheduler class" not in compared.runs["several"]["log"]
 
 
 def test_a_scheduler_of_ours_gives_room_for_several_steps(way: str, compared: Compared) -> None:
@@ -89,6 +96,12 @@ def test_a_stream_has_the_same_tokens_in_fewer_pieces(compared: Compared) -> Non
     assert whole(several) == whole(one)
     assert sum(map(len, several)) < sum(map(len, one))
     assert max(len(piece) for pieces in several for piece in pieces) == MOST
+
+
+def test_a_stream_of_tool_calls_has_one_token_a_piece(compared: Compared) -> None:
+    one, several = compared.steps(0, len(ASKED) + 5)
+    assert several == one
+    assert all(len(piece) == 1 for pieces in several for piece in pieces)
 
 
 def test_metrics_count_tokens_and_no_drafts(compared: Compared) -> None:
@@ -138,7 +151,10 @@ def _config(**given: Any) -> SimpleNamespace:
             "prefill_context_parallel_size": 1,
             "use_ubatching": False,
             "enable_eplb": False,
+            "world_size": 2,
+            "distributed_executor_backend": "mp",
         },
+        "structured_outputs_config": {"reasoning_parser": "qwen3"},
         "cache_config": {"kv_sharing_fast_prefill": False},
         "scheduler_config": {"scheduler_cls": None, "async_scheduling": True},
     }
@@ -152,6 +168,7 @@ def _config(**given: Any) -> SimpleNamespace:
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "host_version", lambda: "0.33")
+    monkeypatch.setattr(choice, "get_settings", lambda: SimpleNamespace(steps=MOST))
     monkeypatch.setattr(choice.models, "has_indexer", lambda model: False)
     monkeypatch.setattr(choice.model_runner, "choice", lambda config: SimpleNamespace(runner="V2", why=""))
 
@@ -168,6 +185,11 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"logits_processors": ["a"]}, "processors of logits may need the host for each token"),
         ({"pipeline_parallel_size": 2}, "pipeline stages hand over each step"),
         ({"data_parallel_size": 2}, "data-parallel ranks run each step together"),
+        (
+            {"distributed_executor_backend": "external_launcher"},
+            "each rank schedules for itself, by its own clock (external_launcher)",
+        ),
+        ({"reasoning_parser": "ernie45"}, "vLLM's parser 'ernie45' of reasoning reads a stream token by token"),
         ({"kv_transfer_config": SimpleNamespace()}, "a connector sees each step"),
     ],
 )
@@ -180,6 +202,12 @@ def test_a_device_without_the_v2_runner_makes_single_steps(newest: None, monkeyp
     monkeypatch.setattr(choice.model_runner, "choice", lambda config: chosen)
     why = choice.why_single(_config())  # type: ignore[arg-type]
     assert why == "the V1 model runner is taken (V2 does not run on Ascend NPU yet)"
+
+
+def test_a_package_with_processors_of_logits_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "entry_points", lambda group: [group])
+    why = choice.why_single(_config())  # type: ignore[arg-type]
+    assert why == "processors of logits may need the host for each token"
 
 
 def test_an_older_host_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +229,49 @@ def test_the_steps_of_a_scheduling_fit_the_time_that_a_step_was_seen_to_take() -
 
 
 def test_an_arrival_is_noted_until_the_next_scheduling() -> None:
-    arrivals.forget()
+    arrivals.forget(has_room=True)
     assert not arrivals.has_come()
     arrivals.note()
     assert arrivals.has_come()
-    arrivals.forget()
+    arrivals.forget(has_room=True)
     assert not arrivals.has_come()
+
+
+def test_an_arrival_that_could_not_begin_ends_no_steps() -> None:
+    arrivals.forget(has_room=False)
+    arrivals.note()
+    assert not arrivals.has_come()
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("given", "marked"),
+    [
+        ({"stream": True, "tools": [TOOL]}, True),
+        ({"stream": True, "tools": [TOOL], "tool_choice": "none"}, False),
+        ({"stream": False, "tools": [TOOL]}, False),
+        ({"stream": True}, False),
+    ],
+)
+def test_a_server_marks_a_chat_that_streams_tool_calls(given: dict[str, Any], marked: bool) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    arrivals.mark_tools()
+    request = ChatCompletionRequest.model_validate({**CHAT, **given, "vllm_xargs": {"of a user": 1}})
+    sampling = request.to_sampling_params(8, {})
+    assert arrivals.streams_tools(sampling) is marked
+    assert request.vllm_xargs == {"of a user": 1}
+    assert sampling.extra_args is not None
+    assert sampling.extra_args["of a user"] == 1
+
+
+def test_a_server_marks_a_response_that_streams_tool_calls() -> None:
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    arrivals.mark_tools()
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": False}
+    request = ResponsesRequest.model_validate({"input": "a", "stream": True, "tools": [tool]})
+    assert arrivals.streams_tools(request.to_sampling_params(8, {}))
