@@ -46,9 +46,11 @@ def test_mxfp8(dtype: torch.dtype, size: float) -> None:
 
 @DTYPES
 @SIZES
-def test_int8_with_a_scale_a_row(dtype: torch.dtype, size: float) -> None:
+@pytest.mark.parametrize("shape", [(40, 256), (2, 20, 256), (2, 1, 20, 256)], ids=str)
+def test_int8_with_a_scale_a_row(dtype: torch.dtype, size: float, shape: tuple[int, ...]) -> None:
     x = given(dtype, size)
-    assert torch.equal(rounded(x, "int8"), rows_of_the_library(TOKEN8)(x.float()[None])[0].to(dtype))
+    expected = rows_of_the_library(TOKEN8)(x.float().view(shape))
+    assert torch.equal(rounded(x, "int8"), expected.view(x.shape).to(dtype))
 
 
 every = pytest.mark.parametrize("numbers", ROUNDINGS)

@@ -196,8 +196,9 @@ def rows_of_the_library(inputs: Mapping[str, Any], of_all: Tensor | None = None)
     said = QuantizationArgs(**inputs)
 
     def change(x: Tensor) -> Tensor:
-        scale, zero = compute_dynamic_scales_and_zp(x, said, torch.nn.Module(), of_all)
-        return fake_quantize(x, scale, zero, said, global_scale=of_all)
+        rows = x.reshape(1, -1, x.shape[-1])  # with two or four dimensions the library gives several tokens one scale
+        scale, zero = compute_dynamic_scales_and_zp(rows, said, torch.nn.Module(), of_all)
+        return fake_quantize(rows, scale, zero, said, global_scale=of_all).view(x.shape)
 
     return change
 
