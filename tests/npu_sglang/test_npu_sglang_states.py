@@ -18,6 +18,7 @@ from half_on_npu import FEW, HEADS
 from host_engines import WRONG
 from processes import Runs, pool
 from quantized_on_npu import VENDOR
+from quantized_states import OF_SGLANG
 from running import MAX_TOKENS, PROMPTS
 from sampling import drawn
 from states_on_npu import BESIDE, DTYPE, PAIRS, WAITING, QuantizedStatesOnNPU, StatesOnNPU, agree
@@ -40,7 +41,6 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 """Heads of 128 elements, which the chip's attention takes."""
 OWN = {"lfm2": {"silu_and_mul"}}
 """SGLang's LFM2 multiplies by gate and up apart."""
-SERVED = [(name, scheme) for name, scheme in PAIRS if name != "lfm2" and (name, scheme) != ("qwen3_5", "awq")]
 DRAWN = drawn(tuple(BESIDE), 1, "models with states of SGLang on the NPU")
 MISTAKES = {
     name: [
@@ -101,7 +101,8 @@ class Quantized(QuantizedStatesOnNPU):
     ATTENDS = VENDOR
     OWN = OWN
     SIZES = SIZES
-    CHOSEN = drawn(SERVED, 1, "quantized states of SGLang on the NPU")
+    COUNTS = OF_SGLANG
+    CHOSEN = drawn(PAIRS, 1, "quantized states of SGLang on the NPU")
 
 
 class TestDeltaNets(Quantized):
@@ -110,3 +111,7 @@ class TestDeltaNets(Quantized):
 
 class TestStateSpaces(Quantized):
     MODEL = "mamba2"
+
+
+class TestShortConvolutions(Quantized):
+    MODEL = "lfm2"

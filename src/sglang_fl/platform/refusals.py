@@ -163,10 +163,6 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
             quantized and groups % args.tp_size != 0,
             f"quantized {what} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py)",
         ),
-        (
-            device.accelerator and runner.model_config.quantization == "awq" and "Qwen3_5" in type(found).__name__,
-            f"{what} of Qwen3.5 by 'awq' (Qwen3_5GatedDeltaNet in qwen3_5.py divides words as columns)",
-        ),
         (args.speculative_algorithm is not None, f"drafts beside {what}"),
         (args.enable_dp_attention, f"data-parallel attention beside {what}"),
     ]

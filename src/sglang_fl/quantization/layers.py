@@ -285,7 +285,24 @@ KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(
 
 
 OF_DELTA_NETS = (".in_proj_qkvz", ".in_proj_ba")
-"""Layers for which SGLang's Qwen3-Next reads the loader of ``weight`` before loading, however they are packed."""
+"""Layers of delta nets.
+
+SGLang's classes replace the loader of ``weight``, which Qwen3-Next requires. Qwen3.5's divides words as if they were
+columns, so packed layers have an empty ``weight`` while they load.
+"""
+
+
+def _loads_heads(layer: Any, loader: Loader) -> Loader:
+    """Wrap a loader so that it divides a tensor with all parts by rows: Qwen3-Next's checkpoints join them by head."""
+
+    def load(parameter: Any, loaded: Tensor, part: Any = None) -> None:
+        if part is None and hasattr(parameter, "output_dim"):
+            rank = layer.tp_group.rank_in_group if layer.tp_group else 0
+            parameter.load_column_parallel_weight(loaded, tp_rank=rank)
+        else:
+            loader(parameter, loaded, part)
+
+    return load
 
 
 class QuantizedMethod(LinearMethodBase):
@@ -317,9 +334,11 @@ class QuantizedMethod(LinearMethodBase):
         loader = extra_weight_attrs["weight_loader"]
         parts, self.inner = list(output_partition_sizes), input_size_per_partition
         self.scheme.fl_divided = sum(parts) != output_size
+        of_delta_net = str(self.scheme.fl_scope).endswith(OF_DELTA_NETS)
+        loader = _loads_heads(layer, loader) if of_delta_net else loader
         self.scheme.create_weights(layer, input_size_per_partition, parts, input_size, params_dtype, loader)
-        if str(self.scheme.fl_scope).endswith(OF_DELTA_NETS):
-            vars(layer).setdefault("weight", next(layer.parameters()))
+        if of_delta_net and not hasattr(layer, "weight"):
+            vars(layer)["weight"] = BasevLLMParameter(data=torch.empty(0), weight_loader=loader)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         vars(layer).pop("weight", None)

@@ -67,6 +67,8 @@ PRODUCTS: Mapping[str, int] = {
     "nemotron_h": 8,
 }
 """The quantized products of all layers, merged as vLLM does; experts are none."""
+OF_SGLANG: Mapping[str, int] = {**PRODUCTS, "lfm2": 20}
+"""The same merged as SGLang does: LFM2's gate and up products stay two."""
 EXPERT_LAYERS: Mapping[str, int] = {"qwen3_next": 4}
 PLANTED: Mapping[str, tuple[str, slice]] = {
     "qwen3_5": ("in_proj_z", slice(None)),  # the fourth part of ``in_proj_qkvz``
@@ -80,7 +82,7 @@ FACTOR = 2.0
 
 def build(name: str, folder: Path, **sizes: Any) -> Path:
     """Write a model, not quantized."""
-    return states.build(name, folder, **{**SIZES, **GROUPED}[name], **sizes)
+    return states.build(name, folder, **{**{**SIZES, **GROUPED}[name], **sizes})
 
 
 @dataclass(frozen=True, eq=False)

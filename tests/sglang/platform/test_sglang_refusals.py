@@ -88,12 +88,6 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
             "GraniteMoeHybridConfig",
             f"quantized {STATES} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py) on cpu",
         ),
-        (
-            ASCEND,
-            {"quantization": "awq"},
-            "Qwen3_5Config",
-            f"{STATES} of Qwen3.5 by 'awq' (Qwen3_5GatedDeltaNet in qwen3_5.py divides words as columns) on ascend",
-        ),
         (CPU, {}, "JetNemotronConfig", f"{STATES} of JetNemotronConfig on cpu"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantized_states import PLANTED_PAIRS, PRODUCTS, SCHEMES_OF_STATES, SIZES, WHOLE, Mistaken, QuantizedStates, Run
+from quantized_states import OF_SGLANG, PLANTED_PAIRS, SCHEMES_OF_STATES, SIZES, WHOLE, Mistaken, QuantizedStates, Run
 from sampling import drawn
 
 PAIRS = [(name, scheme) for name in SIZES for scheme in SCHEMES_OF_STATES]
@@ -16,6 +16,9 @@ RANKS = [
     ("qwen3_5", "fp8, blocks of 128"),
     ("nemotron_h", "fp8, blocks of 128"),
     ("nemotron_h", "compressed-tensors W8A8 int8"),
+    ("qwen3_next", "compressed-tensors W4A16"),
+    ("qwen3_next", "awq"),
+    ("qwen3_next", "gptq"),
 ]
 
 
@@ -31,4 +34,4 @@ class TestQuantizedStates(QuantizedStates):
     ]
     MISTAKEN = [Mistaken(scheme, model=name) for name, scheme in drawn(PLANTED_PAIRS, 1, "wrong scales, SGLang")]
     OPTIONS = {"max_mamba_cache_size": 32}  # else states have most of the memory, in each rank
-    PRODUCTS = {**PRODUCTS, "lfm2": 20}  # LFM2's gate and up products stay two
+    PRODUCTS = OF_SGLANG
