@@ -28,8 +28,8 @@ logger = get_logger(__name__)
 
 TESTED = ((3, 6), (3, 8))
 """Versions of Triton with which the kernels were tested and measured on a GPU."""
-TESTED_LISTS: tuple[tuple[int, int], ...] = ()
-"""Tested versions for listed latent rows: none, because that kernel has not run on a GPU yet; it stays unused."""
+TESTED_LISTS = ((3, 8),)
+"""Tested versions for listed latent rows."""
 TESTED_IN_BULK = ((3, 8),)
 """Tested versions for contiguous keys; the tensor memory accelerator copies their tiles."""
 CAPABILITY = 9
