@@ -86,6 +86,7 @@ CUDA = DeviceSpec(
     quantized_latent=("vLLM",),
     float64=True,
     pin_memory=True,
+    writes_pinned_memory=True,
     inductor=TRITON,
     graphs=True,
     unowned_view=over_its_storage,

@@ -67,6 +67,7 @@ class DeviceSpec:
         quantized: hosts with a plugin that serves quantized checkpoints on it.
         quantized_latent: those among them that also serve models with latent attention from such checkpoints.
         pin_memory: whether pinned host memory helps.
+        writes_pinned_memory: whether kernels may write to pinned host memory at its address.
         dist_backend: the ``torch.distributed`` backend of its collectives.
         flagcx_stream: the handle of the current stream in the device's own runtime, such as an ``aclrtStream``, which
             FlagCX takes; it returns ``None`` for host memory. If the field is ``None``, FlagCX cannot run here.
@@ -137,6 +138,7 @@ class DeviceSpec:
     quantized: tuple[str, ...] = ()
     quantized_latent: tuple[str, ...] = ()
     pin_memory: bool = False
+    writes_pinned_memory: bool = False
     flagcx_stream: Callable[[], int | None] | None = None
     triton: bool = True
     inductor: str | None = None

@@ -1,5 +1,8 @@
 """Count damaged logits in vLLM's runners; the counts go to the host with the sampled tokens.
 
+If each request has one row of logits in the V2 runner, the device writes the marks to host memory itself: another copy
+in each step would cost the host more than the check. With damage they become vLLM's counts.
+
 With drafts a request has several rows of logits, which vLLM treats as rows of several requests. Here a request has the
 rows from which its tokens were chosen. A draft from damaged logits is never accepted, and the target's own token
 replaces it: vLLM would draw from the target's excess over the draft, which is undefined for NaN.
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens
+from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens, mark_in_host_memory
 from fl_dispatch.hosting.layers.attribute import Attached
 
 from . import choice
@@ -24,18 +27,21 @@ if TYPE_CHECKING:
 
 REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 """The module that verifies drafts in the V2 runner."""
+SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
+"""The module that samples in the V2 runner."""
+OUTPUT = "vllm.v1.worker.gpu.async_utils"
+"""The module that copies a step's tokens to the host in the V2 runner."""
 PLACES = {
     False: (("vllm.v1.worker.gpu_model_runner", "count_nans_per_row"),),
-    True: (
-        ("vllm.v1.worker.gpu.sample.sampler", "get_num_nans"),
-        (REJECTION, "get_num_nans"),
-    ),
+    True: ((SAMPLER, "get_num_nans"), (REJECTION, "get_num_nans")),
 }
 """Whether it is the V2 runner → vLLM's functions that count, under their users' names."""
 COPIED_AT_ONCE = 1 << 25
 """Elements of drafts' logits that are copied at a time."""
 COUNTS = Attached[Tensor]("fl_damaged_tokens")
 """The count of each request in the V1 runner, from the logits of a step with drafts."""
+MARKS = Attached[Tensor]("fl_marks")
+"""The marks of a V2 sampler's requests in host memory, valid once vLLM has waited for the step's tokens."""
 
 
 def install(runner: Any, v2: bool, drafts: bool) -> None:
@@ -52,6 +58,13 @@ def install(runner: Any, v2: bool, drafts: bool) -> None:
             users.RejectionSampler.__call__ = _without_damaged_drafts(users.RejectionSampler.__call__)
     elif drafts:
         runner._sample = _verified(runner._sample)
+    elif v2 and runner.batch_sharder is None and not _raises():
+        marking = Marking()
+        importlib.import_module(SAMPLER).get_num_nans = marking  # type: ignore[attr-defined]
+        runner.sample = marking.around(runner.sample)
+        copies: Any = importlib.import_module(OUTPUT)
+        if not hasattr(copies.AsyncOutput.get_output, "__wrapped__"):
+            copies.AsyncOutput.get_output = _with_marks(copies.AsyncOutput.get_output)
 
 
 def warm_up(model_config: ModelConfig, device: torch.device) -> None:
@@ -64,6 +77,63 @@ def _is_on() -> bool:
     from vllm import envs
 
     return not choice.is_off() and bool(envs.VLLM_COMPUTE_NANS_IN_LOGITS)
+
+
+def _raises() -> bool:
+    """Whether vLLM ends the engine at the first damage, for which it reads the counts itself."""
+    from vllm import envs
+
+    return bool(envs.VLLM_RAISE_ON_LOGIT_NANS)
+
+
+class Marking:
+    """A replacement of vLLM's function that counts by row: marks in host memory and no counts, if that is possible."""
+
+    def __init__(self) -> None:
+        self.marks: Tensor | None = None
+        """The marks of the step that is being sampled, and of the steps before it in one scheduling."""
+
+    def __call__(self, logits: Tensor) -> Tensor | None:
+        fits = self.marks is None or len(self.marks) == len(logits)
+        marks = mark_in_host_memory(logits, self.marks) if fits else None
+        if marks is None:
+            return damaged_rows(logits)
+        self.marks = marks
+        return None
+
+    def around(self, sample: Any) -> Any:
+        """Wrap the runner's ``sample``, which may sample several steps: all their marks are on what it returns."""
+
+        @wraps(sample)
+        def sampled(*args: Any, **kwargs: Any) -> Any:
+            self._take()
+            found = sample(*args, **kwargs)
+            if (marks := self._take()) is not None:
+                MARKS.give(found[0], marks)
+            return found
+
+        return sampled
+
+    def _take(self) -> Tensor | None:
+        marks, self.marks = self.marks, None
+        return marks
+
+
+def _with_marks(get_output: Any) -> Any:
+    """Wrap ``AsyncOutput.get_output``, which waits for the step: with damage its output gets the counts."""
+    seen = False
+
+    @wraps(get_output)
+    def got(self: Any) -> Any:
+        nonlocal seen
+        output = get_output(self)
+        marks = MARKS.find(self.sampler_output)
+        if marks is not None and (seen or marks.numpy().any()):
+            seen = True  # from now on, because a request keeps its count until it gets another one
+            output.num_nans_in_logits = dict(zip(output.req_ids, marks.tolist(), strict=False))
+        return output
+
+    return got
 
 
 def _counted(logits: Tensor) -> Tensor:

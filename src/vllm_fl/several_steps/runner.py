@@ -179,7 +179,8 @@ def joined(outputs: list[SamplerOutput]) -> SamplerOutput:
         each = ([getattr(output.logprobs_tensors, field) for output in outputs] for field in fields)
         parts = (torch.stack(steps_of_field, 1).flatten(0, 1) for steps_of_field in each)
         scores = LogprobsTensors(*parts, cu_num_generated_tokens=list(range(0, steps * requests + 1, steps)))
-    nans = None if first.num_nans is None else torch.stack([output.num_nans for output in outputs]).sum(0)
+    counts = [output.num_nans for output in outputs if output.num_nans is not None]
+    nans = torch.stack(counts).sum(0) if counts else None
     return replace(
         first,
         sampled_token_ids=torch.cat([output.sampled_token_ids for output in outputs], 1),

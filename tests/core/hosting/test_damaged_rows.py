@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,21 +51,39 @@ def test_pytorchs_operators_mark_and_overwrite_damaged_rows(dtype: torch.dtype) 
     check(rows.damaged_rows(given).tolist(), before, given)
 
 
+def test_marks_in_host_memory_keep_those_of_earlier_steps() -> None:
+    first, second = logits(torch.float32), logits(torch.float32).flip(0)
+    marks = rows.mark_in_host_memory(first)
+    assert marks is not None
+    assert rows.mark_in_host_memory(second, marks) is marks
+    faults = [fault for _, fault in CHANGES]
+    assert marks.tolist() == [one or other for one, other in zip(faults, reversed(faults), strict=True)]
+
+
+def test_a_device_that_cannot_write_host_memory_marks_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "detect_device", lambda: SimpleNamespace(accelerator=True, writes_pinned_memory=False))
+    assert rows.mark_in_host_memory(logits(torch.float32)) is None
+
+
 KERNEL = """
 import json, sys, torch
 sys.path[:0] = {folders!r}
 from test_damaged_rows import check, logits
 from fl_dispatch.hosting.damage import rows, rows_kernel
 launch, launched = rows_kernel.damaged_rows_in_one_launch, []
-def counted(logits):
+def counted(logits, marks=None):
     launched.append(logits.dtype)
-    return launch(logits)
+    return launch(logits, marks)
 rows_kernel.damaged_rows_in_one_launch = counted
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     given = logits(dtype)
     before, behind = given.clone(), given._base[:, -8:].clone()
     check(rows.damaged_rows(given).tolist(), before, given)
     assert torch.equal(given._base[:, -8:], behind)
+    again, marks = before.clone(), torch.zeros(len(before), dtype=torch.int32)
+    marks[0] = 1  # of an earlier step
+    assert launch(again, marks) is marks and marks[0]
+    check([0, *marks[1:].tolist()], before, again)
 assert rows.damaged_rows(given[:0]).tolist() == []
 print(json.dumps([len(launched), rows.FAILED]))
 """
@@ -99,7 +118,7 @@ def test_a_kernel_that_found_no_memory_is_tried_again(
 ) -> None:
     launched = []
 
-    def launch(logits: torch.Tensor) -> torch.Tensor:
+    def launch(logits: torch.Tensor, marks: torch.Tensor | None) -> torch.Tensor:
         launched.append(logits)
         raise error
 

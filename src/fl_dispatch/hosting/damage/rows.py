@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -29,21 +30,54 @@ def damaged_rows(logits: Tensor) -> Tensor:
     Returns:
         1 for each damaged row, else 0, ``[rows]``, int32.
     """
-    device = detect_device()
-    if logits.stride(-1) == 1 and logits.device.type == device.torch_type and not (FAILED or why_unavailable()):
-        try:
-            from .rows_kernel import damaged_rows_in_one_launch
-
-            return damaged_rows_in_one_launch(logits)
-        except Exception as error:
-            if not is_out_of_memory(error):  # then Triton compiles no such kernel for this chip
-                FAILED.append(str(error))
-            logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
+    marks = _by_kernel(logits, None)
+    if marks is not None:
+        return marks
     highest = logits.amax(-1)
     damaged = (highest - highest).ne(0)  # NaN from NaN and from infinity
-    if device.accelerator or bool(damaged.any()):  # reading it on an accelerator would wait for the device
+    if detect_device().accelerator or bool(damaged.any()):  # reading it on an accelerator would wait for the device
         logits.masked_fill_(damaged.unsqueeze(-1), 0.0)
     return damaged.int()
+
+
+def mark_in_host_memory(logits: Tensor, earlier: Tensor | None = None) -> Tensor | None:
+    """Mark and overwrite damaged rows, with the marks in host memory, so that nothing is copied from the device.
+
+    See :func:`damaged_rows`.
+
+    Args:
+        logits: ``[rows, vocabulary]``, floating point; damaged rows are overwritten.
+        earlier: marks of the same requests' rows in an earlier step, which get the new ones too.
+
+    Returns:
+        1 for each row that was damaged in one of the steps, else 0, ``[rows]``, int32, in host memory. They are valid
+        once the device has finished the step. ``None`` if this device cannot write them.
+    """
+    device = detect_device()
+    if not device.accelerator:
+        marks = damaged_rows(logits)
+        return marks if earlier is None else earlier.bitwise_or_(marks)
+    if not device.writes_pinned_memory:
+        return None
+    if earlier is None:
+        earlier = torch.zeros(len(logits), dtype=torch.int32, pin_memory=True)
+    return _by_kernel(logits, earlier)
+
+
+def _by_kernel(logits: Tensor, marks: Tensor | None) -> Tensor | None:
+    """Launch the kernel; return ``None`` if this device has none, or if it fails."""
+    torch_type = detect_device().torch_type
+    if logits.stride(-1) != 1 or logits.device.type != torch_type or FAILED or why_unavailable():
+        return None
+    try:
+        from .rows_kernel import damaged_rows_in_one_launch
+
+        return damaged_rows_in_one_launch(logits, marks)
+    except Exception as error:
+        if not is_out_of_memory(error):  # then Triton compiles no such kernel for this chip
+            FAILED.append(str(error))
+        logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
+        return None
 
 
 def damaged_tokens(rows: Tensor, ends: Tensor, tokens: Tensor) -> Tensor:

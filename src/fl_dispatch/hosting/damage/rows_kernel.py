@@ -18,7 +18,7 @@ MOST_WARPS, MOST_THREADS = 32, 1024
 
 
 @triton.jit(do_not_specialize=["width"])
-def _mark(logits, marks, width, STRIDE, TILE: tl.constexpr):
+def _mark(logits, marks, width, STRIDE, TILE: tl.constexpr, ONLY_DAMAGED: tl.constexpr):
     row = tl.program_id(0)
     source = logits + row.to(tl.int64) * STRIDE
     lowest = float("-inf")
@@ -30,8 +30,11 @@ def _mark(logits, marks, width, STRIDE, TILE: tl.constexpr):
         damaged |= (~(x < float("inf"))).to(tl.int32)
         highest = tl.maximum(highest, x)
     mark = (tl.max(damaged, 0) > 0) | (tl.max(highest, 0) == lowest)
-    tl.store(marks + row, mark.to(tl.int32))
+    if not ONLY_DAMAGED:
+        tl.store(marks + row, mark.to(tl.int32))
     if mark:
+        if ONLY_DAMAGED:
+            tl.store(marks + row, 1)
         zeros = tl.zeros((TILE,), logits.dtype.element_ty)
         for start in range(0, width, TILE):
             column = start + tl.arange(0, TILE)
@@ -47,10 +50,18 @@ def _warps(device: torch.device) -> int:
     return min(MOST_WARPS, MOST_THREADS // device_of(device.type).warp_size(device.index or 0))
 
 
-def damaged_rows_in_one_launch(logits: Tensor) -> Tensor:
-    """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row are contiguous."""
+def damaged_rows_in_one_launch(logits: Tensor, marks: Tensor | None = None) -> Tensor:
+    """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row are contiguous.
+
+    Args:
+        logits: ``[rows, vocabulary]``.
+        marks: ``[rows]``, int32, where only damaged rows are marked; new ones on the device if ``None``.
+    """
     rows, width = logits.shape
-    marks = logits.new_empty(rows, dtype=torch.int32)
+    only_damaged = marks is not None
+    if marks is None:
+        marks = logits.new_empty(rows, dtype=torch.int32)
     if rows:
-        _launch((rows, 1, 1), (logits, marks), (logits.stride(0), TILE), sizes=(width,), warps=_warps(logits.device))
+        numbers = (logits.stride(0), TILE, only_damaged)
+        _launch((rows, 1, 1), (logits, marks), numbers, sizes=(width,), warps=_warps(logits.device))
     return marks
