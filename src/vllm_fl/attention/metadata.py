@@ -10,8 +10,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from fl_dispatch.settings import get_settings
-
+from ..compat.model_runner import SCHEDULERS
 from .divided import Part, part_of
 from .token_blocks import token_blocks
 
@@ -92,9 +91,9 @@ def has_exact_host_lengths(vllm_config: VllmConfig) -> bool:
     share a cache they may be missing, because vLLM copies them from the device without waiting. Several steps for one
     scheduling may end early, after vLLM has scheduled the next ones.
     """
-    if get_settings().steps > 1 and vllm_config.scheduler_config.async_scheduling:
+    if vllm_config.speculative_config is not None or vllm_config.cache_config.kv_sharing_fast_prefill:
         return False
-    return vllm_config.speculative_config is None and not vllm_config.cache_config.kv_sharing_fast_prefill
+    return vllm_config.scheduler_config.scheduler_cls != SCHEDULERS[True]
 
 
 def host_lengths(common: CommonAttentionMetadata) -> tuple[list[int] | None, list[int] | None]:

@@ -10,6 +10,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
 from ..compat import arrivals, model_runner, models, versions
+from ..compat.model_runner import SCHEDULERS, makes_several_steps
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
@@ -17,11 +18,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 FIRST_HOST = "0.33"
-SCHEDULERS = {
-    False: "vllm_fl.several_steps.scheduler.StepsScheduler",
-    True: "vllm_fl.several_steps.scheduler.AsyncStepsScheduler",
-}
-"""Whether scheduling is asynchronous → the scheduler."""
 PROCESSORS = "vllm.logits_processors"
 """The entry points by which packages bring processors of logits for every model."""
 READ_SINGLY = ("ernie45", "granite", "hunyuan_a13b")
@@ -31,7 +27,7 @@ READ_SINGLY = ("ernie45", "granite", "hunyuan_a13b")
 def adapt(vllm_config: VllmConfig) -> None:
     """Make vLLM use our scheduler if several steps are requested and possible; otherwise log why not."""
     asked, scheduling = get_settings().steps, vllm_config.scheduler_config
-    if asked == 1 or is_on(vllm_config) or vllm_config.model_config is None:
+    if asked == 1 or makes_several_steps(vllm_config) or vllm_config.model_config is None:
         return
     if why_single(vllm_config):
         logger.warning("VLLM_FL_STEPS=%d: %s", asked, describe(vllm_config))
@@ -62,14 +58,9 @@ def take_schedulers() -> None:
 
 def describe(vllm_config: VllmConfig) -> str:
     """Return how many steps a scheduling of the engine makes, and why not more than one."""
-    if is_on(vllm_config):
+    if makes_several_steps(vllm_config):
         return f"a scheduling makes up to {get_settings().steps} steps"
     return f"a scheduling makes one step, because {why_single(vllm_config)}"
-
-
-def is_on(vllm_config: VllmConfig) -> bool:
-    """Whether the engine makes several steps."""
-    return vllm_config.scheduler_config.scheduler_cls in SCHEDULERS.values()
 
 
 def why_single(vllm_config: VllmConfig) -> str:

@@ -62,7 +62,7 @@ class WorkerFL(Worker):
         kv_layout.choose(vllm_config)
         if vllm_config.use_v2_model_runner:
             model_runner.prepare(detect_device())
-        self.fl_several_steps = several_steps.is_on(vllm_config)
+        self.fl_several_steps = model_runner.makes_several_steps(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
