@@ -53,7 +53,7 @@ PARTS = {
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_660, tokens=32_900),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_300, tokens=87_100),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_960),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_805, tokens=45_030),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_830, tokens=45_230),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

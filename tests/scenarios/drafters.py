@@ -86,6 +86,11 @@ def eagle3(model: Path, target: Path) -> Path:
     return _write(target, model, whole, num_hidden_layers=1, architectures=["LlamaForCausalLMEagle3"])
 
 
+def _predictors(layer: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """The layers behind a model's own three, all alike."""
+    return {f"model.layers.{3 + index}.{name}": tensor for index in range(count) for name, tensor in layer.items()}
+
+
 def with_mtp(model: Path, target: Path, predictors: int = 1) -> Path:
     """A DeepSeek-V3 with layers that predict one more token each, which Hugging Face's class does not load."""
     tensors = load_file(model / WEIGHTS)
@@ -100,9 +105,7 @@ def with_mtp(model: Path, target: Path, predictors: int = 1) -> Path:
         "shared_head.head.weight": tensors["lm_head.weight"],
         "embed_tokens.weight": tensors["model.embed_tokens.weight"],
     }
-    further = {
-        f"model.layers.{3 + index}.{name}": tensor for index in range(predictors) for name, tensor in layer.items()
-    }
+    further = _predictors(layer, predictors)
     shutil.copytree(model, target)
     return _write(target, model, {**tensors, **further}, num_nextn_predict_layers=predictors)
 
@@ -113,8 +116,8 @@ what it attends to counts in a reader.
 """
 
 
-def with_reader(model: Path, target: Path) -> Path:
-    """A model with sparse latent attention of which one layer does something, and a predictor that is that layer again.
+def with_reader(model: Path, target: Path, predictors: int = 1) -> Path:
+    """A model with sparse latent attention of which one layer does something, and predictors that are that layer again.
 
     The predictor leaves out what the model hands it, and reads the tokens: without the very first of them, it says what
     the model will say. So a draft is right for all that the two layers list and attend to alike.
@@ -134,9 +137,9 @@ def with_reader(model: Path, target: Path) -> Path:
         "embed_tokens.weight": embeddings,
     }
     silent = {name: tensor if name.startswith(prefix) else _silent(name, tensor) for name, tensor in tensors.items()}
-    further = {f"model.layers.3.{name}": tensor for name, tensor in layer.items()}
+    further = _predictors(layer, predictors)
     shutil.copytree(model, target)
-    return _write(target, model, {**silent, **further}, num_nextn_predict_layers=1)
+    return _write(target, model, {**silent, **further}, num_nextn_predict_layers=predictors)
 
 
 def with_mtp_beside_states(model: Path, target: Path) -> Path:

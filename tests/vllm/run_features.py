@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -324,7 +325,7 @@ class _Client:
 
 
 def _trainer(llm: Any, backend: str, network: Any, info: dict[str, Any]) -> Any:
-    """One that sends the weights of a network of Hugging Face's."""
+    """One that sends what a network names."""
     from vllm.distributed.weight_transfer import ModuleSource
 
     from fl_transfer import weights
@@ -334,14 +335,16 @@ def _trainer(llm: Any, backend: str, network: Any, info: dict[str, Any]) -> Any:
 
 
 def transfer(llm: Any, backend: str, folders: list[str], info: dict[str, Any]) -> None:
-    """A trainer sends the weights of Hugging Face's model in each folder, the last one's to stay."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    """A trainer sends the tensors of the checkpoint in each folder, the last one's to stay.
 
-    network = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    trainer = _trainer(llm, backend, network, info)
+    Hugging Face's network of a mixture of experts has other names for them than checkpoints, which vLLM does not know.
+    """
+    from safetensors.torch import load_file
+
+    sent: dict[str, Any] = {}
+    trainer = _trainer(llm, backend, SimpleNamespace(named_parameters=sent.items), info)
     for folder in folders:
-        network.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+        sent.update(load_file(Path(folder, "model.safetensors")))
         trainer.send_weights()
     trainer.shutdown()
     assert llm.reset_prefix_cache()
@@ -510,7 +513,11 @@ def token_classify(llm: Any, prompts: list[list[int]]) -> list[list[list[float]]
 
 
 def policy(llm: Any, **arguments: Any) -> None:
-    """A new global policy, for this process; the next run starts without it."""
+    """A new global policy, for every rank; the next run starts without it."""
+    llm.collective_rpc(_take_policy, args=(arguments,))
+
+
+def _take_policy(worker: Any, arguments: dict[str, Any]) -> None:
     from fl_dispatch import SelectionPolicy, set_global_policy
 
     set_global_policy(SelectionPolicy.from_dict(**arguments))

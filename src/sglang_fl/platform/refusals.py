@@ -39,6 +39,7 @@ BY_HOST: Mapping[str, str] = {
     "saver": "gives memory back by a library for GPUs (create in utils/torch_memory_saver_adapter.py)",
 }
 """SGLang's line that forbids a feature on a CPU, with its function and file."""
+ONE_PREDICTOR = "SGLang asserts that there is one: _initialize_nextn_conf in deepseek_weight_loader.py"
 
 
 def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]]:
@@ -99,12 +100,11 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
         ValueError: for the first feature of the model that cannot be served.
     """
     model = runner.model_config
-    predicts = runner.is_draft_worker and any(name.endswith("NextN") for name in model.hf_config.architectures)
     asked = [
         *_states(runner, device),
         *_sparse(runner, device),
         *_quantized(runner, device),
-        (predicts and device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
+        *_predictors(runner, device),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
             "values of another size than keys",
@@ -178,6 +178,17 @@ def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
         (host_version() not in TESTED_HOSTS, f"{sparse} under SGLang {host_version()}"),
         (bool(hosts_own_attention()), f"{sparse} by SGLang's own attention"),
         (args.enable_dp_attention, f"data-parallel attention beside {sparse}"),
+    ]
+
+
+def _predictors(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    config = runner.model_config.hf_config
+    if not runner.is_draft_worker or not any(name.endswith("NextN") for name in config.architectures):
+        return []
+    count = getattr(config, "num_nextn_predict_layers", None) or 1
+    return [
+        (device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
+        (count > 1, f"drafts of {count} predictors ({ONE_PREDICTOR})"),
     ]
 
 

@@ -58,6 +58,8 @@ SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32M
 """Models with our indexer; the last one drafts for either of the others."""
 SPARSE_DRAFTS = ("ngram", "mtp")
 """Speculation by these models."""
+ADAPTED_EXPERTS = "FusedMoEWithLoRA in lora/layers/fused_moe.py runs vLLM's own kernels of experts alone"
+"""vLLM's line."""
 STATES = "models with layers that keep a state"
 ALL2ALL = "allgather_reducescatter"
 """The token exchange between experts that uses only a communicator's own collectives."""
@@ -95,6 +97,10 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         (speculation not in (None, *SPECULATION), _speculation(speculation)),
         *_draft_features(vllm_config, device),
         *_cache_features(vllm_config, device),
+        (
+            vllm_config.lora_config is not None and config.has_experts(vllm_config),
+            f"LoRA on mixture-of-experts models ({ADAPTED_EXPERTS})",
+        ),
         *_sparse_features(vllm_config, device),
         *(feature for extension in extensions() for feature in extension.unserved(vllm_config)),
         *(_context_features(vllm_config, device) if parallel.decode_context_parallel_size > 1 else ()),
@@ -105,7 +111,6 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
             parallel.all2all_backend != ALL2ALL and config.has_experts(vllm_config),
             f"the all-to-all backend {parallel.all2all_backend} (only {ALL2ALL})",
         ),
-        (vllm_config.lora_config is not None and config.has_experts(vllm_config), "LoRA on mixture-of-experts models"),
         (vllm_config.lora_config is not None and models.has_states(vllm_config.model_config), f"LoRA on {STATES}"),
         (
             vllm_config.lora_config is not None
@@ -186,7 +191,6 @@ def _sparse_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         (not versions.is_tested(), f"{sparse} with vLLM {versions.host_version()}"),
         (speculation is not None and device.accelerator, f"speculative decoding by {sparse}"),
         (speculation not in (None, *SPARSE_DRAFTS), f"speculative decoding with '{speculation}' by {sparse}"),
-        (vllm_config.lora_config is not None, f"LoRA with {sparse}"),
         (vllm_config.kv_transfer_config is not None, f"KV transfer with {sparse}"),
         (attention.hisparse_config is not None, f"{sparse} with a cache on the host (hisparse_config)"),
         (

@@ -66,6 +66,17 @@ def read_from_cache(tokens: int) -> range:
     return range(1, tokens + 1)
 
 
+def chosen(model: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The tokens that the network which reads all latents from such a cache chooses at each place of answers."""
+    made = rounded(model, ALL_ONE, read_from_cache)
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = made(torch.tensor([[*prompt, *answer]])).logits
+        found.append(logits[0, len(prompt) - 1 : -1].argmax(-1).tolist())
+    return found
+
+
 def others(
     model: Path, scales: Sequence[float], texts: Sequence[Sequence[int]], of: Callable[[int], Sequence[int]] = own
 ) -> dict[str, Tensor]:

@@ -210,6 +210,18 @@ def test_sparse_latent_attention_is_refused_before_weights_load(
     assert [f"{what} on {device.name}" for what in asked] == [said]
 
 
+def test_drafts_of_several_predictors_are_refused_with_the_hosts_line(scheduler: None) -> None:
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
+
+    asserted = "assert num_nextn_layers == 1"
+    assert asserted in inspect.getsource(deepseek_weight_loader.DeepseekV2WeightLoaderMixin._initialize_nextn_conf)
+    for count, drafts, refused in ((3, True, True), (1, True, False), (3, False, False)):
+        said = SimpleNamespace(num_nextn_predict_layers=count, architectures=["DeepseekV3ForCausalLMNextN"])
+        runner: Any = SimpleNamespace(model_config=SimpleNamespace(hf_config=said), is_draft_worker=drafts)
+        asked = [what for present, what in refusals._predictors(runner, CPU) if present]
+        assert asked == [f"drafts of 3 predictors ({refusals.ONE_PREDICTOR})"] * refused
+
+
 def test_the_first_layer_of_a_rank_may_not_take_the_list_of_another_rank() -> None:
     from sglang_fl.attention import indexer
 

@@ -166,6 +166,7 @@ def test_ranks_get_the_tokens_of_single_steps(answers: dict[str, Any]) -> None:
         ({"speculative_algorithm": "NGRAM"}, "a draft already makes several tokens"),
         ({"is_generation": False}, "the model generates nothing"),
         ({"is_multimodal": True}, "the model takes images or audio"),
+        ({"hf_text_config": SimpleNamespace(index_topk=20)}, "the model has sparse latent attention"),
         ({"pp_size": 2}, "pipeline stages hand over each step"),
         ({"dp_size": 2}, "data-parallel ranks run each step together"),
         ({"enable_mixed_chunk": True}, "prompts and decoding share steps"),
@@ -181,7 +182,12 @@ def test_an_engine_that_cannot_make_several_steps_says_why(
     from sglang.srt.arg_groups import overrides
     from sglang.srt.configs import hybrid_arch
 
-    model = {"is_generation": True, "is_encoder_decoder": False, "is_multimodal": False}
+    model: dict[str, Any] = {
+        "is_generation": True,
+        "is_encoder_decoder": False,
+        "is_multimodal": False,
+        "hf_text_config": SimpleNamespace(),
+    }
     args = {
         "speculative_algorithm": None,
         "dllm_algorithm": None,
@@ -196,8 +202,7 @@ def test_an_engine_that_cannot_make_several_steps_says_why(
     }
     for name, value in given.items():
         (model if name in model else args)[name] = value
-    text = SimpleNamespace()
-    monkeypatch.setattr(overrides, "model_config_of", lambda _: SimpleNamespace(**model, hf_text_config=text))
+    monkeypatch.setattr(overrides, "model_config_of", lambda _: SimpleNamespace(**model))
     monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda _: None)
     assert several_steps.why_single(SimpleNamespace(**args)) == why  # type: ignore[arg-type]
 

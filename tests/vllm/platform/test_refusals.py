@@ -113,6 +113,7 @@ def configure(described: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch)
     return of
 
 
+ADAPTED_EXPERTS = f"LoRA on mixture-of-experts models ({refusals.ADAPTED_EXPERTS})"
 COMPILED = {"mode": 3, "backend": "eager"}
 SPECULATION = {"num_speculative_tokens": 2}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -128,7 +129,7 @@ HOPPER, AMPERE = (
         ("olmo_hybrid", {}, "the layers with a state of OlmoHybridForCausalLM"),
         ("mamba2", {"use_replayssm": True}, "states that are replayed from a buffer (use_replayssm)"),
         ("lfm2", {"enable_lora": True}, "LoRA on models with layers that keep a state"),
-        ("qwen3_next", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
+        ("qwen3_next", {"enable_lora": True}, ADAPTED_EXPERTS),
         ("qwen3_5", {"enable_lora": True}, "LoRA on models with layers that keep a state"),
         (
             "jamba",
@@ -179,7 +180,8 @@ HOPPER, AMPERE = (
             "the all-to-all backend deepep_v2 (only allgather_reducescatter)",
         ),
         ("qwen3", {"quantization": "fp8", "dtype": "bfloat16"}, "'fp8' for a checkpoint that is not quantized"),
-        ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
+        ("qwen3_moe", {"enable_lora": True}, ADAPTED_EXPERTS),
+        ("deepseek_v32", {"enable_lora": True}, ADAPTED_EXPERTS),
         (
             "qwen3",
             {"speculative_config": {"method": "ngram_gpu", **SPECULATION}},

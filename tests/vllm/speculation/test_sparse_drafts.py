@@ -17,7 +17,8 @@ import drafters
 from drafting import LONG, LOOK_UP, NGRAM, SHORT, Drafting, Models
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from host_engines import WRONG, Pass, Served
-from running import expected_tokens
+from latent_cache import chosen
+from running import PROMPTS, expected_tokens
 from sampling import drawn
 
 
@@ -28,6 +29,9 @@ class Run(NamedTuple):
         shared: whether all drafts of a step take the list of its first one.
         alone: whether the engine has one request at a time, so that contexts are short.
         compiled: whether the models are.
+        ranks: among which the model and its predictor are divided.
+        predictors: of the model, each of which drafts one token.
+        cache: the type of the cache's latents.
     """
 
     family: str
@@ -36,9 +40,14 @@ class Run(NamedTuple):
     shared: bool = False
     alone: bool = False
     compiled: bool = False
+    ranks: int = 1
+    predictors: int = 1
+    cache: str = "auto"
 
     def __str__(self) -> str:
         how = [name for name in ("shared", "alone", "compiled") if getattr(self, name)]
+        how += [] if self.cache == "auto" else [self.cache]
+        how += [f"{many} {name}" for name in ("ranks", "predictors") if (many := getattr(self, name)) > 1]
         return " ".join((self.family, self.method, str(self.tokens), *how))
 
 
@@ -48,6 +57,12 @@ RUNS = (
     Run("deepseek_v32", "mtp", 1, alone=True),
     Run("glm_moe_dsa", "mtp", 3),
     Run("glm_moe_dsa", "mtp", 3, shared=True, alone=True),
+    Run("deepseek_v32", "mtp", 2, ranks=2),
+    Run("glm_moe_dsa", NGRAM, ranks=2),
+    Run("deepseek_v32", "mtp", 3, predictors=3),
+    Run("deepseek_v32", "mtp", 2, predictors=3),
+    Run("glm_moe_dsa", "mtp", 2, cache="fp8"),
+    Run("deepseek_v32", NGRAM, cache="fp8"),
 )
 DRAWN = drawn(RUNS, 2, "drafts beside sparse latent attention")
 READERS = [run for run in DRAWN if run.method == "mtp" and not run.shared]
@@ -69,7 +84,7 @@ class TestDrafts(Drafting):
         if run.method == NGRAM:
             repeating = drafters.repeating(plain, folder / "repeating")
             return Models(repeating, repeating, None)
-        reader = drafters.with_reader(plain, folder / "reader")
+        reader = drafters.with_reader(plain, folder / "reader", run.predictors)
         return Models(reader, reader, reader)
 
     def options(self, run: Run, made: Models, drafts: bool) -> Mapping[str, Any]:
@@ -78,6 +93,9 @@ class TestDrafts(Drafting):
             "max_num_seqs": 1 if run.alone else 64,
             "max_num_batched_tokens": 64,
             "enforce_eager": not run.compiled,
+            "tensor_parallel_size": run.ranks,
+            "kv_cache_dtype": run.cache,
+            "attention_config": {"sparse_mla_force_mqa": run.cache != "auto"},
             **compiled,
         }
         if not drafts:
@@ -96,8 +114,17 @@ class TestDrafts(Drafting):
         self, run: Run, made: Mapping[Run, Models], served: Callable[[Any], tuple[Served, Served]]
     ) -> None:
         first, second, long = self.greedy(served(run)[0])
-        assert first == second == expected_tokens(made[run].plain)
-        assert long == expected_tokens(made[run].plain, drafters.TURNS, drafters.LONG)
+        assert first == second == self.right(run, made, PROMPTS, first)
+        assert long == self.right(run, made, drafters.TURNS, long)
+
+    def right(
+        self, run: Run, made: Mapping[Run, Models], prompts: Sequence[list[int]], found: Sequence[list[int]]
+    ) -> list[list[int]]:
+        """Hugging Face's tokens; over a quantized cache what its network with rounded latents would choose."""
+        model = made[run].plain
+        if run.cache == "auto":
+            return expected_tokens(model, prompts, len(found[0]))
+        return chosen(model, prompts, found)
 
     def test_the_second_pass_comes_from_the_prefix_cache(
         self, run: Run, served: Callable[[Any], tuple[Served, Served]]
@@ -133,7 +160,7 @@ class TestDrafts(Drafting):
         counts = torch.tensor([answer.drafts for answer in drafted.answers if answer.drafts])
         right, spoiled = (accepted / made for accepted, made in counts.diff(dim=0).tolist())
         assert spoiled < right
-        assert right > 0.6
+        assert right > (0.6 if reader.predictors == 1 else 0.4)  # each further one lacks a further token at the start
         assert {tuple(map(tuple, answer.tokens)) for answer in drafted.answers if answer.drafts} == {
             tuple(map(tuple, drafted.answers[2].tokens))
         }

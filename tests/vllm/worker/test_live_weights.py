@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ GENERATE = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX
 WEIGHTS = ["weights"]
 TRAINING = {"rounds": 4, "samples": 16, "max_tokens": 8}
 BACKENDS = ("fl_shm", "fl_gloo")
+FAMILIES = ("qwen3", "deepseek_v32")
+SENT = [(FAMILIES[0], backend) for backend in BACKENDS] + [(FAMILIES[1], BACKENDS[0])]
+"""Which family gets weights through which backend."""
 
 
 def _tokens(step: list[dict[str, Any]]) -> list[list[int]]:
@@ -26,8 +30,9 @@ def _tokens(step: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def other(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return variants.other_weights(checkpoint("qwen3"), tmp_path_factory.mktemp("live") / "other")
+def other(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("live")
+    return cache(lambda family: variants.other_weights(checkpoint(family), folder / family))
 
 
 def _info(backend: str) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(checkpoint: Callable[[str], Path], other: Path, learnt: Path) -> Runs:
+def results(checkpoint: Callable[[str], Path], other: Callable[[str], Path], learnt: Path) -> Runs:
     model = checkpoint("qwen3")
     steps = [
         GENERATE,
@@ -59,34 +64,42 @@ def results(checkpoint: Callable[[str], Path], other: Path, learnt: Path) -> Run
         {"do": "wake_up", "tags": ["kv_cache"]},
         GENERATE,
     ]
-    sleeping = start_features((model, steps, {"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE}))
+    how = {"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE}
+    sleeping = start_features(*((checkpoint(family), steps, how) for family in FAMILIES))
     jobs = []
-    for backend in BACKENDS:
+    for family, backend in SENT:
+        own, new = checkpoint(family), other(family)
         send = [
             {"do": "transfer", "backend": backend, "folders": [str(path) for path in given], "info": _info(backend)}
-            for given in ((other,), (other, model))
+            for given in ((new,), (new, own))
         ]
         how = {"weight_transfer_config": {"backend": backend}}
-        jobs.append((model, [GENERATE, send[0], GENERATE, send[1], GENERATE], how))
+        jobs.append((own, [GENERATE, send[0], GENERATE, send[1], GENERATE], how))
     loop = {"do": "train", "folder": str(model), "target": str(learnt), "prompts": PROMPTS[:2], **TRAINING}
     jobs.append((model, [loop, GENERATE], {"weight_transfer_config": {"backend": "fl_shm"}}))
     return Runs({"sleep": sleeping, "transfer": start_features(*jobs)})
 
 
 @pytest.fixture(scope="module")
-def slept(results: Runs) -> list[Any]:
-    (run,) = results["sleep"]["runs"]
-    return list(run["steps"])
+def slept(results: Runs) -> Callable[[str], list[Any]]:
+    return lambda family: list(results["sleep"]["runs"][FAMILIES.index(family)]["steps"])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("level", [1, 2])
-def test_tokens_are_equal_after_sleep(level: int, slept: list[Any], expected: Callable[[str], list[list[int]]]) -> None:
-    assert _tokens(slept[0]) == _tokens(slept[{1: 3, 2: 8}[level]]) == expected("qwen3")
+def test_tokens_are_equal_after_sleep(
+    level: int, family: str, slept: Callable[[str], list[Any]], expected: Callable[[str], list[list[int]]]
+) -> None:
+    steps = slept(family)
+    assert _tokens(steps[0]) == _tokens(steps[{1: 3, 2: 8}[level]]) == expected(family)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleeping_engine_has_given_its_caches_memory_back(level: int, slept: list[Any]) -> None:
-    memory = slept[{1: 1, 2: 4}[level]]
+def test_a_sleeping_engine_has_given_its_caches_memory_back(
+    level: int, family: str, slept: Callable[[str], list[Any]]
+) -> None:
+    memory = slept(family)[{1: 1, 2: 4}[level]]
     assert memory["before"] - memory["after"] > 0.9 * CACHE
     assert (memory["weights"] == 0) == (level == 2)
 
@@ -112,20 +125,24 @@ def test_memory_that_is_taken_again_is_the_same_tensors_empty() -> None:
     assert whole.sum() == 18.0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("family", "backend"), SENT)
 def test_a_trainers_weights_reach_the_engine(
-    backend: str, results: Runs, other: Path, expected: Callable[[str], list[list[int]]]
+    family: str,
+    backend: str,
+    results: Runs,
+    other: Callable[[str], Path],
+    expected: Callable[[str], list[list[int]]],
 ) -> None:
-    steps = results["transfer"]["runs"][BACKENDS.index(backend)]["steps"]
+    steps = results["transfer"]["runs"][SENT.index((family, backend))]["steps"]
     before, changed, back = (_tokens(steps[place]) for place in (0, 2, 4))
-    assert changed == expected_tokens(other) != before
-    assert before == back == expected("qwen3")
+    assert changed == expected_tokens(other(family)) != before
+    assert before == back == expected(family)
 
 
 def test_a_training_loop_gets_completions_with_its_own_log_probabilities_and_the_engine_learns(
     results: Runs, learnt: Path, expected: Callable[[str], list[list[int]]]
 ) -> None:
-    trained, completions = results["transfer"]["runs"][len(BACKENDS)]["steps"]
+    trained, completions = results["transfer"]["runs"][len(SENT)]["steps"]
     assert max(trained["apart"]) < 1e-3
     assert trained["rewards"][-1] > trained["rewards"][0] + 0.2
     assert _tokens(completions) == expected_tokens(learnt) != expected("qwen3")

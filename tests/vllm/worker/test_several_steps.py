@@ -169,7 +169,6 @@ def _config(**given: Any) -> SimpleNamespace:
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "host_version", lambda: "0.33")
     monkeypatch.setattr(choice, "get_settings", lambda: SimpleNamespace(steps=MOST))
-    monkeypatch.setattr(choice.models, "has_indexer", lambda model: False)
     monkeypatch.setattr(choice.model_runner, "choice", lambda config: SimpleNamespace(runner="V2", why=""))
 
 
@@ -182,6 +181,7 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"runner_type": "pooling"}, "the model generates nothing"),
         ({"is_encoder_decoder": True}, "the model has an encoder and a decoder"),
         ({"is_hybrid": True}, "the model has layers that keep a state"),
+        ({"hf_text_config": SimpleNamespace(index_topk=20)}, "the model has sparse latent attention"),
         ({"logits_processors": ["a"]}, "processors of logits may need the host for each token"),
         ({"pipeline_parallel_size": 2}, "pipeline stages hand over each step"),
         ({"data_parallel_size": 2}, "data-parallel ranks run each step together"),
