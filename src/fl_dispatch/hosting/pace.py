@@ -10,17 +10,19 @@ class Pace:
     """The time of a step, estimated from the time between two schedulings.
 
     Args:
-        most: seconds that the steps of one scheduling may take.
+        most: seconds that the steps of one scheduling may take; ``None`` if the number must not depend on time.
         clock: returns seconds.
     """
 
-    def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.clock = most, clock
         self.step: float | None = None
         self.begun, self.steps = 0.0, 0
 
     def fitting(self, steps: int) -> int:
         """Return the number of steps that fit the time: at least one, and one before a step was timed."""
+        if self.most is None:
+            return steps
         return 1 if self.step is None else max(1, min(steps, int(self.most / self.step)))
 
     def begin(self, steps: int) -> None:

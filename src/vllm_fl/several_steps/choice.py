@@ -88,8 +88,6 @@ def why_single(vllm_config: VllmConfig) -> str:
         "tokens are replayed": getattr(model, "enable_trace_replay", False),
         "pipeline stages hand over each step": parallel.pipeline_parallel_size > 1,
         "data-parallel ranks run each step together": parallel.data_parallel_size > 1,
-        "each rank schedules for itself, by its own clock (external_launcher)": parallel.world_size > 1
-        and parallel.distributed_executor_backend == "external_launcher",
         "contexts are divided among ranks": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "a step is two batches": parallel.use_ubatching,

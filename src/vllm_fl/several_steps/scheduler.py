@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from fl_dispatch.hosting.pace import Pace
 from fl_dispatch.settings import get_settings
+from vllm import envs
 
 from ..compat import arrivals
 
@@ -29,7 +30,8 @@ class StepsScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         settings = get_settings()
         self.fl_most_steps = settings.steps
-        self.fl_pace = Pace(settings.steps_ms / 1e3)
+        in_time = envs.VLLM_ENABLE_V1_MULTIPROCESSING  # without it, vLLM's scheduling does not depend on time
+        self.fl_pace = Pace(settings.steps_ms / 1e3 if in_time else None)
         arrivals.listen()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

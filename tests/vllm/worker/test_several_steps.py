@@ -151,8 +151,6 @@ def _config(**given: Any) -> SimpleNamespace:
             "prefill_context_parallel_size": 1,
             "use_ubatching": False,
             "enable_eplb": False,
-            "world_size": 2,
-            "distributed_executor_backend": "mp",
         },
         "structured_outputs_config": {"reasoning_parser": "qwen3"},
         "cache_config": {"kv_sharing_fast_prefill": False},
@@ -185,10 +183,6 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"logits_processors": ["a"]}, "processors of logits may need the host for each token"),
         ({"pipeline_parallel_size": 2}, "pipeline stages hand over each step"),
         ({"data_parallel_size": 2}, "data-parallel ranks run each step together"),
-        (
-            {"distributed_executor_backend": "external_launcher"},
-            "each rank schedules for itself, by its own clock (external_launcher)",
-        ),
         ({"reasoning_parser": "ernie45"}, "vLLM's parser 'ernie45' of reasoning reads a stream token by token"),
         ({"kv_transfer_config": SimpleNamespace()}, "a connector sees each step"),
     ],
@@ -226,6 +220,14 @@ def test_the_steps_of_a_scheduling_fit_the_time_that_a_step_was_seen_to_take() -
     pace.begin(4)  # behind a scheduling that is no measure
     assert pace.fitting(8) == 5
     assert pace.fitting(3) == 3
+
+
+def test_a_scheduling_that_must_not_depend_on_time_makes_all_steps() -> None:
+    pace = Pace(None, lambda: 0.0)
+    assert pace.fitting(8) == 8
+    pace.begin(8)
+    pace.begin(8)
+    assert pace.fitting(8) == 8
 
 
 def test_an_arrival_is_noted_until_the_next_scheduling() -> None:
