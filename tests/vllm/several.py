@@ -21,6 +21,8 @@ ENDS = list(range(3, 260, 9))
 BLOCKS = 50
 CROWD = [PROMPTS[2][7 * place :][:185] for place in range(4)]
 """Prompts of 12 blocks each: there is room for all of them, but not for their completions."""
+NAMED: Sequence[Mapping[str, Any]] = ({"logprob_token_ids": [5, 50]}, {"logprobs": 2}, {}, {"logprob_token_ids": [7]})
+"""What requests of one batch ask of their scores."""
 
 
 def _ask(**sampling: Any) -> dict[str, Any]:
@@ -36,6 +38,8 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "end tokens": _ask(temperature=1.0, seed=3, stop_token_ids=ENDS, logprobs=1),
     "a least length": _ask(temperature=1.0, seed=3, stop_token_ids=ENDS, min_tokens=17),
     "lengths": _ask() | {"sampling": [{"max_tokens": 1 + 12 * place} for place in range(len(PROMPTS))]},
+    "scores of tokens that requests name": _ask()
+    | {"sampling": [{"max_tokens": NEW, **NAMED[place % len(NAMED)]} for place in range(len(PROMPTS))]},
     "stop strings": _ask(temperature=1.0, seed=4, stop=list("abcdefghijklmnopqrstuvwxyz")),
     "a grammar": _ask(structured_outputs={"regex": "[a-c]{3}-[0-9]{2}"}, ignore_eos=False),
     "samples": _ask(temperature=1.0, seed=5, n=2),
