@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from ..compat.model_runner import SCHEDULERS
+from ..schedulers import SCHEDULERS
 from .divided import Part, part_of
 from .token_blocks import token_blocks
 

@@ -29,11 +29,6 @@ VERIFICATIONS = ("", "standard", "synthetic")
 DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
 """Speculation by a model with kernels that have forms."""
 HOST_AS_DEVICE = "vllm.v1.worker.cpu.shm"
-SCHEDULERS = {
-    False: "vllm_fl.several_steps.scheduler.StepsScheduler",
-    True: "vllm_fl.several_steps.scheduler.AsyncStepsScheduler",
-}
-"""Whether scheduling is asynchronous → the scheduler of an engine that makes several steps for one scheduling."""
 
 
 def do_without_triton(v2: bool) -> None:
@@ -109,11 +104,6 @@ def choice(config: VllmConfig) -> Choice:
         return Choice("V1", f"V2 does not run on {device.name} yet")
     lacking = ", ".join(config._get_v2_model_runner_unsupported_features()) or "vLLM's preference in this version"
     return Choice("V1", f"V2 lacks {lacking}")
-
-
-def makes_several_steps(config: VllmConfig) -> bool:
-    """Whether the engine makes several steps for one scheduling."""
-    return config.scheduler_config.scheduler_cls in SCHEDULERS.values()
 
 
 def without_forms(config: VllmConfig) -> list[str]:

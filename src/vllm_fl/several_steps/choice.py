@@ -10,14 +10,13 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
 from ..compat import arrivals, model_runner, models, versions
-from ..compat.model_runner import SCHEDULERS, makes_several_steps
+from ..schedulers import SCHEDULERS, makes_several_steps
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
 
 logger = get_logger(__name__)
 
-FIRST_HOST = "0.33"
 PROCESSORS = "vllm.logits_processors"
 """The entry points by which packages bring processors of logits for every model."""
 READ_SINGLY = ("ernie45", "granite", "hunyuan_a13b")
@@ -41,6 +40,7 @@ def adapt(vllm_config: VllmConfig) -> None:
 def take_schedulers() -> None:
     """Make vLLM take our schedulers without its warning, which is for classes that a user brings. Idempotent."""
     from vllm.config import SchedulerConfig
+    from vllm.utils.import_utils import resolve_obj_by_qualname
 
     take = SchedulerConfig.get_scheduler_cls
     if hasattr(take, "__wrapped__"):
@@ -48,8 +48,6 @@ def take_schedulers() -> None:
 
     @wraps(take)
     def taken(self: SchedulerConfig) -> Any:
-        from vllm.utils.import_utils import resolve_obj_by_qualname
-
         ours = self.scheduler_cls in SCHEDULERS.values()
         return resolve_obj_by_qualname(self.scheduler_cls) if ours else take(self)
 
@@ -70,7 +68,7 @@ def why_single(vllm_config: VllmConfig) -> str:
     parser = vllm_config.structured_outputs_config.reasoning_parser
     reasons = {
         "VLLM_FL_STEPS is 1": get_settings().steps == 1,
-        f"vLLM {versions.host_version()} is older than {FIRST_HOST}": not _is_new_enough(),
+        "vLLM 0.32 is older than 0.33": versions.host_version() == "0.32",
         f"the V1 model runner is taken ({runner.why})": runner.runner == "V1",
         "a draft already makes several tokens": vllm_config.speculative_config is not None,
         "scheduler_cls names another scheduler": vllm_config.scheduler_config.scheduler_cls is not None,
@@ -102,7 +100,3 @@ def why_single(vllm_config: VllmConfig) -> str:
         "prompts are read by a part of the layers": cache.kv_sharing_fast_prefill,
     }
     return next((why for why, holds in reasons.items() if holds), "")
-
-
-def _is_new_enough() -> bool:
-    return tuple(map(int, versions.host_version().split("."))) >= tuple(map(int, FIRST_HOST.split(".")))

@@ -32,6 +32,7 @@ from ..compilation import compile, one_token, quantized_results
 from ..damage import detection as damage
 from ..layers import classes, linear, rotations
 from ..platform import startup
+from ..schedulers import makes_several_steps
 from ..several_steps import choice as several_steps
 from . import eager_steps, ranks, watched_steps
 
@@ -62,7 +63,7 @@ class WorkerFL(Worker):
         kv_layout.choose(vllm_config)
         if vllm_config.use_v2_model_runner:
             model_runner.prepare(detect_device())
-        self.fl_several_steps = model_runner.makes_several_steps(vllm_config)
+        self.fl_several_steps = makes_several_steps(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     # -- start-up -----------------------------------------------------------------------------------------------------

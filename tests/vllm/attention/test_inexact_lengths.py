@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_fl.attention.metadata import has_exact_host_lengths
-from vllm_fl.compat.model_runner import SCHEDULERS
+from vllm_fl.schedulers import SCHEDULERS
 
 
 @pytest.mark.parametrize(
