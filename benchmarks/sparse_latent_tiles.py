@@ -12,8 +12,8 @@ including the making of the list, with dense latent attention to all tokens.
     python benchmarks/sparse_latent_tiles.py [--parts attention,lists,dense] [--contexts 32768 131072]
         [--requests 1 8 32] [--chunk 2048] [--heads 128 16] [--as-it-is] [--hopper-lists] [--json FILE]
 
-``--as-it-is``: no candidates. ``--hopper-lists``: attention by the kernel for Hopper, which is off by default until it
-is tested on a GPU. Needs a GPU.
+``--as-it-is``: no candidates. ``--hopper-lists``: attention by the kernel for Hopper; the plain kernel otherwise. Needs
+a GPU.
 """
 
 from __future__ import annotations
@@ -251,8 +251,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.manual_seed(0)
-    if given.hopper_lists:
-        hopper.TESTED_LISTS = (hopper._version(),)
+    hopper.TESTED_LISTS = (hopper._version(),) if given.hopper_lists else ()
     clock = Clock(torch.device(given.device))
     rates, found, total = Rates(clock), [], dict[tuple[int, str], dict[str, float]]()
     print(f"copy {rates.moved / 1e12:.2f} TB/s, product {rates.summed / 1e12:.0f} TFLOP/s", flush=True)

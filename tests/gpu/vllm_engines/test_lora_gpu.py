@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ ENGINE = {
     "max_num_batched_tokens": 128,
     "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": SIZES},
 }
+HOSTS = "_topk_log_softmax_kernel"
+"""vLLM's kernel of log-probabilities, which it compiles for the first request that asks for them."""
 LAYERS, PRODUCTS = 3, 4
 """The checkpoint's layers, and the products of each that adapters change."""
 
@@ -70,8 +73,9 @@ class TestAdapters(Adapters):
         assert LAYERS * PRODUCTS <= calls < 3 * LAYERS * PRODUCTS < MAX_TOKENS * LAYERS * PRODUCTS
         assert report["compiled"]["graphs"] + report["compiled"]["loaded"] >= 1
 
-    def test_nothing_is_compiled_while_it_serves(self, run: Run, served: Callable[[Run], Served]) -> None:
-        assert "during inference: " not in served(run).log
+    def test_no_kernel_of_ours_is_compiled_while_it_serves(self, run: Run, served: Callable[[Run], Served]) -> None:
+        late = re.findall(r"during inference: (\S+?)\.? ", served(run).log)  # vLLM's monitor of late compilations
+        assert set(late) <= {HOSTS}
 
     def test_drafts_change_no_token_of_an_adapter(
         self, host: Host, checkpoint: Callable[[str], Path], adapter: Callable[[str], Path]
