@@ -70,6 +70,27 @@ class Step:
         return share
 
 
+def _attention_of(config: Mapping[str, Any]) -> int:
+    """Return the numbers of a layer's attention weights."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if "kv_lora_rank" not in config:
+        return int(hidden * config["head_dim"] * 2 * (heads + config["num_key_value_heads"]))
+    rank, plain, rotary, value = (
+        config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    query = hidden * heads * (plain + rotary)
+    return int(query + hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden)
+
+
+def _mlp_of(config: Mapping[str, Any], layer: int) -> tuple[int, int]:
+    """Return the numbers of a layer's MLP that one token reads: of products, and of the router."""
+    hidden, experts = config["hidden_size"], config.get("num_experts", config.get("n_routed_experts", 0))
+    if not experts or layer < config.get("first_k_dense_replace", 0):
+        return 3 * hidden * config["intermediate_size"], 0
+    read = config["num_experts_per_tok"] + config.get("n_shared_experts", 0)
+    return 3 * hidden * config["moe_intermediate_size"] * read, hidden * experts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     """A workload of an engine; ``width`` is the bytes of a weight's number, its scales included."""
@@ -78,19 +99,22 @@ class Engine:
     width: float = 2.0
     matrix: int | None = None
     kind: str = ""
+    shape: str = SHAPE
+    cell: str = "plugin_shipped"
 
     def share(self, file: str, gpu: str) -> float:
         found = _load(file)
         measured = found["formats"][self.kind] if self.kind else found
-        rate: float = measured["compared"][self.workload]["shipped" if self.kind else "plugin_shipped"]["tokens_per_s"]
-        config, layers = SHAPES[SHAPE].config, found["machine"]["layers"]
-        hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        layer = hidden * dim * 2 * (heads + kv_heads) + 3 * hidden * inner
+        rate: float = measured["compared"][self.workload]["shipped" if self.kind else self.cell]["tokens_per_s"]
+        config = SHAPES[self.shape].config
+        mlps = [_mlp_of(config, layer) for layer in range(found["machine"]["layers"])]
+        products = len(mlps) * _attention_of(config) + sum(product for product, _ in mlps)
         if self.matrix is None:
-            return rate * (layers * layer * self.width + config["vocab_size"] * hidden * 2) / BANDWIDTH[gpu]
-        attention = 4 * heads * dim * PROMPT / 2  # both products of each query, over half of the keys by the mean
-        return rate * layers * (2 * layer / MATRIX[self.matrix] + attention / MATRIX[2])
+            plain = sum(router for _, router in mlps) + config["vocab_size"] * config["hidden_size"]
+            return rate * (products * self.width + plain * 2) / BANDWIDTH[gpu]
+        # Both products of attention, over half of the keys by the mean.
+        attention = 4 * config["num_attention_heads"] * config["head_dim"] * PROMPT / 2
+        return rate * (2 * products / MATRIX[self.matrix] + len(mlps) * attention / MATRIX[2])
 
 
 FP8 = {"H100": "serve_quantized-fp8-h100-2026-11-26.json", "H200": "serve_quantized-fp8-h200-2026-11-26.json"}
@@ -101,6 +125,38 @@ EXPERTS, PRODUCTS = {"H200": "2026-11-22-h200-moe-mla-bfloat16.json"}, {"H200": 
 STEP = {"H100": "decode_step-fused-h100-2026-11-26.json"}
 SERVE, SERVE_QUANTIZED = "serve_vllm.py --cells plugin_shipped", "serve_quantized.py --cells shipped --formats"
 BENCH, FL_BENCH = "kernels_gpu.py bench --op", "fl bench --quick --op"
+STEPS = "serve_vllm.py --cells plugin_steps"
+OTHERS = (
+    (
+        *("Llama-3.2-1B", "llama-3.2-1b", "bf16", 2.0, "", "plugin_shipped", ""),
+        *("serve_vllm-steps-llama-3.2-1b-h200-2026-11-28.json", SERVE),
+    ),
+    (
+        *("Llama-3.2-1B", "llama-3.2-1b", "bf16", 2.0, "", "plugin_steps", ", up to eight steps"),
+        *("serve_vllm-steps-llama-3.2-1b-h200-2026-11-28.json", STEPS),
+    ),
+    (
+        *("Qwen3-0.6B", "qwen3-0.6b", "bf16", 2.0, "", "plugin_steps", ", up to eight steps"),
+        *("serve_vllm-steps-qwen3-0.6b-h200-2026-11-28.json", STEPS),
+    ),
+    (
+        *("Qwen3-8B", "qwen3-8b", "bf16", 2.0, "", "plugin_steps", ", up to eight steps"),
+        *("serve_vllm-steps-qwen3-8b-h200-2026-11-29.json", STEPS),
+    ),
+    (
+        *("DeepSeek-V2-Lite", "deepseek-v2-lite", "bf16", 2.0, "", "plugin_shipped", ""),
+        *("serve_vllm-deepseek-v2-lite-h200-2026-11-22.json", SERVE),
+    ),
+    (
+        *("DeepSeek-V2-Lite", "deepseek-v2-lite", "fp8 in blocks", 1 + 4 / 128**2, "fp8_blocks", "", ""),
+        *("serve_quantized-blocks-deepseek-v2-lite-h100-2026-11-28.json", f"{SERVE_QUANTIZED} fp8_blocks"),
+    ),
+    (
+        *("Qwen3-30B-A3B", "qwen3-30b-a3b", "bf16", 2.0, "", "plugin_shipped", ""),
+        *("serve_vllm-qwen3-30b-a3b-h200-2026-11-22.json", SERVE),
+    ),
+)
+"""Engines of other shapes: name, shape, numbers, bytes of one, format, cell, steps, file and command."""
 ROWS: tuple[tuple[str, Kernel | Step | Engine, Mapping[str, str], str], ...] = (
     ("engine, bf16, decode, batch 1", Engine(workload="decode, batch 1"), TUNED, SERVE),
     (
@@ -126,6 +182,15 @@ ROWS: tuple[tuple[str, Kernel | Step | Engine, Mapping[str, str], str], ...] = (
         Engine(workload="decode, batch 1", width=0.5 + 2 / 128, kind="w4a16"),
         {"H100": "serve_quantized-w4a16-h100-2026-11-26.json"},
         f"{SERVE_QUANTIZED} w4a16",
+    ),
+    *(
+        (
+            f"{name}, {numbers}, decode, batch 1{steps}",
+            Engine(workload="decode, batch 1", width=width, kind=kind, shape=shape, cell=cell),
+            {file.split("-20")[0].rpartition("-")[2].upper(): file},
+            f"{command} --shape {shape}",
+        )
+        for name, shape, numbers, width, kind, cell, steps, file, command in OTHERS
     ),
     ("engine, bf16, prefill, 64 × 2048", Engine(workload="prefill, 64 x 2048", matrix=2), TUNED, SERVE),
     (
