@@ -36,7 +36,7 @@ def measure(rank: int, meeting_point: str) -> list[list[float]]:
     device = torch.device("cuda", rank)
     library = TorchCollectives(group, ranks)
     shared = one_shot.SharedMemory(group, device)
-    shared.meet()
+    shared.map_peers()
     dist.barrier(group=cpu_group)  # all memory must be ready before the first sum
     return one_shot.measure((shared.add, library.all_reduce), device, cpu_group)
 

@@ -85,13 +85,15 @@ def copies() -> None:
 def take_turns(llm_engine: Any, rounds: int) -> dict[str, Any]:
     """Return seconds of the decode steps under each setting, and the report of each setting."""
     from fl_dispatch import get_default_manager
-    from fl_dispatch.shadow.sampling import Sampling, Wish
+    from fl_dispatch.shadow.sampling import Sampling, SamplingOptions
     from vllm import SamplingParams
 
     manager, shuffle = get_default_manager(), random.Random(0)
     clocks = {name: StepClock() for name in SHARES}
     settings: dict[str, Sampling | None] = {
-        name: None if share is None else Sampling(Wish(share, None, "reference", False, BUDGET), clocks[name])
+        name: None
+        if share is None
+        else Sampling(SamplingOptions(share, None, "reference", False, BUDGET), clocks[name])
         for name, share in SHARES.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in SHARES}

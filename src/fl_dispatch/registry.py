@@ -190,7 +190,7 @@ class OpRegistry:
             known = self._conventions[impl] = convention_of(impl, OPERATORS[impl.op_name])
         return known
 
-    def tell(self, observer: RegistryObserver) -> None:
+    def add_observer(self, observer: RegistryObserver) -> None:
         """Notify an object of every change from now on, as long as it lives."""
         with writers:
             self._observers.add(observer)

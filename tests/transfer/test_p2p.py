@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from fl_dispatch.errors import ConfigError
 from fl_transfer.p2p.counts import Tally
 from fl_transfer.p2p.engine import exchange as engine_module
+from fl_transfer.p2p.engine.bounded_dict import LAST, BoundedDict
 from fl_transfer.p2p.engine.exchange import Engine
 from fl_transfer.p2p.engine.inbox import Inbox
 from fl_transfer.p2p.engine.outbox import Outbox
-from fl_transfer.p2p.engine.remembered import LAST, Remembered
 from fl_transfer.p2p.memory.blocks import Blocks
 from fl_transfer.p2p.memory.pool import BuddyPool, Piece
 from fl_transfer.p2p.options import Options, SendType, check
@@ -529,7 +529,7 @@ def test_a_busy_engine_gets_no_second_part() -> None:
 
 
 def test_only_the_last_transfers_are_remembered() -> None:
-    remembered = Remembered[str]()
+    remembered = BoundedDict[str]()
     for number in range(LAST + 2):
         remembered[str(number)] = "gone"
     assert (len(remembered), "1" in remembered, "2" in remembered) == (LAST, False, True)
@@ -829,9 +829,9 @@ def test_a_request_waits_until_every_worker_has_its_cache_and_loads_all_but_the_
     half.arrived(request)
     assert half.orders(step()) == Orders(awaited=[(name, HERE, 3)]), "before it can be scheduled"
     assert half.matched_tokens(request, 4) is None
-    half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
+    half.apply_outcomes(Outcomes({name: 1}))  # type: ignore[arg-type]
     assert half.matched_tokens(request, 4) is None
-    half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
+    half.apply_outcomes(Outcomes({name: 1}))  # type: ignore[arg-type]
     assert half.matched_tokens(request, 4) == 6
     half.allocated(request, lambda: [7, 8, 9], 6)
     (load,) = half.orders(step()).loads
@@ -847,7 +847,7 @@ def test_a_request_whose_cache_is_lost_is_computed_and_says_why(caplog: pytest.L
     half.arrived(request)
     assert half.matched_tokens(request, 0) is None
     half.orders(step())
-    half.heard(Outcomes(lost={name: "the engine is gone"}))
+    half.apply_outcomes(Outcomes(lost={name: "the engine is gone"}))
     assert half.matched_tokens(request, 0) == 0
     assert half.orders(step()) == Orders(dropped=[name])
     assert "computes its prompt here: its KV cache does not come, because the engine is gone" in caplog.text
@@ -860,7 +860,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(ready: bool) -> None:
     half.arrived(request)
     half.orders(step())
     if ready:
-        half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
+        half.apply_outcomes(Outcomes({name: 1}))  # type: ignore[arg-type]
     half.finished(request.request_id)
     assert half.orders(step()).dropped == [name]
     assert (half._arrivals, half._claimed) == ({}, {})
@@ -903,9 +903,9 @@ def test_of_two_requests_for_one_transfer_one_loads_it_and_the_other_waits_so_lo
     if end == "gone":
         half.finished(first.request_id)
     elif end == "lost":
-        half.heard(Outcomes(lost={name: "the engine is gone"}))
+        half.apply_outcomes(Outcomes(lost={name: "the engine is gone"}))
     else:
-        half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
+        half.apply_outcomes(Outcomes({name: 1}))  # type: ignore[arg-type]
         assert [half.matched_tokens(request, 0) for request in (first, second)] == [10, None]
         half.allocated(first, lambda: [1, 2, 3], 10)
     assert half.matched_tokens(second, 8 if end == "loaded" else 0) == 0
@@ -987,7 +987,7 @@ def test_blocks_with_what_was_taken_back_are_named_once_even_if_their_request_ha
     name = transfer_of(ROUTE.name, first)
     for request in (first, second):
         half.arrived(request)
-    half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
+    half.apply_outcomes(Outcomes({name: 1}))  # type: ignore[arg-type]
     half.orders(step())
     if when != "ready":
         half.allocated(first, lambda: [1, 2, 3], 6)
@@ -997,7 +997,7 @@ def test_blocks_with_what_was_taken_back_are_named_once_even_if_their_request_ha
     told = Outcomes(taken_back={name: "it is wrong"})
     assert half.spoiled(told) == ({} if when == "ready" else dict.fromkeys((2, 3), "it is wrong"))
     assert half.spoiled(told) == {}, "another worker heard of it later"
-    half.heard(told)
+    half.apply_outcomes(told)
     assert half.orders(step()).dropped == ([name] if when == "ready" else [])
     assert half.matched_tokens(first, 0) == 0
     assert ("its KV cache does not come, because it is wrong" in caplog.text) == (when == "ready")

@@ -409,7 +409,7 @@ def test_a_receiver_that_says_twice_that_it_is_ready_gets_the_bytes_once() -> No
 
         def twice(put: Any, who: bytes) -> Any:
             answer = await_part(put, who)
-            engine._tell(engine._listener, answer, who)
+            engine._send_message(engine._listener, answer, who)
             return answer
 
         engine._await_part = twice

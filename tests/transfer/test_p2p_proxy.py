@@ -93,7 +93,7 @@ class Scene:
         app.router.add_post("/{path:.*}", handle)
         self.open.append(web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1))
         engine = Standin(await listen(self.open[-1]), Address(HOST, free_port()))
-        self.proxy.instances.hear(Heartbeat(role, str(engine.http), str(engine.zmq)))
+        self.proxy.instances.note_heartbeat(Heartbeat(role, str(engine.http), str(engine.zmq)))
         return engine
 
     def post(self, path: str = "/v1/completions", **body: Any) -> Any:
@@ -476,14 +476,14 @@ def test_an_error_does_not_end_the_hearing_of_heartbeats(monkeypatch: pytest.Mon
 
     async def test() -> None:
         async with scene(heartbeats=port) as here:
-            real, failures = here.proxy.instances.hear, iter([RuntimeError("planted")])
+            real, failures = here.proxy.instances.note_heartbeat, iter([RuntimeError("planted")])
 
             def hear(beat: Heartbeat) -> None:
                 for error in failures:
                     raise error
                 real(beat)
 
-            monkeypatch.setattr(here.proxy.instances, "hear", hear)
+            monkeypatch.setattr(here.proxy.instances, "note_heartbeat", hear)
             with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as somebody:
                 somebody.connect(f"tcp://{HOST}:{port}")
                 for _ in range(2):
@@ -514,7 +514,7 @@ def beat(port: int, role: Any = "P") -> Heartbeat:
 def test_engines_come_take_turns_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Instances()
     for one in (beat(10), beat(20), beat(30, "D"), beat(40, "PD")):
-        known.hear(one)
+        known.note_heartbeat(one)
     assert [one.http.port for one in known.of("D")] == [30, 40]
     for port in (10, 20, 40, 10):
         first = known.of("P")[0]
@@ -530,14 +530,14 @@ def test_engines_come_take_turns_and_go(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_engine_that_failed_comes_back_later_and_is_the_last_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Instances()
     for one in (beat(10), beat(20)):
-        known.hear(one)
+        known.note_heartbeat(one)
     failed, other = known.of("P")
     known.failed(failed, "planted")
-    known.hear(beat(10))
+    known.note_heartbeat(beat(10))
     assert known.of("P") == [other], "its heart still beats"
     failed.back_at = 0.0
     assert known.of("P") == [other], "not before it beats again"
-    known.hear(beat(10))
+    known.note_heartbeat(beat(10))
     with known.serving(other):
         assert known.of("P") == [other, failed]
         known.answered(failed)
@@ -547,9 +547,9 @@ def test_an_engine_that_failed_comes_back_later_and_is_the_last_choice(monkeypat
 def test_a_heartbeat_with_a_wrong_address_or_too_many_of_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Instances()
     with pytest.raises(BadMessage, match="no address"):
-        known.hear(Heartbeat("P", "evil/../:80", "127.0.0.1:1"))
+        known.note_heartbeat(Heartbeat("P", "evil/../:80", "127.0.0.1:1"))
     monkeypatch.setattr(instances_module, "MOST", 1)
-    known.hear(beat(10))
-    known.hear(beat(10))
+    known.note_heartbeat(beat(10))
+    known.note_heartbeat(beat(10))
     with pytest.raises(BadMessage, match="more than 1 engines"):
-        known.hear(beat(20))
+        known.note_heartbeat(beat(20))

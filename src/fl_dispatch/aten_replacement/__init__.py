@@ -102,7 +102,7 @@ def replaced_operators() -> Mapping[str, str]:
     return dict(sorted((key, run) for found in replacements() for key, run in found.operators().items()))
 
 
-def obey(listed: Collection[str], why: str = "aten_blacklist") -> None:
+def apply_blacklist(listed: Collection[str], why: str = "aten_blacklist") -> None:
     """Leave listed operators to PyTorch, ``*`` for all; resume those that only an earlier list named."""
     keys = {name.removeprefix("aten::").removesuffix(".default") for name in listed}
     for found in replacements():
@@ -119,5 +119,5 @@ def obey(listed: Collection[str], why: str = "aten_blacklist") -> None:
 
 
 def kept_operators() -> tuple[str, ...]:
-    """Return ``aten::mm.out`` of each operator that a backend would replace without :func:`obey`'s list; sorted."""
+    """Return ``aten::mm.out`` of each operator that only :func:`apply_blacklist` leaves to PyTorch; sorted."""
     return tuple(sorted(f"aten::{key}" for found in replacements() for key in _kept.get(found.NAME, ())))

@@ -13,7 +13,7 @@ import typer
 from ..devices import device_of
 from ..errors import DispatchError
 from ..evidence.origin import origin
-from ..evidence.prove import fence
+from ..evidence.prove import sandbox
 from ..evidence.prove.candidate import read
 from ..evidence.prove.process import Limits
 from ..evidence.prove.signature import GROUP, sign
@@ -53,9 +53,9 @@ def prove(
     write. This process makes the inputs and compares the results. A file may hold functions of tensors alone.
 
     Exit status 0: a candidate is right, and with --package it was written. 1: none is right, or none is faster.
-    2: nothing to prove, or no fence can be put up here.
+    2: nothing to prove, or no sandbox can be installed here.
     """
-    if why := fence.why_none():
+    if why := sandbox.why_unavailable():
         raise DispatchError(why)
     file, rows = ResultFile(out, json), Rows(COLUMNS, quiet=json)
     place = device_named(device)

@@ -44,10 +44,10 @@ def report(
         new.unlink(missing_ok=True)
         raise DispatchError(f"{out} cannot be written: {text_of(error)}") from error
     if json:
-        sections = {section.title: list(section.glance) for section in made.sections if section.parts}
+        sections = {section.title: list(section.summary) for section in made.sections if section.parts}
         print_json({"page": str(out), "bytes": len(text.encode()), "sections": sections})
         return
     console.print(f"{out}: {len(text) / 1e6:.1f} MB", highlight=False, markup=False)
     for section in made.sections:
-        said = " ".join(section.glance) if section.parts else f"no data; `{section.fill}` measures it"
+        said = " ".join(section.summary) if section.parts else f"no data; `{section.fill}` measures it"
         console.print(f"  {section.title}: {said}", highlight=False, markup=False)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from torch import Tensor
 
 KEPT_ANSWERS = 4096
-Lies = tuple[int, tuple[int, ...], tuple[int, ...]]
+Extent = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Bytes of an element; sizes; strides, in elements."""
 
 
@@ -15,15 +15,15 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors share memory; most do not even share a storage."""
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
-    return _meet(other.data_ptr() - one.data_ptr(), _lies(one), _lies(other))
+    return _bytes_overlap(other.data_ptr() - one.data_ptr(), _extent(one), _extent(other))
 
 
-def _lies(tensor: Tensor) -> Lies:
+def _extent(tensor: Tensor) -> Extent:
     return tensor.element_size(), tuple(tensor.shape), tensor.stride()
 
 
 @lru_cache(KEPT_ANSWERS)
-def _meet(distance: int, one: Lies, other: Lies) -> bool:
+def _bytes_overlap(distance: int, one: Extent, other: Extent) -> bool:
     """Whether two tensors share bytes; the other one begins ``distance`` bytes after the first.
 
     Elements ``i`` and ``j`` overlap if ``i * strides`` of the first and ``distance + j * strides`` of the other differ

@@ -56,7 +56,7 @@ class FailureLog:
 
     def __init__(self) -> None:
         self._failures: dict[tuple[str, str], dict[ArgumentKind, Failure]] = {}
-        self._told: set[tuple[str, str, str]] = set()
+        self._reported: set[tuple[str, str, str]] = set()
 
     def record(self, impl: OpImpl, kind: ArgumentKind, error: BaseException) -> None:
         """Ban an implementation for a kind of arguments."""
@@ -66,11 +66,11 @@ class FailureLog:
             kinds[kind] = Failure(before.count + 1 if before else 1, text_of(error))
             self._failures = {**self._failures, (impl.op_name, impl.impl_id): kinds}
 
-    def tell_once(self, impl: OpImpl, problem: str) -> bool:
+    def is_new_problem(self, impl: OpImpl, problem: str) -> bool:
         """Return whether a kind of problem is new for an implementation; each call's text may differ."""
         key = (impl.op_name, impl.impl_id, problem)
-        news = key not in self._told
-        self._told.add(key)
+        news = key not in self._reported
+        self._reported.add(key)
         return news
 
     def as_a_whole(self, impl: OpImpl) -> str:

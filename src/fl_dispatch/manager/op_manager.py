@@ -67,7 +67,7 @@ class OpManager:
         self.freezer = Freezer(self.state, self.table_keeper)
         self.shadow = Shadow(self.state)
         self._start = Start(self.state, self.table_keeper, self.shadow, register_builtins)
-        self.registry.tell(self)
+        self.registry.add_observer(self)
         with writers:
             managers.add(self)
 

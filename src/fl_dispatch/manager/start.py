@@ -12,7 +12,7 @@ from ..logger_manager import get_logger
 from ..run.keeper import TableKeeper
 from ..settings import get_settings
 from ..shadow.mode import Shadow
-from ..shadow.sampling import Sampling, Wish
+from ..shadow.sampling import Sampling, SamplingOptions
 from ..state import State
 from . import checks
 
@@ -77,8 +77,8 @@ class Start:
         decisions = [state.decide(op_name, None, policy) for op_name in state.registry.list_operators()]
         checks.check(state, policy)
         settings = get_settings()
-        if (wish := Wish.of(settings)) and self._shadow.sampling is None:
-            self._shadow.sampling = Sampling(wish)
+        if (options := SamplingOptions.of(settings)) and self._shadow.sampling is None:
+            self._shadow.sampling = Sampling(options)
         if settings.dispatch_debug:
             state.counter.on = True
             for decision in decisions:

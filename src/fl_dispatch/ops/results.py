@@ -41,7 +41,7 @@ def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
             if getattr(fake, what) != getattr(real, what):
                 got_text, wanted_text = _text(getattr(real, what)), _text(getattr(fake, what))
                 return f"result {index} has {what} {got_text}, {wanted_text} is declared"
-        in_place = any(_lies_as(real, tensor) for tensor in written)
+        in_place = any(_has_same_layout(real, tensor) for tensor in written)
         if not in_place and fake.numel() and _strides(fake) != _strides(real):
             return f"result {index} has strides {real.stride()}, {fake.stride()} is declared"
     return ""
@@ -82,7 +82,7 @@ def without_data(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _lies_as(one: Tensor, other: Tensor) -> bool:
+def _has_same_layout(one: Tensor, other: Tensor) -> bool:
     """Whether tensors are the same memory with the same strides."""
     places = [(tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()) for tensor in (one, other)]
     return places[0] == places[1]

@@ -158,7 +158,7 @@ def why_not_for_call(state: State, impl: OpImpl, call: Call) -> str:
         return call.why_declined(impl, state.registry.convention(impl))
     except Exception as error:  # raised by a foreign 'supports'
         reason = f"its 'supports' raised {text_of(error)}"
-        if state.failures.tell_once(impl, type(error).__name__):
+        if state.failures.is_new_problem(impl, type(error).__name__):
             logger.warning("Implementation '%s' is left out of op '%s': %s", impl.impl_id, impl.op_name, reason)
         return reason
 

@@ -149,14 +149,14 @@ class _Watch:
             if not reason:
                 return other
             reasons.append(f"{other.impl_id}: {reason}")
-        self._unfit("; ".join(reasons) or f"no implementation is '{self.sampling.wish.second}'")
+        self._unfit("; ".join(reasons) or f"no implementation is '{self.sampling.options.second}'")
         return None
 
     def _unfit(self, reason: str) -> None:
         """Log once why an operator's calls, or one of them, cannot be compared."""
         op_name, impl_id = self.impl.op_name, self.impl.impl_id
         self.findings.unfit[op_name] = reason
-        if self.state.failures.tell_once(self.impl, "shadow"):
+        if self.state.failures.is_new_problem(self.impl, "shadow"):
             logger.warning("shadow: calls of '%s' by '%s' are not all compared: %s", op_name, impl_id, reason)
 
     def _report(self, second: OpImpl, call: Call, found: Difference) -> None:
@@ -176,7 +176,7 @@ class _Watch:
 
     def _why_no_ban(self, second: OpImpl, call: Call) -> str:
         """Return why a wrong implementation stays in service; empty if a ban is wanted and safe."""
-        if not self.sampling.wish.ban:
+        if not self.sampling.options.ban:
             return "shadow_action is 'log'"
         if second.kind is not BackendImplKind.REFERENCE:
             return "only the reference says which of the two is wrong"

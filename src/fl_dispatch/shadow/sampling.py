@@ -22,7 +22,7 @@ SAVED_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class SamplingOptions:
     """The user's settings of shadow mode.
 
     Args:
@@ -40,7 +40,7 @@ class Wish:
     budget: float
 
     @classmethod
-    def of(cls, settings: Settings) -> Wish | None:
+    def of(cls, settings: Settings) -> SamplingOptions | None:
         """Return the settings of shadow mode; ``None`` if it is off."""
         if not (settings.shadow_share and settings.shadow_budget and settings.policy.enabled):
             return None
@@ -57,7 +57,7 @@ class Sampling:
     """Draws calls and keeps their cost within the budget. Shared by all calls of a manager.
 
     Args:
-        wish: the settings.
+        options: the settings.
         clock: returns seconds.
 
     Attributes:
@@ -66,8 +66,8 @@ class Sampling:
         every_call: whether to draw all calls of this thread's step, because steps are drawn instead.
     """
 
-    def __init__(self, wish: Wish, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.wish, self.clock = wish, clock
+    def __init__(self, options: SamplingOptions, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.options, self.clock = options, clock
         self.seconds = 0.0
         self.passed_over = 0
         self.every_call = False
@@ -77,15 +77,15 @@ class Sampling:
 
     def wants(self, op_name: str) -> bool:
         """Whether an operator's calls are compared."""
-        return self.wish.operators is None or op_name in self.wish.operators
+        return self.options.operators is None or op_name in self.options.operators
 
     def is_second(self, impl: OpImpl) -> bool:
         """Whether the user asks for comparison with this implementation."""
-        return match_token(impl, self.wish.second)
+        return match_token(impl, self.options.second)
 
     def gaps(self, place: str) -> Iterator[int]:
         """Yield numbers of calls up to the next drawn one, inclusive; all ranks draw the same calls for one place."""
-        draw, share = random.Random(place).random, self.wish.share
+        draw, share = random.Random(place).random, self.options.share
         while True:  # geometric distribution of the gap to the next call
             yield 1 if share == 1 else 1 + int(min(math.log1p(-draw()) / math.log1p(-share), NEVER))
 
@@ -95,8 +95,8 @@ class Sampling:
             return False
         with _account:
             now = self.clock()
-            most = SAVED_SECONDS * self.wish.budget
-            self._credit = min(most, self._credit + (now - self._credited) * self.wish.budget)
+            most = SAVED_SECONDS * self.options.budget
+            self._credit = min(most, self._credit + (now - self._credited) * self.options.budget)
             self._credited = now
             if self._credit > 0:
                 return True

@@ -68,7 +68,7 @@ class P2pConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if isinstance(outcomes := connector_output.kv_connector_worker_meta, Outcomes):
-            self.fl_in_scheduler.heard(outcomes)
+            self.fl_in_scheduler.apply_outcomes(outcomes)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.fl_in_scheduler.finished(request.request_id)

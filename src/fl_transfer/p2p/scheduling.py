@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from fl_dispatch.logger_manager import get_logger
 
-from .engine.remembered import Remembered
+from .engine.bounded_dict import BoundedDict
 from .orders import Load, Orders, Outcomes, Send, TakeBack
 from .protocol.route import Address, Route, transfer_of
 
@@ -71,8 +71,8 @@ class Scheduling:
         self._followers: dict[str, str] = {}  # request → the transfer that another one has claimed
         self._departures: dict[str, _Departure] = {}  # by request
         self._departing: set[str] = set()  # their transfers
-        self._left = Remembered[Address]()  # their receivers
-        self._loaded = Remembered[list[int]]()  # transfer → the local blocks into which it was loaded
+        self._left = BoundedDict[Address]()  # their receivers
+        self._loaded = BoundedDict[list[int]]()  # transfer → the local blocks into which it was loaded
         self._routed, self._unrouted = False, 0
         self._orders = Orders()
 
@@ -162,7 +162,7 @@ class Scheduling:
         orders, self._orders = self._orders, Orders()
         return orders
 
-    def heard(self, outcomes: Outcomes) -> None:
+    def apply_outcomes(self, outcomes: Outcomes) -> None:
         """Process the workers' outcomes of awaited transfers."""
         for transfer, workers in outcomes.ready.items():
             arrival = self._arrival(transfer)

@@ -73,7 +73,7 @@ class AttentionFLBackend(AttentionBackend):
             self._describe(batch, [1] * requests, number)
             return
         slots = batch.out_cache_loc.view(requests, -1)
-        self._describe_tree(batch, draft_trees.seen_by_branches(slots, number, branches), slots)
+        self._describe_tree(batch, draft_trees.visible_drafts(slots, number, branches), slots)
 
     def _describe_tree(self, batch: ForwardBatch, sees: Tensor, slots: Tensor) -> None:
         """Describe new tokens that see some of the drafts; see :mod:`.speculation.trees`."""

@@ -50,7 +50,7 @@ def refusal(layer: RadixAttention) -> str | None:
     return None
 
 
-def kept_aside(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
+def transformers_layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
     """Yield the layers of ``--model-impl transformers``, which the model keeps in a dictionary outside its modules.
 
     Each gets a prefix below the Hugging Face attention that calls it.
@@ -66,7 +66,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
     for prefix, module in model.named_modules():
         if isinstance(module, RadixAttention):
             yield prefix, module
-    yield from kept_aside(model)
+    yield from transformers_layers(model)
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------

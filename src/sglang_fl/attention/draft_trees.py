@@ -8,7 +8,7 @@ from torch import Tensor
 from .metadata import AttentionFLMetadata
 
 
-def seen_by_branches(slots: Tensor, number: int, branches: int) -> Tensor:
+def visible_drafts(slots: Tensor, number: int, branches: int) -> Tensor:
     """Return the drafts of each branch in its own slots, also if another branch has replaced it.
 
     Args:

@@ -37,8 +37,9 @@ def choose(page_size: int, hosts_own: Sequence[str] = ()) -> KVLayout:
     """
     global _in_force, _hosts_own
     _hosts_own = tuple(hosts_own)
-    wish = kv_layout.wish()
-    wanted = DEFAULT if wish.layout is None or wish.optional else wish.layout  # pages of one token gain nothing
+    preferred = kv_layout.preference()
+    # Pages of one token gain nothing from an optional layout.
+    wanted = DEFAULT if preferred.layout is None or preferred.optional else preferred.layout
     if hosts_own and wanted != DEFAULT:
         backends = ", ".join(f"'{name}'" for name in hosts_own)
         logger.warning(

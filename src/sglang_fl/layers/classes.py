@@ -134,7 +134,7 @@ def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RadixAttention) or find(type(module)) is not None:
             prefixes.setdefault(module, []).append(prefix)
-    for prefix, layer in attention_layers.kept_aside(model):
+    for prefix, layer in attention_layers.transformers_layers(model):
         prefixes.setdefault(layer, []).append(prefix)
     yield from prefixes.items()
 

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     """Set defaults for this device if the user chose nothing."""
-    multiple = kv_layout.wish().multiple
+    multiple = kv_layout.preference().multiple
     defaults = {
         "device": device.torch_type,
         **({"page_size": multiple} if multiple > 1 else {}),

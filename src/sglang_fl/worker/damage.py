@@ -91,7 +91,7 @@ class Damage:
             if request.is_retracted or request.inflight_middle_chunks > 0:  # the last chunk shows the damage too
                 continue
             if why := self.suspects.pop(request.rid, ""):
-                again += self.again_or_end(scheduler, batch, request, why)
+                again += self.retry_or_end(scheduler, batch, request, why)
                 continue
             verdict = self.verdicts.of(request.rid, bool(damaged), watched, sampled=True)
             if verdict is Verdict.AGAIN and (why := _why_not_again(scheduler, request)):
@@ -120,9 +120,9 @@ class Damage:
         logger.warning("requests with keys and values of an implementation that was wrong: %s", names)
         parts = [one for one in found if one in chunked or one.inflight_middle_chunks > 0]
         self.suspects.update({one.rid: why for one in parts})
-        return [one for each in found if each not in parts for one in self.again_or_end(scheduler, batch, each, why)]
+        return [one for each in found if each not in parts for one in self.retry_or_end(scheduler, batch, each, why)]
 
-    def again_or_end(self, scheduler: Scheduler, batch: ScheduleBatch, request: Req, why: str) -> list[Req]:
+    def retry_or_end(self, scheduler: Scheduler, batch: ScheduleBatch, request: Req, why: str) -> list[Req]:
         """Return the request if it is to be read again; otherwise end it."""
         if self.verdicts.action == "end" or _why_not_again(scheduler, request):
             _end(request, why, batch)

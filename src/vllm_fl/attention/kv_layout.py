@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fl_dispatch.hosting.memory import kv_layout
-from fl_dispatch.hosting.memory.kv_layout import KVLayout, Wish
+from fl_dispatch.hosting.memory.kv_layout import KVLayout, Preference
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops.attention import SCALES, TOKEN_SCALES
 from fl_dispatch.ops.mla import LATENT_SCALES
@@ -77,18 +77,20 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
     """
     global _in_force, _multiple, _block
     cache = vllm_config.cache_config
-    wish = Wish() if cache.cache_dtype == INT8_DTYPE else kv_layout.wish()
+    preferred = Preference() if cache.cache_dtype == INT8_DTYPE else kv_layout.preference()
     travel = vllm_config.kv_transfer_config is not None
-    if travel and wish.layout is not None and not wish.optional:
-        logger.warning("KV cache layout %s, not %s: blocks go elsewhere (KV transfer)", DEFAULT.name, wish.layout.name)
+    if travel and preferred.layout is not None and not preferred.optional:
+        logger.warning(
+            "KV cache layout %s, not %s: blocks go elsewhere (KV transfer)", DEFAULT.name, preferred.layout.name
+        )
     model = vllm_config.model_config
     keeps_states = model is not None and (model.is_hybrid or model.is_attention_free)
-    shared = keeps_states and wish.layout is not None and not wish.layout.whole_blocks
+    shared = keeps_states and preferred.layout is not None and not preferred.layout.whole_blocks
     fixed = cache.block_size if cache.user_specified_block_size else None
-    unfit = wish.optional and fixed is not None and fixed % wish.block != 0
-    _in_force = DEFAULT if travel or shared or unfit or wish.layout is None else wish.layout
-    _multiple = wish.multiple if fixed is None or fixed % wish.multiple == 0 else 1
-    _block = wish.block
+    unfit = preferred.optional and fixed is not None and fixed % preferred.block != 0
+    _in_force = DEFAULT if travel or shared or unfit or preferred.layout is None else preferred.layout
+    _multiple = preferred.multiple if fixed is None or fixed % preferred.multiple == 0 else 1
+    _block = preferred.block
     usual = usual_block(type(cache).DEFAULT_BLOCK_SIZE)
     block_size = fixed or (usual if usual % _multiple == 0 else _multiple)
     kv_layout.state(_in_force, block_size)

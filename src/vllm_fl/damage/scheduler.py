@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from fl_dispatch.hosting.damage.verdicts import Told, Verdict, Verdicts, of_numbers, of_wrong
+from fl_dispatch.hosting.damage.verdicts import StepReport, Verdict, Verdicts, of_numbers, of_wrong
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
 from . import choice
-from .messages import TOLD, WATCH
+from .messages import STEP_REPORT, WATCH
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-NOTHING = Told()
+NOTHING = StepReport()
 SPOILED = "the engine that sent it found NaN or infinity in the logits that it computed from it"
 
 
@@ -51,13 +51,13 @@ def _ordering(schedule: Callable[..., SchedulerOutput]) -> Callable[..., Schedul
 def _judging(update: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(update)
     def judged(self: Scheduler, step: SchedulerOutput, output: ModelRunnerOutput) -> Any:
-        told, watched = TOLD.find(output), WATCH.find(step) is not None
+        report, watched = STEP_REPORT.find(output), WATCH.find(step) is not None
         counts, spoiled = output.num_nans_in_logits, _spoiled(self, output)
-        if not (told or watched or spoiled or (counts and any(counts.values()))) or choice.is_off():
+        if not (report or watched or spoiled or (counts and any(counts.values()))) or choice.is_off():
             return update(self, step, output)
         if (damage := DAMAGE.find(self)) is None:
             DAMAGE.give(self, damage := Damage(self))
-        ended = damage.judge(step, output, watched, told or NOTHING, spoiled)
+        ended = damage.judge(step, output, watched, report or NOTHING, spoiled)
         result = update(self, step, output)
         for request, why in ended:
             _answer(result, request, why)
@@ -74,7 +74,12 @@ class Damage:
         self.verdicts = Verdicts(get_settings().damaged_requests)
 
     def judge(
-        self, step: SchedulerOutput, output: ModelRunnerOutput, watched: bool, told: Told, spoiled: Mapping[int, str]
+        self,
+        step: SchedulerOutput,
+        output: ModelRunnerOutput,
+        watched: bool,
+        report: StepReport,
+        spoiled: Mapping[int, str],
     ) -> list[tuple[Request, str]]:
         """Restart damaged requests, or end them; return those that ended, and why.
 
@@ -101,18 +106,18 @@ class Damage:
                 logger.warning("request %s has logits with NaN or infinity: it is computed again and watched", name)
                 again.append(request)
             elif verdict is Verdict.ENDS:
-                ended.append((request, of_numbers(damaged, told.origins)))
+                ended.append((request, of_numbers(damaged, report.origins)))
         self._take_back([one.request_id for one in (*again, *dict(ended))], SPOILED)
         touched = self._having(spoiled)
-        if told.wrong:
-            touched = dict.fromkeys(self.scheduler.running, of_wrong(told.wrong))
-            self._take_back(None, of_wrong(told.wrong))
+        if report.wrong:
+            touched = dict.fromkeys(self.scheduler.running, of_wrong(report.wrong))
+            self._take_back(None, of_wrong(report.wrong))
         for one in (*again, *dict(ended)):
             touched.pop(one, None)
-        if told.wrong or spoiled:
+        if report.wrong or spoiled:
             self._evict_all()
             names = ", ".join(one.request_id for one in touched) or "none"
-            of = "an implementation that was wrong" if told.wrong else "another engine, which takes them back"
+            of = "an implementation that was wrong" if report.wrong else "another engine, which takes them back"
             logger.warning("requests with keys and values of %s: %s", of, names)
             if self.verdicts.action == "end":
                 ended += touched.items()

@@ -51,7 +51,7 @@ class IndexCacheFL(DeepseekV32IndexerCache):
     """The indexer's work on a batch."""
     fl_scales: Tensor | None = None
 
-    def fl_settle(self, dim: int, dtype: torch.dtype, fp8: bool) -> None:
+    def fl_set_slot_format(self, dim: int, dtype: torch.dtype, fp8: bool) -> None:
         """Set the content of a slot: a key in fp8 and its scales, or a key in ``dtype``."""
         self.fl_dim, self.fl_fp8 = dim, fp8
         self.head_dim = dim + SCALE_BYTES * -(-dim // INDEX_GROUP) if fp8 else dim
@@ -85,7 +85,7 @@ class IndexerFL(Indexer):
         if (check := getattr(self.quant_config, "fl_check_index_keys", None)) is not None:
             check(self.wk_weights_proj, f"{self.prefix}.wk")
         del self.indexer_op
-        self.k_cache.fl_settle(self.head_dim, vllm_config.model_config.dtype, stores_fp8(vllm_config))
+        self.k_cache.fl_set_slot_format(self.head_dim, vllm_config.model_config.dtype, stores_fp8(vllm_config))
         self.fl_dtype = vllm_config.model_config.dtype
         self.k_cache.fl_index = self.fl_index
         self.fl_write, self.fl_list = (bind_op(operator, self.prefix) for operator in INDEX_OPERATORS)

@@ -28,7 +28,7 @@ def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
-class AsVLLMs(type):
+class ActsAsHostClass(type):
     """Metaclass of a replacement class that accepts vLLM's own class and its subclasses as subclasses.
 
     vLLM calls ``isinstance`` with the replacement class to find the layers that LoRA can wrap; vLLM's subclasses are
@@ -44,7 +44,7 @@ class LinearLayer(DispatchedLayer):
     """A layer with a product that our operator may compute."""
 
     fl_operator = "linear"
-    fl_metaclass = AsVLLMs
+    fl_metaclass = ActsAsHostClass
     quant_method: Any
     weight: Tensor
 

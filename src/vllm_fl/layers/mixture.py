@@ -83,7 +83,7 @@ class RunnerLayer(DispatchedLayer):
         from vllm.config import get_current_vllm_config
 
         from .routers import RouterFL, route
-        from .shared_experts import beside
+        from .shared_experts import on_separate_stream
 
         try:
             found = route(router)
@@ -97,7 +97,7 @@ class RunnerLayer(DispatchedLayer):
                 )
             self.fl_operator, router = found.operator, RouterFL(router, found)
         super().__init__(*args, layer_name=layer_name, router=router, **kwargs)
-        self._shared_experts = beside(self._shared_experts)
+        self._shared_experts = on_separate_stream(self._shared_experts)
         model = get_current_vllm_config().model_config
         self.fl_multiplies = model is not None and models.is_unbalanced(model)
 

@@ -37,7 +37,7 @@ class SharedExpertsFL(SharedExperts):
         return SharedExpertsOrder.MULTI_STREAM_OVERLAPPED if few else order
 
 
-def beside(host: SharedExperts | None) -> SharedExperts | None:
+def on_separate_stream(host: SharedExperts | None) -> SharedExperts | None:
     """Put a layer's shared experts on a separate stream on an NVIDIA GPU, if the platform is not vLLM's own."""
     ours = detect_device() is CUDA and not current_platform.is_cuda_alike()
     if host is None or not ours or envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rows import flat, put, rows_of, take, worth_a_look
+from .rows import candidate_rows, flat, put, rows_of, take
 
 
 def prepare_prefill_inputs(
@@ -26,7 +26,7 @@ def prepare_prefill_inputs(
     known = state.clamp(min=0)
     computed, length = take(num_computed_tokens, known).to(torch.int64), take(prefill_lens, known).to(torch.int64)
     reading = (state >= 0) & (computed < length)
-    asked = worth_a_look(reading)
+    asked = candidate_rows(reading)
     if not len(asked):  # most steps, in which nothing below would be written
         return
     rows = rows_of(query_start_loc, len(state), len(input_ids))

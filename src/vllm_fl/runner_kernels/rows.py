@@ -59,7 +59,7 @@ def put(target: Tensor, index: Tensor, values: Tensor, written: Tensor) -> None:
     flat(target).index_add_(0, place, change.flatten())
 
 
-def worth_a_look(mask: Tensor) -> Tensor:
+def candidate_rows(mask: Tensor) -> Tensor:
     """Return the true places of a bool tensor ``[rows]`` in main memory; all places on an accelerator."""
     if mask.get_device() < 0:
         return mask.nonzero()[:, 0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import flat, take, worth_a_look
+from .rows import candidate_rows, flat, take
 
 GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 WORD = 0xFFFFFFFF
@@ -123,7 +123,7 @@ def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor, tempe
     numbers = getattr(temperatures, NUMBERS, None)
     if numbers is not None and not numbers.any():
         return values
-    drawn = worth_a_look(heat != 0)
+    drawn = candidate_rows(heat != 0)
     if not len(drawn):
         return values
     noise = gumbel_noise(seeds[drawn].to(torch.int64), positions[drawn], values.shape[1], values.dtype == torch.float64)

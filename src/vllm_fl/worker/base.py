@@ -216,7 +216,7 @@ class WorkerFL(Worker):
         tokens = self.fl_tokens if self.fl_several_steps else 0
         with self._step() if runs else nullcontext(), cache_slots.step(tokens), self.fl_watched_steps.step():
             output = super().sample_tokens(grammar_output)
-        self.fl_watched_steps.tell(output)
+        self.fl_watched_steps.attach_report(output)
         return output
 
     def execute_dummy_batch(self) -> None:

@@ -77,13 +77,13 @@ def of_worker(vllm_config: VllmConfig, model: nn.Module, runner: Any) -> EagerSt
     if sampling is None or not (compile.is_compiled(vllm_config) or compile.is_captured(vllm_config)):
         return NoEagerSteps()
     if get_world_group().world_size > 1:
-        return _told("ranks run in step, and they would have to agree on the steps")
+        return _without("ranks run in step, and they would have to agree on the steps")
     if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
-        return _told("stock torch.compile replaces the model's own forward")
+        return _without("stock torch.compile replaces the model's own forward")
     return EagerSteps(sampling, model, runner)
 
 
-def _told(reason: str) -> NoEagerSteps:
+def _without(reason: str) -> NoEagerSteps:
     logger.warning("shadow: no step runs eagerly, because %s; only opaque calls of compiled code are compared", reason)
     return NoEagerSteps()
 

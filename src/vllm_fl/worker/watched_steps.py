@@ -10,7 +10,7 @@ from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.hosting.damage.verdicts import Told, Wrong
+from fl_dispatch.hosting.damage.verdicts import StepReport, Wrong
 from fl_dispatch.hosting.ranks.agreement import together
 from fl_dispatch.shadow import origin
 
@@ -50,7 +50,7 @@ class WatchedSteps:
         """Return the context for a part of the step that runs the model."""
         return self._watched() if self.watches and not self.origins else nullcontext()
 
-    def tell(self, output: Any) -> None:
+    def attach_report(self, output: Any) -> None:
         """Attach to the step's output what the scheduler must know; nothing if all is right."""
         origins, wrong = None, self.wrong.new()
         if not self.watches and not wrong:
@@ -61,7 +61,7 @@ class WatchedSteps:
             for group in (get_tp_group(), get_pp_group()):
                 origins = together(group.cpu_group, origins)
         if output is not None:
-            attach(output, Told(None if origins is None else tuple(origins), wrong))
+            attach(output, StepReport(None if origins is None else tuple(origins), wrong))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -194,7 +194,7 @@ def test_an_implementation_that_differed_in_several_layers_and_workers_is_counte
         choices = {**RECORD["choices"], "shadow": {**shadow, "findings": found}}
         (tmp_path / f"{pid}.json").write_text(json.dumps({**RECORD, "pid": pid, "choices": choices}))
     (section,) = (one for one in build([tmp_path], with_runs=False).sections if one.title == "Shadow")
-    assert section.glance == ("1", "implementation differed, in 8 of 1,000 compared calls")
+    assert section.summary == ("1", "implementation differed, in 8 of 1,000 compared calls")
 
 
 @pytest.mark.parametrize("name", ["impl_id", "note", "device", "file name", "candidate", "engine"])

@@ -109,7 +109,7 @@ def vendor() -> Iterator[Callable[..., None]]:
 def stated(block_size: int, caplog: pytest.LogCaptureFixture) -> list[str]:
     """The warnings of a start with blocks of this size."""
     caplog.set_level(logging.WARNING)
-    kv_layout.state(kv_layout.wish().layout or KVLayout.parse("NHD"), block_size)
+    kv_layout.state(kv_layout.preference().layout or KVLayout.parse("NHD"), block_size)
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
@@ -119,17 +119,17 @@ def chosen(op: str) -> str:
 
 def test_a_pair_that_gets_its_layout_and_its_blocks_runs_without_a_word(vendor: Any, caplog: Any) -> None:
     vendor(*kv_layout.OPERATORS, kv_layout="(NHD|NHD)", kv_block_multiple=128)
-    assert kv_layout.wish() == kv_layout.Wish(KVLayout.parse("(NHD|NHD)"), 128)
+    assert kv_layout.preference() == kv_layout.Preference(KVLayout.parse("(NHD|NHD)"), 128)
     assert not stated(256, caplog)
     assert [chosen(op) for op in kv_layout.OPERATORS] == ["vendor.nimbus"] * 2
 
 
 def test_who_is_merely_faster_with_a_layout_is_asked_where_nobody_requires_one(vendor: Any, caplog: Any) -> None:
     vendor("paged_attention", properties={"kv_layout": "HDN/HND", "kv_block": 32})
-    assert kv_layout.wish() == kv_layout.Wish(KVLayout.parse("HDN/HND"), 1, 32, optional=True)
+    assert kv_layout.preference() == kv_layout.Preference(KVLayout.parse("HDN/HND"), 1, 32, optional=True)
     assert not stated(16, caplog)
     vendor("kv_cache_write", kv_layout="NHD", kv_block_multiple=64)
-    assert kv_layout.wish() == kv_layout.Wish(KVLayout.parse("NHD"), 64)
+    assert kv_layout.preference() == kv_layout.Preference(KVLayout.parse("NHD"), 64)
 
 
 def test_a_block_size_that_does_not_fit_is_said_by_name(vendor: Any, caplog: Any) -> None:
@@ -161,7 +161,7 @@ def test_a_layout_that_nothing_can_state_is_said_by_name(vendor: Any, caplog: An
 @pytest.mark.parametrize("multiple", [0, -128, "128", 1.5])
 def test_a_block_multiple_that_is_no_number_of_slots_is_said_by_name(vendor: Any, caplog: Any, multiple: Any) -> None:
     vendor("paged_attention", kv_block_multiple=multiple)
-    assert kv_layout.wish() == kv_layout.Wish()
+    assert kv_layout.preference() == kv_layout.Preference()
     (warning,) = stated(16, caplog)
     problem = f"kv_block_multiple is a whole number above 0, not {multiple!r}"
     assert warning.startswith(f"'vendor.nimbus' of 'paged_attention' does not run: {problem}; ")

@@ -37,7 +37,7 @@ from fl_dispatch import (
 from fl_dispatch.knowledge.failures import ArgumentKind, FailureLog
 from fl_dispatch.locking import writers
 from fl_dispatch.manager import start
-from fl_dispatch.shadow.sampling import Sampling, Wish
+from fl_dispatch.shadow.sampling import Sampling, SamplingOptions
 from storm import fork_and_wait, quick_switches, storm, three
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
@@ -415,7 +415,7 @@ def test_a_fork_while_shadow_mode_draws_a_call_draws_in_the_child(monkeypatch: p
             go_on.wait(30)
         return 1.0 if started.is_set() else 0.0
 
-    sampling = Sampling(Wish(1.0, None, "reference", False, 1.0), clock)
+    sampling = Sampling(SamplingOptions(1.0, None, "reference", False, 1.0), clock)
     started.set()
     thread = threading.Thread(target=sampling.affordable)
     thread.start()

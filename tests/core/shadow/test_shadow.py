@@ -29,12 +29,12 @@ from fl_dispatch.locking import writers
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import reset_settings
 from fl_dispatch.shadow.findings import Finding
-from fl_dispatch.shadow.sampling import SAVED_SECONDS, Sampling, Wish
+from fl_dispatch.shadow.sampling import SAVED_SECONDS, Sampling, SamplingOptions
 from fl_dispatch.types import OpImpl
 
 Tensor = torch.Tensor
-EVERYTHING = Wish(share=1.0, operators=None, second="reference", ban=False, budget=1.0)
-BANNING = Wish(share=1.0, operators=None, second="reference", ban=True, budget=1.0)
+EVERYTHING = SamplingOptions(share=1.0, operators=None, second="reference", ban=False, budget=1.0)
+BANNING = SamplingOptions(share=1.0, operators=None, second="reference", ban=True, budget=1.0)
 
 
 class Clock:
@@ -58,17 +58,19 @@ def wrong_over_two(x: Tensor) -> Tensor:
     return silu_and_mul(x) + (0.01 if x.shape[0] > 2 else 0.0)
 
 
-def watching(*impls: OpImpl, wish: Wish = EVERYTHING, clock: Callable[[], float] | None = None) -> OpManager:
+def watching(
+    *impls: OpImpl, chosen: SamplingOptions = EVERYTHING, clock: Callable[[], float] | None = None
+) -> OpManager:
     manager = manager_of(*impls)
-    manager.shadow.sampling = Sampling(wish, clock or Clock())
+    manager.shadow.sampling = Sampling(chosen, clock or Clock())
     return manager
 
 
-def gated(first: Any, wish: Wish = EVERYTHING, **options: Any) -> OpManager:
+def gated(first: Any, chosen: SamplingOptions = EVERYTHING, **options: Any) -> OpManager:
     return watching(
         impl("vendor.mine", first, op="silu_and_mul"),
         impl("reference.torch", silu_and_mul, op="silu_and_mul"),
-        wish=wish,
+        chosen=chosen,
         **options,
     )
 
@@ -93,7 +95,7 @@ def test_off_nothing_stands_in_the_table() -> None:
 
 
 def test_a_drawn_call_does_not_wait_for_who_changes_something() -> None:
-    sampling, done = Sampling(Wish(1.0, None, "reference", False, 1.0)), threading.Event()
+    sampling, done = Sampling(SamplingOptions(1.0, None, "reference", False, 1.0)), threading.Event()
 
     def draw() -> None:
         sampling.affordable()
@@ -122,7 +124,7 @@ def test_the_settings_switch_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = OpManager(OpRegistry())
     manager.ensure_initialized()
     assert manager.shadow.sampling is not None
-    assert manager.shadow.sampling.wish == Wish(0.5, frozenset({"rms_norm"}), "reference", False, 0.01)
+    assert manager.shadow.sampling.options == SamplingOptions(0.5, frozenset({"rms_norm"}), "reference", False, 0.01)
 
 
 def test_the_caller_gets_the_first_result_and_the_difference_is_recorded_and_told_once(
@@ -312,7 +314,7 @@ def _lockstep(manager: OpManager) -> None:
 def _other_second(manager: OpManager) -> None:
     other = impl("default.triton", silu_and_mul, op="silu_and_mul")
     manager.registry.register_impl(other)
-    manager.shadow.sampling = Sampling(Wish(1.0, None, "impl:default.triton", True, 1.0), Clock())
+    manager.shadow.sampling = Sampling(SamplingOptions(1.0, None, "impl:default.triton", True, 1.0), Clock())
     manager.ask_again()
 
 
@@ -388,8 +390,8 @@ def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.Monke
 def test_a_share_of_the_calls_is_drawn_alike_on_all_ranks() -> None:
     compared = []
     for _ in range(2):
-        wish = Wish(0.1, None, "reference", False, 1.0)
-        manager = proven(gated(silu_and_mul, wish), SMALL)
+        chosen = SamplingOptions(0.1, None, "reference", False, 1.0)
+        manager = proven(gated(silu_and_mul, chosen), SMALL)
         for _ in range(2000):
             manager.call("silu_and_mul", SMALL)
         compared.append(manager.shadow.findings.compared_calls()["silu_and_mul", "vendor.mine"])
@@ -398,7 +400,7 @@ def test_a_share_of_the_calls_is_drawn_alike_on_all_ranks() -> None:
 
 
 def test_a_share_next_to_nothing_draws_next_to_nothing() -> None:
-    sampling = Sampling(Wish(1e-12, None, "reference", False, 1.0))
+    sampling = Sampling(SamplingOptions(1e-12, None, "reference", False, 1.0))
     assert next(sampling.gaps("rms_norm@")) > 10**6
 
 
@@ -412,7 +414,7 @@ def test_comparing_costs_no_more_than_its_budget_of_the_time() -> None:
     manager = watching(
         impl("vendor.mine", silu_and_mul, op="silu_and_mul"),
         impl("reference.torch", slow, op="silu_and_mul"),
-        wish=Wish(1.0, None, "reference", False, 0.02),
+        chosen=SamplingOptions(1.0, None, "reference", False, 0.02),
         clock=clock,
     )
     for _ in range(2000):
@@ -427,7 +429,7 @@ def test_comparing_costs_no_more_than_its_budget_of_the_time() -> None:
 
 def test_an_idle_hour_saves_no_hour_of_comparing() -> None:
     clock = Clock()
-    sampling = Sampling(Wish(1.0, None, "reference", False, 0.01), clock)
+    sampling = Sampling(SamplingOptions(1.0, None, "reference", False, 0.01), clock)
     clock.now += 3600
     assert sampling.affordable()
     sampling.charge(SAVED_SECONDS * 0.01 + 1.0)
@@ -435,8 +437,8 @@ def test_an_idle_hour_saves_no_hour_of_comparing() -> None:
 
 
 def test_only_the_operators_asked_for_are_watched() -> None:
-    wish = Wish(1.0, frozenset({"rms_norm"}), "reference", False, 1.0)
-    manager = proven(gated(silu_and_mul, wish), SMALL)
+    chosen = SamplingOptions(1.0, frozenset({"rms_norm"}), "reference", False, 1.0)
+    manager = proven(gated(silu_and_mul, chosen), SMALL)
     assert manager.table_keeper.root.entries["silu_and_mul"] is silu_and_mul
 
 
@@ -464,7 +466,7 @@ def test_calls_behind_a_view_are_compared_and_what_is_traced_is_traced_as_ever(o
 
 @pytest.mark.parametrize("share", [5e-324, 1e-320, 1e-308, 1e-300, 1e-9, 1 - 2**-53, 1.0])
 def test_any_share_that_is_accepted_draws_calls(share: float) -> None:
-    gaps = Sampling(Wish(share, None, "reference", False, 1.0)).gaps("demo")
+    gaps = Sampling(SamplingOptions(share, None, "reference", False, 1.0)).gaps("demo")
     drawn = [next(gaps) for _ in range(20)]
     assert min(drawn) >= 1
     assert (max(drawn) == 1) == (share > 0.9)

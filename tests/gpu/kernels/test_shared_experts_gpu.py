@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
 from vllm.platforms import current_platform
 
-from vllm_fl.layers.shared_experts import SharedExpertsFL, beside
+from vllm_fl.layers.shared_experts import SharedExpertsFL, on_separate_stream
 
 pytestmark = pytest.mark.gpu
 FEW, MANY = 256, 257
@@ -45,7 +45,7 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> SharedExperts:
 
 
 def test_few_tokens_run_beside_the_routed_experts(experts: SharedExperts) -> None:
-    found = beside(experts)
+    found = on_separate_stream(experts)
     assert isinstance(found, SharedExpertsFL)
     x = torch.ones(FEW, 4096, device="cuda")
     assert found.maybe_forward_async(x)
@@ -55,7 +55,7 @@ def test_few_tokens_run_beside_the_routed_experts(experts: SharedExperts) -> Non
 
 
 def test_many_tokens_keep_one_stream(experts: SharedExperts) -> None:
-    found = beside(experts)
+    found = on_separate_stream(experts)
     x = torch.ones(MANY, 8, device="cuda")
     assert found is not None
     assert not found.maybe_forward_async(x)
@@ -65,7 +65,7 @@ def test_many_tokens_keep_one_stream(experts: SharedExperts) -> None:
 
 
 def test_a_graph_holds_both_streams(experts: SharedExperts) -> None:
-    found = beside(experts)
+    found = on_separate_stream(experts)
     assert found is not None
     x = torch.ones(FEW, 4096, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -80,4 +80,4 @@ def test_a_graph_holds_both_streams(experts: SharedExperts) -> None:
 
 def test_vllms_variable_switches_it_off(experts: SharedExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "1")
-    assert beside(experts) is experts
+    assert on_separate_stream(experts) is experts

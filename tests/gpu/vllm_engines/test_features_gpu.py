@@ -18,8 +18,8 @@ pytest.importorskip("vllm")
 
 from engines import MAX_TOKENS, Runs, environment, ran, start_features
 
-import sights
 import speech
+import vision
 
 pytestmark = pytest.mark.gpu
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
@@ -40,7 +40,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sights.build(KIND, tmp_path_factory.mktemp("sights") / KIND)
+    return vision.build(KIND, tmp_path_factory.mktemp("vision") / KIND)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,8 +50,8 @@ def engines(whisper: Path, seeing: Path) -> Runs:
         {"do": "transcribe", "sounds": sounds, "rate": speech.RATE, "max_tokens": MAX_TOKENS}
         for sounds in (speech.sounds(), speech.sounds()[1:])
     ]
-    pixels = [np.asarray(picture).tolist() for picture in sights.pictures()]
-    look = {"do": "look", "prompt": sights.PROMPTS[KIND], "pictures": pixels, "text": sights.WITHOUT}
+    pixels = [np.asarray(picture).tolist() for picture in vision.pictures()]
+    look = {"do": "look", "prompt": vision.PROMPTS[KIND], "pictures": pixels, "text": vision.WITHOUT}
     started = {}
     for way, engine in WAYS.items():
         heard = (whisper, [{"do": "replays"}, *listen, {"do": "replays"}], {**engine, "max_model_len": 128})
@@ -85,7 +85,7 @@ def test_a_decoder_attends_to_itself_and_to_the_encoder_through_our_operators(wa
 @each_way
 def test_what_is_written_about_pictures_is_hugging_faces(way: str, engines: Runs, seeing: Path) -> None:
     (run,) = engines[f"pictures, {way}"]["runs"]
-    expected = sights.expected(seeing, KIND, MAX_TOKENS)
+    expected = vision.expected(seeing, KIND, MAX_TOKENS)
     first, again = run["steps"]
     assert first["tokens"] == again["tokens"] == expected
     assert expected[0] != expected[1]

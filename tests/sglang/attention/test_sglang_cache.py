@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("sglang")
 
 from fl_dispatch.hosting.memory import kv_layout
-from fl_dispatch.hosting.memory.kv_layout import KVLayout, Wish
+from fl_dispatch.hosting.memory.kv_layout import KVLayout, Preference
 from sglang_fl.attention import indexer, pools
 
 WANTED = KVLayout.parse("HDN/HND")
@@ -20,7 +20,7 @@ WANTED = KVLayout.parse("HDN/HND")
 def stated(monkeypatch: pytest.MonkeyPatch) -> list[KVLayout]:
     """The layouts that are stated; an implementation that requires :data:`WANTED` comes first."""
     found: list[KVLayout] = []
-    monkeypatch.setattr(kv_layout, "wish", lambda: Wish(WANTED))
+    monkeypatch.setattr(kv_layout, "preference", lambda: Preference(WANTED))
     monkeypatch.setattr(kv_layout, "state", lambda layout, page_size: found.append(layout))
     monkeypatch.setattr(pools, "_in_force", pools.DEFAULT)
     return found

@@ -256,13 +256,13 @@ def test_shadow_mode_says_that_it_compares_no_step_of_a_graph(
     share: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from fl_dispatch import get_default_manager
-    from fl_dispatch.shadow.sampling import Sampling, Wish
+    from fl_dispatch.shadow.sampling import Sampling, SamplingOptions
     from sglang_fl.graphs import choices
     from sglang_fl.graphs import decode as graphs
     from sglang_fl.graphs import prompts as prefill_graphs
 
-    wish = None if share is None else Sampling(Wish(share, None, "reference", ban=False, budget=0.01))
-    monkeypatch.setattr(get_default_manager().shadow, "_sampling", wish)
+    sampling = None if share is None else Sampling(SamplingOptions(share, None, "reference", ban=False, budget=0.01))
+    monkeypatch.setattr(get_default_manager().shadow, "_sampling", sampling)
     monkeypatch.setattr(graphs.DecodeCudaGraphRunner, "capture", lambda runner: None)
     monkeypatch.setattr(choices.communicator, "check_manifest", lambda manifest: None)
     monkeypatch.setattr(choices, "freeze_dispatch", lambda compiling: None)

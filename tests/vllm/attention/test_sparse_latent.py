@@ -104,7 +104,7 @@ def test_a_block_in_fp8_has_its_scales_behind_its_keys_in_132_bytes_a_token() ->
 
     cache = IndexCacheFL.__new__(IndexCacheFL)
     torch.nn.Module.__init__(cache)
-    cache.fl_settle(128, torch.bfloat16, True)
+    cache.fl_set_slot_format(128, torch.bfloat16, True)
     assert (cache.head_dim, cache.dtype) == (132, torch.uint8)
     memory = torch.zeros(3, 4 * 132 + 64, dtype=torch.uint8)
     cache.bind_kv_cache(memory[:, : 4 * 132].view(3, 1, 4, 132))

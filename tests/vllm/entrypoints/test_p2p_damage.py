@@ -12,7 +12,7 @@ import pytest
 from engines import PROMPTS, RUNNERS
 from p2p_serving import ask, end, serve, wait_until_healthy
 
-from fl_dispatch.hosting.damage.verdicts import Told, Verdicts
+from fl_dispatch.hosting.damage.verdicts import StepReport, Verdicts
 from fl_transfer.p2p.protocol.route import Route
 from poison import POISON, variables
 from vllm_fl.damage.scheduler import Damage
@@ -65,7 +65,7 @@ def test_requests_with_blocks_that_were_taken_back_begin_again_or_end_whoever_lo
     output: Any = SimpleNamespace(num_nans_in_logits=None)
     damage = Damage(scheduler)
     damage.verdicts = Verdicts(action)
-    ended = damage.judge(step, output, False, Told(), {1: "it is wrong", 2: "it is wrong"})
+    ended = damage.judge(step, output, False, StepReport(), {1: "it is wrong", 2: "it is wrong"})
     assert changed == ["shares"]
     assert evicted == set(range(9)), "a request that has ended may have shared them, too"
     assert [(one.request_id, why) for one, why in ended] == ([("shares", "it is wrong")] if action == "end" else [])

@@ -50,17 +50,17 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_tokens_have_a_stream_unless_the_host_forbids_it(
     tokens: int, host: SharedExperts, order: SharedExpertsOrder
 ) -> None:
-    found = shared_experts.beside(host)
+    found = shared_experts.on_separate_stream(host)
     assert isinstance(found, shared_experts.SharedExpertsFL)
     assert found._determine_shared_experts_order(torch.empty(tokens, 8)) is order
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_the_hosts_variable_and_layers_without_any_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shared_experts.beside(None) is None
+    assert shared_experts.on_separate_stream(None) is None
     monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "1")
     host = experts()
-    assert shared_experts.beside(host) is host
+    assert shared_experts.on_separate_stream(host) is host
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -68,4 +68,4 @@ def test_other_devices_keep_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those too whose PyTorch device has the name of NVIDIA's."""
     monkeypatch.setattr(shared_experts, "detect_device", lambda: replace(CUDA, name="other"))
     host = experts()
-    assert shared_experts.beside(host) is host
+    assert shared_experts.on_separate_stream(host) is host

@@ -82,7 +82,7 @@ def test_a_feature_without_forms_is_refused_where_the_user_asks_for_the_runner(
     ("given", "lacking"),
     [
         (["vllm.v1.sample.logits_processor:AdapterLogitsProcessor"], ["processors of logits that are written for V1"]),
-        (["fl_dispatch.cli.bisect.doors:ForcedTokens"], []),  # it serves both
+        (["fl_dispatch.cli.bisect.engine_hooks:ForcedTokens"], []),  # it serves both
         (["vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor"], []),
         (["nobody.has:This"], []),
         (None, []),

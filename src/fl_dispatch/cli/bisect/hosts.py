@@ -65,15 +65,15 @@ def scores(engine: Clocked, rounds: Sequence[Sequence[Request]]) -> tuple[dict[s
 
 
 class VllmEngine(vllm.HostEngine):
-    """vLLM's engine, with the hooks of :mod:`.doors` in its ranks."""
+    """vLLM's engine, with the hooks of :mod:`.engine_hooks` in its ranks."""
 
     def __init__(self, start: Start) -> None:
-        doors = f"{__package__}.doors"
+        engine_hooks = f"{__package__}.engine_hooks"
         super().__init__(
             replace(start, arguments={"max_num_seqs": 8, **start.arguments}),
             max_logprobs=TOP,
-            worker_extension_cls=f"{doors}.BisectWorker",
-            logits_processors=[f"{doors}:ForcedTokens"],
+            worker_extension_cls=f"{engine_hooks}.BisectWorker",
+            logits_processors=[f"{engine_hooks}:ForcedTokens"],
         )
         if start.eager:  # compiled code hides calls
             self.count()

@@ -1,6 +1,6 @@
 """Code for an engine's processes: report the choices in force, switch the policy, and perturb results at random.
 
-The hosts' hooks into these processes are in :mod:`fl_dispatch.cli.bisect.doors`; this module knows no host.
+The hosts' hooks into these processes are in :mod:`fl_dispatch.cli.bisect.engine_hooks`; this module knows no host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...aten_replacement import kept_operators, obey, replaced_operators, replacements
+from ...aten_replacement import apply_blacklist, kept_operators, replaced_operators, replacements
 from ...devices import detect_device
 from ...errors import DispatchFrozenError
 from ...manager import get_default_manager
@@ -22,7 +22,7 @@ from ...policy import set_global_policy
 from ...selection.decision import condition_of
 from ...settings import Settings
 from ...types import BackendImplKind, OpImpl
-from .kinds import told
+from .kinds import end_watch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +89,7 @@ def switch(settings: str, seed: int | None = None) -> str:
             _Moves.start(seed)
         wanted = Settings.from_json(settings)
         set_global_policy(wanted.policy)
-        obey(wanted.aten_blacklist)
+        apply_blacklist(wanted.aten_blacklist)
         manager.set_counting(True)
         manager.reset_counts()
     except DispatchFrozenError as error:
@@ -109,7 +109,7 @@ def answer(model: nn.Module | None) -> dict[str, Any]:
             "replaced": dict(replaced_operators()),
             "called": _called(),
             "kept": kept_operators(),
-            "kinds": told(),
+            "kinds": end_watch(),
         },
     }
 

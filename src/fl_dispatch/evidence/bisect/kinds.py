@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...aten_replacement import kept_operators, obey
+from ...aten_replacement import apply_blacklist, kept_operators
 from ...aten_replacement.slot import Slot, draws
 from ...devices import detect_device
 
@@ -65,11 +65,11 @@ class Watch:
         kept = kept_operators()
         try:
             found = self.slot.run_native(*args, **kwargs)
-            obey({*kept, self.operator})
+            apply_blacklist({*kept, self.operator})
             expected = self.slot.run_native(*copies[0], **copies[1])
             self._note(given, found, expected)
         finally:
-            obey(kept)
+            apply_blacklist(kept)
             self.slot.guard = self._compare
         return found
 
@@ -95,7 +95,7 @@ class Watch:
                     span = Span(some.min().item(), some.max().item())
                     self.values[side] = self.values[side].over(span)
 
-    def told(self) -> list[str]:
+    def findings(self) -> list[str]:
         """Return the properties that only wrong calls have in common."""
         if not self.calls[True]:
             return []
@@ -131,14 +131,14 @@ _under_way: list[Watch] = []
 
 
 def watch(operator: str) -> None:
-    """Begin to compare an operator's calls in this process; :func:`told` ends it."""
+    """Begin to compare an operator's calls in this process; :func:`end_watch` ends it."""
     _under_way.append(Watch(operator))
 
 
-def told() -> list[str]:
+def end_watch() -> list[str]:
     """Return the kinds of arguments that the last :func:`watch` found to be wrong, or nothing."""
     if not _under_way:
         return []
     watched = _under_way.pop()
     watched.end()
-    return watched.told()
+    return watched.findings()

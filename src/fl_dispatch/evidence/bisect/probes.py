@@ -163,7 +163,7 @@ class Probes:
         self.good, self.of_good = Document(), Choices({})
         self.yardstick: Yardstick | None = None
         self._live: _Live | None = None
-        self._heard: set[str] = set()  # questions with an answer that was shown
+        self._shown: set[str] = set()  # questions with an answer that was shown
         self._fixed: set[Site] = set()  # sites where only a start showed a change of the choice
 
     # -- engines
@@ -206,7 +206,7 @@ class Probes:
             self.journal.put(question, {"outcome": outcome.as_data(), "chosen": chosen})
         else:
             outcome, chosen = Outcome.of(kept["outcome"]), kept["chosen"]
-        self._told(what, question, outcome, kept is not None)
+        self._report(what, question, outcome, kept is not None)
         return outcome, None if chosen is None else Choices.of(chosen)
 
     def ask(
@@ -237,7 +237,7 @@ class Probes:
             self.begin(what)
             outcome = self._asked(document, {site: chosen[site] for site in watched}, ranks, replaced)
             self.journal.put(question, outcome.as_data())
-        self._told(what, question, outcome, kept is not None)
+        self._report(what, question, outcome, kept is not None)
         return outcome
 
     def kinds(self, operator: str, document: Document) -> list[str]:
@@ -378,10 +378,10 @@ class Probes:
         self.stop()
         return Outcome(Verdict.FAILS, CLIPPED, "", True, time.monotonic() - began, why)
 
-    def _told(self, what: str, question: str, outcome: Outcome, kept: bool) -> None:
-        if question in self._heard:
+    def _report(self, what: str, question: str, outcome: Outcome, kept: bool) -> None:
+        if question in self._shown:
             return
-        self._heard.add(question)
+        self._shown.add(question)
         self.runs += 1
         self.starts += outcome.started
         self.tell(what, outcome, kept)

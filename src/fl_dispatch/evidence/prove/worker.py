@@ -20,7 +20,7 @@ from ...errors import NotSupported, text_of
 from ...manager import get_default_manager
 from ...ops.results import flat
 from ...run.plan import direct_function, why_declined
-from . import fence
+from . import sandbox
 
 KEPT = 4
 """Calls with results that stay alive, so that a later call cannot legitimately get their memory."""
@@ -35,7 +35,7 @@ def function_of(task: dict[str, Any]) -> Callable[..., Any]:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        fence.put_up(task["compilers"])
+        sandbox.enter(task["compilers"])
         spec.loader.exec_module(module)
         found: Callable[..., Any] = getattr(module, op_name)
         return found

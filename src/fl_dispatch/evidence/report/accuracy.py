@@ -37,7 +37,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
     return [*(_part(machine, group) for (machine, _), group in groups.items()), *quantized]
 
 
-def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
+def summary(sources: list[Source]) -> tuple[tuple[str, str], str]:
     """Return the number of perplexities within their tolerance."""
     plain = [source.data for source in sources if not _is_of_schemes(source.data)]
     if not plain:

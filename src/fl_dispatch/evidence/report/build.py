@@ -30,7 +30,7 @@ class Kind(Protocol):
 
     def parts(self, sources: Iterable[Source]) -> list[Part]: ...
 
-    def glance(self, sources: list[Source]) -> tuple[tuple[str, str], str]: ...
+    def summary(self, sources: list[Source]) -> tuple[tuple[str, str], str]: ...
 
 
 KINDS: tuple[Kind, ...] = (verification, accuracy, speed, tuning, shadow, engines)
@@ -95,18 +95,18 @@ def _selection(sources: list[Source], kept: list[Source], shown: dict[Path, str]
     parts = [own, *_guarded(selection.EMPTY, ran, selection.workers)]
     parts += _guarded(selection.EMPTY, served, selection.served)
     shown.update((source.path, selection.EMPTY.title) for source in (*ran, *served))
-    glance, tone = selection.glance(own)
-    return replace(selection.EMPTY, parts=parts, glance=glance, tone=tone)
+    summary, tone = selection.summary(own)
+    return replace(selection.EMPTY, parts=parts, summary=summary, tone=tone)
 
 
 def _section(kind: Kind, sources: list[Source], shown: dict[Path, str]) -> Section:
     empty = kind.EMPTY
     if not sources:
         return empty
-    parts, (glance, tone) = _guarded(empty, sources, lambda given: (kind.parts(given), kind.glance(given)))
+    parts, (summary, tone) = _guarded(empty, sources, lambda given: (kind.parts(given), kind.summary(given)))
     for source in sources:
         shown[source.path] = ", ".join(filter(None, (shown.get(source.path), empty.title)))
-    return replace(empty, parts=parts, glance=glance, tone=tone)
+    return replace(empty, parts=parts, summary=summary, tone=tone)
 
 
 def _guarded(section: Section, sources: list[Source], made: Callable[[list[Source]], T]) -> T:

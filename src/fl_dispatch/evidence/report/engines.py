@@ -39,7 +39,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
     ]
 
 
-def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
+def summary(sources: list[Source]) -> tuple[tuple[str, str], str]:
     """Count the workloads in which the plugin with shipped settings is faster or slower than the better vanilla."""
     ends = [
         cells["plugin_shipped"][2:]

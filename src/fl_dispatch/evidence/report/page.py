@@ -100,7 +100,7 @@ class Section:
         anchor, title, question: the section's anchor, title and question.
         fill: the command that produces figures, shown in an empty section.
         parts: the answers.
-        glance: a short answer for the top of the page, as number and explanation.
+        summary: a short answer for the top of the page, as number and explanation.
         tone: tone of the short answer, as for a cell.
     """
 
@@ -109,7 +109,7 @@ class Section:
     question: str
     fill: str
     parts: Sequence[Part] = ()
-    glance: tuple[str, str] = ("", "")
+    summary: tuple[str, str] = ("", "")
     tone: str = ""
 
 

@@ -109,7 +109,7 @@ def _process(record: Mapping[str, Any]) -> str:
     return f"Process {record['pid']} of {record['host']}, rank {record.get('rank', 0)}"
 
 
-def glance(part: Part) -> tuple[tuple[str, str], str]:
+def summary(part: Part) -> tuple[tuple[str, str], str]:
     """Return the number of operators with a choice on this machine."""
     having = [(row[0].tone == "good", len(row[-1].text.split(", "))) for row in part.tables[0].rows]
     chosen, every = sum(number for good, number in having if good), sum(number for _, number in having)

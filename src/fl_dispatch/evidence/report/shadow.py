@@ -27,7 +27,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
     return [_part(source, shadow) for source, shadow in found if shadow is not None]
 
 
-def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
+def summary(sources: list[Source]) -> tuple[tuple[str, str], str]:
     """Return the number of implementations with a finding, and the tone."""
     found = [_shadow(source.data) or {} for source in sources]
     findings = [finding for one in found for finding in one["findings"]]

@@ -42,7 +42,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
     return found
 
 
-def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
+def summary(sources: list[Source]) -> tuple[tuple[str, str], str]:
     """Return the number of measured rows, and the machines."""
     rows = [row for source in sources for row in _rows(source)]
     machines = dict.fromkeys(source.origin.machine for source in sources)

@@ -30,7 +30,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
     return [_part(source) for source in sources]
 
 
-def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
+def summary(sources: list[Source]) -> tuple[tuple[str, str], str]:
     """Return the number of measured choices."""
     machines = ", ".join(dict.fromkeys(source.origin.machine for source in sources))
     count = sum(1 for source in sources for _ in _rows(source.data))

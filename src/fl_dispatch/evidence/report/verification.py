@@ -28,7 +28,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
     return [_part(source) for source in sources]
 
 
-def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
+def summary(sources: list[Source]) -> tuple[tuple[str, str], str]:
     """Return the number of right rows in all files, and the tone."""
     verdicts = [row["verdict"] for source in sources for row in _rows(source.data)]
     right, wrong = verdicts.count("right"), verdicts.count("wrong")

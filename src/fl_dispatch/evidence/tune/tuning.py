@@ -23,11 +23,11 @@ from ..bench import expected_seconds
 from ..rates import Yardstick
 from ..timing import Clock
 from .calls import Key, TunedCase, tuned_cases
+from .late_compilation import late_compilation, requests_of, start_of
 from .model import Dimensions
 from .providers import providers
 from .race import PROVEN, REPEATS, Outcome, accepted, is_provable, prove, race
 from .record import TOGETHER, Record
-from .warmth import late_compilation, requests_of, start_of
 
 PROOF_SECONDS = 0.1
 """Seconds to prove a candidate at a shape, for an estimate."""

@@ -18,7 +18,7 @@ class Verdict(enum.Enum):
     ENDS = enum.auto()
 
 
-class Told(NamedTuple):
+class StepReport(NamedTuple):
     """A worker's report to the scheduler about a step.
 
     Args:
@@ -72,12 +72,12 @@ class Wrong:
     """
 
     def __init__(self, findings: Findings) -> None:
-        self.findings, self.told = findings, 0
+        self.findings, self.reported = findings, 0
 
     def new(self) -> tuple[str, ...]:
         """Return all of them in words if there are more than last time, else nothing."""
-        banned, before = self.findings.banned, self.told
-        self.told = len(banned)
+        banned, before = self.findings.banned, self.reported
+        self.reported = len(banned)
         return tuple(dict.fromkeys(f"'{op}' by '{impl}'" for op, impl, _ in banned)) if len(banned) > before else ()
 
 

@@ -113,7 +113,7 @@ class KVLayout:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Preference:
     """The requirements of the first choices for a cache.
 
     Args:
@@ -129,7 +129,7 @@ class Wish:
     optional: bool = False
 
 
-def wish() -> Wish:
+def preference() -> Preference:
     """Return the requirements of the policy's first choices for attention, then for writing.
 
     A layout that is only faster counts if no first choice requires one. For an operator with conditional rules, the
@@ -141,12 +141,12 @@ def wish() -> Wish:
             if not (asked := _asked(impl, how)):
                 continue
             try:
-                found = _needed_by(impl)
+                found = _preference_of(impl)
             except ValueError:  # state() logs it, with the implementation that runs instead
                 continue
             logger.info("KV cache: '%s' of '%s' %s %s", impl.impl_id, op, how, asked)
             return found
-    return Wish()
+    return Preference()
 
 
 def _asked(impl: OpImpl, how: str) -> str:
@@ -186,7 +186,7 @@ def state(layout: KVLayout, block_size: int) -> None:
             )
 
 
-def _needed_by(impl: OpImpl) -> Wish:
+def _preference_of(impl: OpImpl) -> Preference:
     """Return the requirements of one implementation.
 
     Raises:
@@ -197,13 +197,13 @@ def _needed_by(impl: OpImpl) -> Wish:
         raise ValueError(f"{MULTIPLE} is a whole number above 0, not {multiple!r}")
     wanted = impl.requires.get(LAYOUT, impl.traits.kv_layout)
     layout, block = None if wanted is None else KVLayout.parse(wanted), int(impl.traits.kv_block)
-    return Wish(layout, multiple, block, layout is not None and LAYOUT not in impl.requires)
+    return Preference(layout, multiple, block, layout is not None and LAYOUT not in impl.requires)
 
 
 def _unstated(impl: OpImpl) -> str:
     """Return why an implementation's requirements cannot be met; empty if they can."""
     try:
-        _needed_by(impl)
+        _preference_of(impl)
     except ValueError as error:
         return str(error)
     return ""

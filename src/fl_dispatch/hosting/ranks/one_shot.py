@@ -102,11 +102,11 @@ def _try(
     """
     _agree(_refusal(dist.get_world_size(group)), cpu_group)
     places = _gathered(_place(device), cpu_group)
-    _agree(next(filter(None, (_apart(device, place) for place in places)), ""), cpu_group)
-    shared = _together(cpu_group, lambda: SharedMemory(group, device))
-    _together(cpu_group, shared.meet)
-    _together(cpu_group, shared.practise)
-    _together(cpu_group, shared.clear)
+    _agree(next(filter(None, (_why_unmappable(device, place) for place in places)), ""), cpu_group)
+    shared = _on_all_ranks(cpu_group, lambda: SharedMemory(group, device))
+    _on_all_ranks(cpu_group, shared.map_peers)
+    _on_all_ranks(cpu_group, shared.warm_up)
+    _on_all_ranks(cpu_group, shared.clear)
     ours, library = measure((shared.add, all_reduce), device, cpu_group)
     return ours, library, OneShotSums(shared.add, SIZES[-1])
 
@@ -148,7 +148,7 @@ def _agree(reason: str, cpu_group: ProcessGroup) -> None:
         raise NotSharedError(found)
 
 
-def _together(cpu_group: ProcessGroup, step: Callable[[], Any]) -> Any:
+def _on_all_ranks(cpu_group: ProcessGroup, step: Callable[[], Any]) -> Any:
     """Run a step on every rank; raise on all if it failed on one."""
     result, reason = None, ""
     try:
@@ -165,7 +165,7 @@ def _place(device: torch.device) -> tuple[str, str]:
     return socket.gethostname(), str(getattr(properties, "uuid", device))
 
 
-def _apart(device: torch.device, place: tuple[str, str]) -> str:
+def _why_unmappable(device: torch.device, place: tuple[str, str]) -> str:
     """Return why this rank cannot map the memory of a rank at that place; empty if it can."""
     module, shares = torch.get_device_module(device), detect_device().shares_memory
     host, own = _place(device)
@@ -199,14 +199,14 @@ class SharedMemory:
         self.memory: Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
         self.calls = torch.zeros(self.kernel.BLOCKS, dtype=torch.int64, device=device)
 
-    def meet(self) -> None:
+    def map_peers(self) -> None:
         """Map the memories of the other ranks."""
         handle = self.symmetric.rendezvous(self.memory, self.group.group_name)
         self.rank = handle.rank
         self.memories = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.memory.device)
         self.clear()
 
-    def practise(self) -> None:
+    def warm_up(self) -> None:
         """Compile the kernel for each type, in calls that do not wait for the other rank."""
         for dtype in DTYPES:
             self.calls.fill_(self.kernel.WAITS_FOR_NOBODY)

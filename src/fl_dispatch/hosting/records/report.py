@@ -119,12 +119,12 @@ def _layers_apart(manager: OpManager) -> dict[str, Any]:
 
 
 def _shadow(manager: OpManager, sampling: Sampling) -> dict[str, Any]:
-    wish, findings = sampling.wish, manager.shadow.findings
+    options, findings = sampling.options, manager.shadow.findings
     return {
-        "share": wish.share,
-        "second": wish.second,
-        "action": "ban" if wish.ban else "log",
-        "budget": wish.budget,
+        "share": options.share,
+        "second": options.second,
+        "action": "ban" if options.ban else "log",
+        "budget": options.budget,
         "compared": {" ".join(pair): calls for pair, calls in sorted(findings.compared_calls().items())},
         "passed_over": sampling.passed_over,
         "share_of_time": round(sampling.share_of_time(), 6),

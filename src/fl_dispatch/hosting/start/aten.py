@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...aten_replacement import ReplacementReport, obey, replacements
+from ...aten_replacement import ReplacementReport, apply_blacklist, replacements
 from ...devices import DeviceSpec
 from ...errors import DispatchError
 from ...manager import get_default_manager
@@ -30,7 +30,7 @@ def replace(settings: Settings, device: DeviceSpec) -> None:
                     f"{operator} is replaced by two backends, {other} and {found.NAME}: only one kernel can take the "
                     "place of PyTorch's. Take the operator out of one of them by its settings"
                 )
-    obey(settings.aten_blacklist, f"aten_blacklist ({settings.origin('aten_blacklist')})")
+    apply_blacklist(settings.aten_blacklist, f"aten_blacklist ({settings.origin('aten_blacklist')})")
 
 
 def settle() -> dict[str, Mapping[str, str]]:

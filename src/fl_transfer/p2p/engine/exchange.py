@@ -185,25 +185,25 @@ class Engine:
             self._bell.recv(4096)
         while self._came:
             who, taken = self._came.popleft()
-            self._tell(self._listener, taken, who)
+            self._send_message(self._listener, taken, who)
         if self._listener in ready:
-            self._hear()
+            self._handle_message()
         if self._incoming is not None:
             self._incoming.tend()
         for address, socket in self._asked.items():
             if socket in ready:
-                self._hear_answer(address, socket)
+                self._handle_answer(address, socket)
         if self._inbox is not None:
             self._ask(self._inbox)
 
     def _ask(self, inbox: Inbox) -> None:
         for transfer, producer in inbox.questions():
             try:
-                self._tell(self._peer(self._asked, producer), Get(transfer))
+                self._send_message(self._peer(self._asked, producer), Get(transfer))
             except Exception as error:  # logged: this transfer is lost, and the others are asked for
                 inbox.answered(transfer, short(f"the engine at {producer} cannot be asked: {error}"))
 
-    def _hear(self) -> None:
+    def _handle_message(self) -> None:
         who, *heard = self._listener.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
             message, data = read([frame.buffer for frame in heard], Put, Get, Meet, Ticket, Void)
@@ -225,7 +225,7 @@ class Engine:
         else:
             gone = "this engine hands no prompts over" if self._outbox is None else self._outbox.asked(message.transfer)
             answer = State(message.transfer, short(gone))
-        self._tell(self._listener, answer, who.bytes)
+        self._send_message(self._listener, answer, who.bytes)
 
     def _meet(self, message: Meet | Ticket) -> str:
         """Return why an engine has no link to this one; empty if it has."""
@@ -254,7 +254,7 @@ class Engine:
         link.post(lambda wire: wire.receive(piece.bytes, inbox.read), came)
         return Go(put.transfer, put.first)
 
-    def _hear_answer(self, address: Address, socket: zmq.Socket[bytes]) -> None:
+    def _handle_answer(self, address: Address, socket: zmq.Socket[bytes]) -> None:
         assert self._inbox is not None
         try:
             state, _ = read(socket.recv_multipart(zmq.NOBLOCK), State)
@@ -263,7 +263,7 @@ class Engine:
             return
         self._inbox.answered(state.transfer, state.gone)
 
-    def _tell(self, socket: zmq.Socket[bytes], message: Get | Met | Taken | Go | State, *to: bytes) -> None:
+    def _send_message(self, socket: zmq.Socket[bytes], message: Get | Met | Taken | Go | State, *to: bytes) -> None:
         try:
             socket.send_multipart([*to, *frames(message)], zmq.NOBLOCK)
         except zmq.Again:  # the peer reads nothing; the question is repeated, or given up
@@ -330,7 +330,7 @@ class Engine:
         now = time.monotonic()
         for to, flight in list(self._flying.items()):
             if self._peers[to] in ready:
-                self._hear_taken(outbox, flight)
+                self._handle_taken(outbox, flight)
             elif flight.deadline < now:
                 self._peers.pop(to).close()
                 if self._outgoing is not None:
@@ -339,7 +339,7 @@ class Engine:
                 self._quiet[to] = now + self._silence
                 self._crash(outbox, flight, f"the engine at {to} does not answer")
 
-    def _hear_taken(self, outbox: Outbox, flight: _Flight) -> None:
+    def _handle_taken(self, outbox: Outbox, flight: _Flight) -> None:
         part, peer = flight.part, self._peers[flight.part.to]
         try:
             answer, _ = read(peer.recv_multipart(zmq.NOBLOCK), Taken, Go, Met)
@@ -347,7 +347,7 @@ class Engine:
             logger.warning("P2P: an answer from %s is dropped: %s", part.to, error)
             return
         if isinstance(answer, Met):
-            self._hear_met(part.to, peer, answer)
+            self._handle_met(part.to, peer, answer)
             return
         if (answer.transfer, answer.first) != (part.transfer, part.first):
             return  # a late answer
@@ -359,7 +359,7 @@ class Engine:
             del self._flying[part.to]
             outbox.sent(part, by_link=bool(flight.link))
 
-    def _hear_met(self, to: Address, peer: zmq.Socket[bytes], answer: Met) -> None:
+    def _handle_met(self, to: Address, peer: zmq.Socket[bytes], answer: Met) -> None:
         if self._outgoing is None or (ticket := self._outgoing.met(to, answer.name, answer.refused)) is None:
             return
         try:

@@ -13,11 +13,11 @@ from torch import Tensor
 from fl_dispatch.logger_manager import get_logger
 
 from ..counts import Tally
-from ..memory.moments import Moment, moment
 from ..memory.pool import BuddyPool, Piece, queues
+from ..memory.stream_events import StreamEvent, record_event
 from ..protocol.messages import Put
 from ..protocol.route import Address
-from .remembered import Remembered
+from .bounded_dict import BoundedDict
 
 logger = get_logger(__name__)
 
@@ -30,7 +30,7 @@ ASK_EVERY = 0.5
 class _Arriving:
     touched: float  # time of the last part, or of the first request that awaits it
     producer: Address | None = None  # the engine to ask, once it is awaited
-    heard: float = 0.0  # time of that engine's last sign of life
+    last_heard: float = 0.0  # time of that engine's last sign of life
     ask_at: float = 0.0
     expected: int = 0  # blocks of the prompt that awaits it, once it is awaited
     total: int = 0  # 0: no part has arrived
@@ -61,11 +61,11 @@ class Inbox:
         self._timeout, self._silence = timeout, silence
         self._lock = Lock()
         self._arriving: dict[str, _Arriving] = {}
-        self._gone = Remembered[str]()
+        self._gone = BoundedDict[str]()
         self._ready: list[str] = []
         self._lost: dict[str, str] = {}
         self._taken_back: dict[str, str] = {}
-        self.read: Moment = None
+        self.read: StreamEvent = None
         """The moment from which the device has read all released pieces."""
 
     def put(self, message: Put, data: memoryview) -> str:
@@ -111,7 +111,7 @@ class Inbox:
                 return why
             now = time.monotonic()
             arriving = self._arriving.setdefault(transfer, _Arriving(now))
-            arriving.total, arriving.touched, arriving.heard = message.total, now, now
+            arriving.total, arriving.touched, arriving.last_heard = message.total, now, now
             arriving.parts.append((message.first, message.count, piece))
             arriving.here += message.count
             self._tally.add(received_blocks=message.count, received_bytes=size, received_direct_bytes=size * by_link)
@@ -138,7 +138,7 @@ class Inbox:
             now = time.monotonic()
             arriving = self._arriving.setdefault(transfer, _Arriving(now))
             arriving.producer, arriving.expected = producer, blocks
-            arriving.touched = arriving.heard = arriving.ask_at = now
+            arriving.touched = arriving.last_heard = arriving.ask_at = now
             if arriving.total not in (0, blocks):
                 self._lose(transfer, _other_length(arriving.total, blocks))
             elif arriving.complete:
@@ -164,7 +164,7 @@ class Inbox:
         for first, count, piece in parts:
             write(first, count, piece.bytes)
         with self._lock:
-            self.read = next((moment(piece.bytes) for *_, piece in parts if queues(piece.bytes)), self.read)
+            self.read = next((record_event(piece.bytes) for *_, piece in parts if queues(piece.bytes)), self.read)
             self._forget(transfer, LOADED)
 
     def take_back(self, transfer: str, why: str) -> None:
@@ -197,7 +197,7 @@ class Inbox:
                 if arriving.touched < now - self._timeout:
                     nothing = "no part of it came" if producer is not None else "no request asked for it"
                     self._lose(transfer, f"{nothing} for {self._timeout:g} s")
-                elif producer is not None and arriving.heard < now - self._silence:
+                elif producer is not None and arriving.last_heard < now - self._silence:
                     self._lose(transfer, f"the engine at {producer} does not answer")
                 elif producer is not None and arriving.ask_at <= now:
                     arriving.ask_at = now + ASK_EVERY
@@ -210,7 +210,7 @@ class Inbox:
             arriving = self._arriving.get(transfer)
             if arriving is None or arriving.producer is None or arriving.complete:
                 return
-            arriving.heard = time.monotonic()
+            arriving.last_heard = time.monotonic()
             if gone:
                 self._lose(transfer, gone)
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from fl_dispatch.logger_manager import get_logger
 
 from ..counts import Tally
-from ..memory.moments import Moment, moment
 from ..memory.pool import BuddyPool, Piece
+from ..memory.stream_events import StreamEvent, record_event
 from ..protocol.route import Address
-from .remembered import Remembered
+from .bounded_dict import BoundedDict
 
 logger = get_logger(__name__)
 
@@ -33,7 +33,7 @@ class Part:
     total: int
     piece: Piece
     on_device: bool = False
-    written: Moment = None  # the moment from which the device has its bytes
+    written: StreamEvent = None  # the moment from which the device has its bytes
 
     def in_main_memory(self) -> Tensor:
         """Return its bytes in main memory, copied if they are elsewhere."""
@@ -76,7 +76,7 @@ class Outbox:
         self._pool, self._on_demand, self._timeout, self._tally = pool, on_demand, timeout, tally
         self._changed = Condition()
         self._leaving: dict[str, _Leaving] = {}
-        self._gone = Remembered[str]()
+        self._gone = BoundedDict[str]()
         self._lent: dict[Part, bool] = {}  # whether this engine is done with it
         self._taken_back: dict[tuple[Address, str], list[str]] = {}
 
@@ -96,7 +96,7 @@ class Outbox:
                 self._give_up(transfer, f"the sender's buffer of {self._pool.capacity} bytes is full")
                 return
         fill(piece.bytes)
-        written = moment(piece.bytes)
+        written = record_event(piece.bytes)
         with self._changed:
             if transfer in self._gone:
                 piece.give()

@@ -11,7 +11,7 @@ from threading import Event
 import torch
 from torch import Tensor
 
-from ..memory.moments import Moment
+from ..memory.stream_events import StreamEvent
 from .nccl_library import Communicator, Library
 
 
@@ -55,11 +55,11 @@ class NcclWire:
             first = torch.zeros(1, dtype=torch.uint8, device=device)
         (self.send if rank == 0 else self.receive)(first, None)
 
-    def send(self, data: Tensor, after: Moment) -> None:
+    def send(self, data: Tensor, after: StreamEvent) -> None:
         """See :class:`.wires.Wire`."""
         self._run(self._communicator.send, data, after)
 
-    def receive(self, data: Tensor, after: Moment) -> None:
+    def receive(self, data: Tensor, after: StreamEvent) -> None:
         """See :class:`.wires.Wire`."""
         self._run(self._communicator.receive, data, after)
 
@@ -68,7 +68,7 @@ class NcclWire:
         self._communicator.abort()
         self._stream.synchronize()
 
-    def _run(self, put: Callable[[int, int, int], None], data: Tensor, after: Moment) -> None:
+    def _run(self, put: Callable[[int, int, int], None], data: Tensor, after: StreamEvent) -> None:
         if after is not None:
             self._stream.wait_event(after)
         try:

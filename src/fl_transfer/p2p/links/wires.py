@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_dispatch.devices import detect_device
 from fl_dispatch.errors import ConfigError
 
-from ..memory.moments import Moment
+from ..memory.stream_events import StreamEvent
 from ..options import SOURCE, Options, Transport
 from .nccl import Nccl
 
@@ -27,10 +27,10 @@ class Wire(Protocol):
     A failed call ends the wire. The bytes of a call are free once it has returned or failed.
     """
 
-    def send(self, data: Tensor, after: Moment) -> None:
+    def send(self, data: Tensor, after: StreamEvent) -> None:
         """Send bytes that are ready after a moment; return when they are sent."""
 
-    def receive(self, data: Tensor, after: Moment) -> None:
+    def receive(self, data: Tensor, after: StreamEvent) -> None:
         """Overwrite bytes that are unused after a moment; return when all have arrived."""
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ class Instance:
 
     Args:
         http, zmq, role: fields of its heartbeat.
-        heard: time of the last heartbeat.
+        last_heard: time of the last heartbeat.
         there: whether a heartbeat came since it failed and was held back.
         back_at: the earliest time for such a heartbeat.
         requests: number of its current requests.
@@ -40,7 +40,7 @@ class Instance:
     http: Address
     zmq: Address
     role: str
-    heard: float
+    last_heard: float
     there: bool = True
     back_at: float = 0.0
     requests: int = 0
@@ -55,7 +55,7 @@ class Instances:
         self._known: dict[Address, Instance] = {}  # by the address of the HTTP server
         self._turns = 0
 
-    def hear(self, beat: Heartbeat) -> None:
+    def note_heartbeat(self, beat: Heartbeat) -> None:
         """Process a heartbeat.
 
         Raises:
@@ -71,8 +71,8 @@ class Instances:
                 raise BadMessage(f"more than {MOST} engines")
             known = self._known[http] = Instance(http, zmq, beat.role, 0.0)
             logger.info("P2P: engine %s (%s) has come, its KV cache at %s", http, beat.role, zmq)
-        known.zmq, known.role, known.heard = zmq, beat.role, time.monotonic()
-        known.there = known.there or known.heard >= known.back_at
+        known.zmq, known.role, known.last_heard = zmq, beat.role, time.monotonic()
+        known.there = known.there or known.last_heard >= known.back_at
 
     @contextmanager
     def serving(self, instance: Instance) -> Iterator[None]:
@@ -98,7 +98,7 @@ class Instances:
     def of(self, role: str) -> list[Instance]:
         """Return the engines of a role, ``P`` or ``D``: those without failures first, then the least busy, in turn."""
         oldest = time.monotonic() - GONE_AFTER
-        for silent in [one for one in self._known.values() if one.heard < oldest]:
+        for silent in [one for one in self._known.values() if one.last_heard < oldest]:
             del self._known[silent.http]
             logger.warning("P2P: engine %s has gone: no heartbeat for %g s", silent.http, GONE_AFTER)
         there = [one for one in self._known.values() if one.there and role in one.role]

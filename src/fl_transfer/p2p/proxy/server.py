@@ -93,18 +93,18 @@ class Proxy:
             except zmq.ZMQError as error:
                 raise OSError(f"cannot listen at {self._heartbeats}: {error}") from error
             async with ClientSession(timeout=timeout, connector=connector) as self._session:
-                hearing = asyncio.create_task(self._hear(listener))
+                hearing = asyncio.create_task(self._receive_heartbeats(listener))
                 yield
                 hearing.cancel()
                 with suppress(asyncio.CancelledError):
                     await hearing
 
-    async def _hear(self, listener: zmq.asyncio.Socket) -> None:
+    async def _receive_heartbeats(self, listener: zmq.asyncio.Socket) -> None:
         while True:
             _, *heard = await listener.recv_multipart()
             try:
                 beat, _ = read(heard, Heartbeat)
-                self.instances.hear(beat)
+                self.instances.note_heartbeat(beat)
             except BadMessage as error:
                 logger.warning("P2P: a message to the proxy is dropped: %s", error)
             except Exception:  # logged: one bad message must not end the task

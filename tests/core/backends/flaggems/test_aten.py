@@ -21,7 +21,7 @@ from torch import Tensor
 
 import flaggems_standin
 from fl_dispatch import DispatchError, freeze_dispatch, get_default_manager, thaw_dispatch
-from fl_dispatch.aten_replacement import obey, register_replacement, replaced_operators
+from fl_dispatch.aten_replacement import apply_blacklist, register_replacement, replaced_operators
 from fl_dispatch.aten_replacement.slot import slot_of
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import names, replacement
@@ -699,7 +699,7 @@ def test_what_a_list_leaves_to_pytorch_comes_back_with_what_it_had_learned(gems:
     torch.mm(A, B)
     replacement.seal()
     for listed, calls in ((["mm"], 1), ([], 2)):
-        obey(listed)
+        apply_blacklist(listed)
         torch.mm(A, B)
         assert replacement.report()["calls"] == {"mm": calls}
     assert replacement.report()["wrong"] == {}

@@ -12,8 +12,8 @@ from fl_dispatch import aten_replacement
 from fl_dispatch.aten_replacement import (
     AtenReplacement,
     ReplacementReport,
+    apply_blacklist,
     kept_operators,
-    obey,
     register_replacement,
     replaced_operators,
 )
@@ -104,11 +104,11 @@ def test_single_overloads_stay_pytorchs_and_come_back_when_the_list_is_another()
     assert list(replaced_operators()) == ["aten::add.Tensor", "aten::mul.Tensor"]
     assert aten.report()["Chip"]["wrong"] == {"mm": "aten_blacklist (code)"}
     assert kept_operators() == ("aten::mm", "aten::mul.out")
-    obey({"add.Tensor", "mm"})
+    apply_blacklist({"add.Tensor", "mm"})
     assert list(replaced_operators()) == ["aten::mul.Tensor", "aten::mul.out"]
-    obey({"*"})
+    apply_blacklist({"*"})
     assert not replaced_operators()
-    obey(())
+    apply_blacklist(())
     assert list(replaced_operators()) == ["aten::add.Tensor", "aten::mm", "aten::mul.Tensor", "aten::mul.out"]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fl_dispatch import aten_replacement
-from fl_dispatch.aten_replacement import kept_operators, obey, register_replacement, replaced_operators
+from fl_dispatch.aten_replacement import apply_blacklist, kept_operators, register_replacement, replaced_operators
 from fl_dispatch.devices import CPU
 from fl_dispatch.evidence.bisect import kinds, planted_aten
 from fl_dispatch.settings import Settings
@@ -61,7 +61,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
         planted_aten.replace(Settings(), CPU)
 
     yield planted
-    obey({"*"})
+    apply_blacklist({"*"})
 
 
 @pytest.mark.parametrize("fault", CALLS)
@@ -71,7 +71,7 @@ def test_dtype_size_and_values_of_the_wrong_calls_are_told(fault: str, plant: Ca
     running = dict(replaced_operators())
     kinds.watch(f"aten::{key}")
     call()
-    found = kinds.told()
+    found = kinds.end_watch()
     assert [kind for kind in found if not kind.startswith("values")] == [
         kind for kind in expected if not kind.startswith("values")
     ]
@@ -87,7 +87,7 @@ def test_a_right_operator_is_wrong_for_nothing(fault: str, plant: Callable[[str]
     for key in ("mul.Tensor", "where.self", "mean.dim"):
         kinds.watch(f"aten::{key}")
         call()
-        assert kinds.told() == []
+        assert kinds.end_watch() == []
 
 
 def test_every_replaced_operator_exists_and_each_fault_is_one_of_them(plant: Callable[[str], None]) -> None:

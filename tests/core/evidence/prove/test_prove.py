@@ -13,7 +13,7 @@ from candidates import REFUSED, RIGHT, UNSCREENED, WRONG
 
 from command import fl
 from fl_dispatch.cli.prove import _pack
-from fl_dispatch.evidence.prove import fence, signature
+from fl_dispatch.evidence.prove import sandbox, signature
 from fl_dispatch.evidence.prove.candidate import read
 from fl_dispatch.evidence.prove.process import Limits
 from fl_dispatch.evidence.prove.trial import Proof, Trial
@@ -22,7 +22,9 @@ from fl_dispatch.ops import OPERATORS
 CPU = torch.device("cpu")
 Prove = Callable[..., Proof]
 
-pytestmark = pytest.mark.skipif(bool(fence.why_none()), reason=fence.why_none() or "there is a fence")
+pytestmark = pytest.mark.skipif(
+    bool(sandbox.why_unavailable()), reason=sandbox.why_unavailable() or "there is a sandbox"
+)
 
 
 @pytest.fixture(scope="module")

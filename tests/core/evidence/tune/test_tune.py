@@ -25,10 +25,10 @@ from fl_dispatch.devices import device_of
 from fl_dispatch.evidence.rates import Rates
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.evidence.tune.engine import Cell, cells, compared, disagreements, measure, workloads
+from fl_dispatch.evidence.tune.late_compilation import compilations
 from fl_dispatch.evidence.tune.model import Dimensions, dimensions, read_model
 from fl_dispatch.evidence.tune.record import Record, resumed
 from fl_dispatch.evidence.tune.tuning import Plan, steps
-from fl_dispatch.evidence.tune.warmth import compilations
 from fl_dispatch.hosting.layers.survey import Survey
 from fl_dispatch.hosting.records import runs
 from fl_dispatch.hosting.records.runs import Sizes

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from .pool import queues
 
-Moment = torch.cuda.Event | None
+StreamEvent = torch.cuda.Event | None
 """A point of a stream's work; ``None`` if work is done when its call returns."""
 
 
-def moment(data: Tensor) -> Moment:
+def record_event(data: Tensor) -> StreamEvent:
     """Record the present point of this thread's stream on the tensor's device."""
     if not queues(data):
         return None

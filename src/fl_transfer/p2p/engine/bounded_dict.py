@@ -9,7 +9,7 @@ LAST = 4096
 T = TypeVar("T")
 
 
-class Remembered(OrderedDict[str, T]):
+class BoundedDict(OrderedDict[str, T]):
     """Transfer → a fact about it, such as why it ended; the oldest are forgotten."""
 
     def __setitem__(self, transfer: str, known: T) -> None:

@@ -10,11 +10,11 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor as ForV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ForV2
 
-from fl_dispatch.cli.bisect.doors import FORCED, ForcedTokens
+from fl_dispatch.cli.bisect.engine_hooks import FORCED, ForcedTokens
 from vllm import SamplingParams
 from vllm_fl.compat.model_runner import _is_for_v1
 
-NAME = "fl_dispatch.cli.bisect.doors:ForcedTokens"
+NAME = "fl_dispatch.cli.bisect.engine_hooks:ForcedTokens"
 FORCING = SamplingParams(extra_args={FORCED: [5, 6]})
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from serving import start
 
-import sights
 import variants
+import vision
 from running import ran
 
 MAX_TOKENS = 8
@@ -26,8 +26,8 @@ WRONG = {"prefer": "reference", "per_op_order": {"rms_norm@visual.*": ["impl:ven
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sights")
-    made = sights.build(KIND, folder / "made", sights.qwen("2.5", PATCH))
+    folder = tmp_path_factory.mktemp("vision")
+    made = vision.build(KIND, folder / "made", vision.qwen("2.5", PATCH))
     return variants.changed(made, folder / KIND, lambda name, tensor: 8 * tensor if "merger.mlp.2" in name else tensor)
 
 
@@ -35,21 +35,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def result(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two pictures in one batch, twice; a prompt without one; and with a wrong norm in the encoder."""
     folder, files = tmp_path_factory.mktemp("pictures"), []
-    for number, picture in enumerate(sights.pictures(SIZE)):
+    for number, picture in enumerate(vision.pictures(SIZE)):
         files.append(str(folder / f"{number}.png"))
         picture.save(files[-1])
     look = {
         "prompts": None,
         "max_tokens": MAX_TOKENS,
-        "more": {"prompt": [sights.PROMPTS[KIND]] * len(files), "image_data": files, "return_logprob": True},
+        "more": {"prompt": [vision.PROMPTS[KIND]] * len(files), "image_data": files, "return_logprob": True},
     }
-    text = {"prompts": None, "max_tokens": MAX_TOKENS, "more": {"prompt": [sights.WITHOUT]}}
+    text = {"prompts": None, "max_tokens": MAX_TOKENS, "more": {"prompt": [vision.WITHOUT]}}
     return start(model, look, look, text, {**look, "policy": WRONG}, variables=PLUGINS).result()
 
 
 @pytest.fixture(scope="module")
 def expected_tokens(model: Path) -> list[list[int]]:
-    return sights.expected(model, KIND, MAX_TOKENS, SIZE)
+    return vision.expected(model, KIND, MAX_TOKENS, SIZE)
 
 
 @pytest.mark.engine

@@ -1,4 +1,4 @@
-"""A fence around a process: the kernel refuses network, other processes, and files that are opened for writing.
+"""A sandbox around a process: the kernel refuses network, other processes, and files that are opened for writing.
 
 A system-call filter (seccomp) needs no privilege and cannot be removed. An accelerator's compilers are processes that
 write files, so there both stay allowed; these processes end with their group, which they cannot leave.
@@ -33,15 +33,15 @@ LOAD, EQUAL, NOT_LESS, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, MACHINE, ARGUMENTS = 0, 4, 16
 
 
-def why_none() -> str:
-    """Return why no fence can be installed here, or empty."""
+def why_unavailable() -> str:
+    """Return why no sandbox can be installed here, or empty."""
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         return ""
-    return f"the fence is of Linux on x86-64, not of {platform.system()} on {platform.machine()}"
+    return f"the sandbox is of Linux on x86-64, not of {platform.system()} on {platform.machine()}"
 
 
-def put_up(compilers: bool) -> None:
-    """Install the fence around this process, permanently.
+def enter(compilers: bool) -> None:
+    """Install the sandbox around this process, permanently.
 
     Args:
         compilers: whether other processes and files stay allowed.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engines import MAX_TOKENS, RUNNERS, start_features
 
-import sights
+import vision
 from sampling import drawn
 
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
@@ -30,16 +30,16 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "chunks of 32 tokens": {"max_num_batched_tokens": 32},
 }
 """Ways to run a model that sees and keeps a state."""
-HYBRIDS = drawn(sorted(sights.HYBRID), 1, "hybrids that see")
+HYBRIDS = drawn(sorted(vision.HYBRID), 1, "hybrids that see")
 DRAWN = drawn(tuple((kind, way) for kind in HYBRIDS for way in WAYS), 1, "ways to run a hybrid that sees")
-KINDS = [kind for kind in sights.KINDS if kind in HYBRIDS or kind not in sights.HYBRID]
+KINDS = [kind for kind in vision.KINDS if kind in HYBRIDS or kind not in vision.HYBRID]
 each = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("sights")
-    return {kind: sights.build(kind, folder / kind) for kind in KINDS}
+    folder = tmp_path_factory.mktemp("vision")
+    return {kind: vision.build(kind, folder / kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def gallery() -> Iterator[tuple[int, list[str]]]:
     """The port of a server of the first picture, which sends visitors of ``/moved`` there, and who came."""
     visits: list[str] = []
     file = io.BytesIO()
-    sights.pictures()[0].save(file, "PNG")
+    vision.pictures()[0].save(file, "PNG")
 
     class Gallery(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -71,7 +71,7 @@ def gallery() -> Iterator[tuple[int, list[str]]]:
 def _look(kind: str, pictures: list[Any]) -> dict[str, Any]:
     """A step of ``run_features`` with one prompt a picture, and one without any."""
     pixels = [np.asarray(picture).tolist() for picture in pictures]
-    asked = {"prompt": sights.PROMPTS[kind], "pictures": pixels, "text": sights.WITHOUT}
+    asked = {"prompt": vision.PROMPTS[kind], "pictures": pixels, "text": vision.WITHOUT}
     return {"do": "look", "max_tokens": MAX_TOKENS, **asked}
 
 
@@ -82,11 +82,11 @@ def runs(models: dict[str, Path], gallery: tuple[int, list[str]]) -> dict[str, A
     urls = [f"http://{host}:{gallery[0]}/{page}" for host, page in places]
 
     def job(kind: str) -> Any:
-        prompt, look = sights.PROMPTS[kind], _look(kind, sights.pictures())
-        wrong = {f"paged_attention@{sights.ENCODERS[kind][0]}": ["impl:vendor.wrong"]}
+        prompt, look = vision.PROMPTS[kind], _look(kind, vision.pictures())
+        wrong = {f"paged_attention@{vision.ENCODERS[kind][0]}": ["impl:vendor.wrong"]}
         steps = [look, look, {"do": "policy", "prefer": "reference", "per_op_order": wrong}, {**look, "anew": True}]
         if kind == VISITOR:
-            around = {"around": prompt.split(sights.IMAGES[kind]), "template": sights.template(kind)}
+            around = {"around": prompt.split(vision.IMAGES[kind]), "template": vision.template(kind)}
             steps.append({"do": "visit", "urls": urls, "max_tokens": MAX_TOKENS, **around})
         return models[kind], steps, {**ENGINE, "allowed_media_domains": ["127.0.0.1"]}
 
@@ -96,7 +96,7 @@ def runs(models: dict[str, Path], gallery: tuple[int, list[str]]) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, Path]) -> dict[str, list[list[int]]]:
-    return {kind: sights.expected(path, kind, MAX_TOKENS) for kind, path in models.items()}
+    return {kind: vision.expected(path, kind, MAX_TOKENS) for kind, path in models.items()}
 
 
 @each
@@ -116,9 +116,9 @@ def test_a_prompt_hits_the_prefix_cache_for_the_same_picture_only(kind: str, run
 @each
 def test_the_encoder_and_the_decoder_attend_by_our_operator(kind: str, runs: dict[str, Any]) -> None:
     report = runs[kind]["report"]
-    assert report["layers"]["MMEncoderAttention"] == sights.ENCODERS[kind][1]
+    assert report["layers"]["MMEncoderAttention"] == vision.ENCODERS[kind][1]
     assert report["native_layers"] == {}
-    norm = "gemma_rms_norm" if kind in sights.HYBRID else "rms_norm"
+    norm = "gemma_rms_norm" if kind in vision.HYBRID else "rms_norm"
     assert {norm, "paged_attention"} <= {key.split(" ")[0] for key in report["counts"]}
     assert report["failed"] == {}
 
@@ -147,7 +147,7 @@ def test_pictures_come_from_the_hosts_that_are_allowed_and_from_nowhere_else(
 def test_a_hybrid_sees_however_it_runs(
     kind: str, way: str, models: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
-    look = _look(kind, [] if way == TEXT_ALONE else sights.pictures())
+    look = _look(kind, [] if way == TEXT_ALONE else vision.pictures())
     engine = {**ENGINE, **WAYS[way]}
     (run,) = start_features((models[kind], [look, look], engine), **RUNNERS.get(way, {})).result()["runs"]
     first, again = (step["tokens"] for step in run["steps"])
