@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting.layers.attribute import replaced
 
 from ..compat import native_kernels
 from . import BY_LOOK_UP, attention, forms, serves
@@ -60,12 +61,8 @@ def share_weights(original: Callable[[Any], None], worker: Any) -> None:
     if torch.cuda.is_available():
         original(worker)
         return
-    wait = torch.cuda.synchronize
-    torch.cuda.synchronize = detect_device().synchronize  # type: ignore[assignment]  # SGLang names no device
-    try:
+    with replaced(torch.cuda, synchronize=detect_device().synchronize):  # SGLang names no device
         original(worker)
-    finally:
-        torch.cuda.synchronize = wait
 
 
 HOOKED: tuple[tuple[str, Callable[..., Any]], ...] = (

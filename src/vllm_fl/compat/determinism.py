@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from fl_dispatch import ConfigError, get_policy
+from fl_dispatch.hosting.layers.attribute import replaced
 
 PLACES = ("vllm.model_executor.determinism", "vllm.model_executor.layers")
 """Packages that contain the module, newest first."""
@@ -36,9 +37,5 @@ def without_triton() -> Iterator[None]:
             "environment", "VLLM_BATCH_INVARIANT", f"this vLLM has no module batch_invariant in {' or '.join(PLACES)}"
         )
     module = importlib.import_module(f"{package}.batch_invariant")
-    before = module.init_batch_invariance
-    module.init_batch_invariance = lambda: None  # type: ignore[attr-defined]
-    try:
+    with replaced(module, init_batch_invariance=lambda: None):
         yield
-    finally:
-        module.init_batch_invariance = before  # type: ignore[attr-defined]

@@ -7,13 +7,14 @@ the one place that every load passes, for a model and for its draft model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 from vllm.model_executor.models.utils import WeightsMapper
 
+from fl_dispatch.hosting.layers.attribute import replaced
 from fl_dispatch.hosting.loading.account import Account
 from fl_dispatch.hosting.loading.refusals import naming
 
@@ -56,8 +57,7 @@ class CountedLoader:
         return found
 
 
-@contextmanager
-def _noting(dropped: set[str]) -> Iterator[None]:
+def _noting(dropped: set[str]) -> AbstractContextManager[None]:
     """Collect the names that a model's mapper drops, because its class declares these tensors unused."""
     map_name = WeightsMapper._map_name_with_shard
 
@@ -67,11 +67,7 @@ def _noting(dropped: set[str]) -> Iterator[None]:
             dropped.add(key)
         return found
 
-    WeightsMapper._map_name_with_shard = noted
-    try:
-        yield
-    finally:
-        WeightsMapper._map_name_with_shard = map_name
+    return replaced(WeightsMapper, _map_name_with_shard=noted)
 
 
 @cache

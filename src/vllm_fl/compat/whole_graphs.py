@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
+
+from fl_dispatch.hosting.layers.attribute import replaced
 
 NAME = "_try_load_aot_compiled_fn"
 
@@ -28,7 +29,7 @@ def load() -> None:
 def _loading(hosts: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     @wraps(hosts)
     def loaded(model: Any, path: str) -> Any:
-        with patch.object(torch.compiler, "load_compiled_function", _finished(torch.compiler.load_compiled_function)):
+        with replaced(torch.compiler, load_compiled_function=_finished(torch.compiler.load_compiled_function)):
             return hosts(model, path)
 
     return loaded

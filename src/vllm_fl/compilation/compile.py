@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from fl_dispatch import get_policy, set_global_policy
 from fl_dispatch.devices import CPP, TRITON, DeviceSpec
 from fl_dispatch.hosting.compilation import inductor, kernel_numbers
+from fl_dispatch.hosting.layers.attribute import replaced
 from fl_dispatch.hosting.start.first_choices import boundary, joins, of_one_backend, without_graphs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
@@ -283,13 +284,10 @@ def leave_to_inductor(vllm_config: VllmConfig, device: DeviceSpec) -> None:
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Run a model's own forward without compilation in this block."""
     wrappers: list[Any] = [part for part in model.modules() if not getattr(part, "do_not_compile", True)]
-    for wrapper in wrappers:
-        wrapper.do_not_compile = True
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for wrapper in wrappers:
-            wrapper.do_not_compile = False
+            stack.enter_context(replaced(wrapper, do_not_compile=True))
+        yield
 
 
 def start(model: nn.Module, vllm_config: VllmConfig) -> None:

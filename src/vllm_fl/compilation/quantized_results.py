@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from fl_dispatch import get_default_manager
+from fl_dispatch.hosting.layers.attribute import replaced
 from fl_dispatch.hosting.layers.layer_kernels import kernels
 from fl_dispatch.hosting.quantized.layers import ScaledLayer
 from fl_dispatch.hosting.start import first_choices
@@ -40,17 +41,9 @@ functionalized = torch.ops.higher_order.auto_functionalized
 # -- before anything is compiled --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def without_hosts_passes(config: PassConfig) -> Iterator[None]:
+def without_hosts_passes(config: PassConfig) -> AbstractContextManager[None]:
     """Stop vLLM from adding its own passes for the calls that ours fuse, because they need its CUDA library."""
-    before = {name: getattr(config, name) for name in compile.JOINED_BY_US.values() if hasattr(config, name)}
-    for name in before:
-        setattr(config, name, False)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+    return replaced(config, **{name: False for name in compile.JOINED_BY_US.values() if hasattr(config, name)})
 
 
 def keep_whole(model: nn.Module, vllm_config: VllmConfig) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import Decision, bind_op, explain
+from fl_dispatch.hosting.layers.attribute import replaced
 from fl_dispatch.hosting.start import warm_batches
 from fl_dispatch.types import BackendImplKind
 
@@ -104,14 +105,13 @@ class StateLayer(DispatchedLayer):
     @contextmanager
     def fl_asked(self) -> Iterator[dict[str, str]]:
         """Make calls in this block only ask for kernels; the mapping gets operators without a kernel, and why."""
-        own, without = [getattr(self, part) for part in self.fl_parts], dict[str, str]()
-        for part, operator, bound in zip(self.fl_parts, self.fl_choices, own, strict=True):
-            setattr(self, part, partial(self._fl_ask, without, operator, bound))
-        try:
+        without = dict[str, str]()
+        asking = {
+            part: partial(self._fl_ask, without, operator, getattr(self, part))
+            for part, operator in zip(self.fl_parts, self.fl_choices, strict=True)
+        }
+        with replaced(self, **asking):
             yield without
-        finally:
-            for part, bound in zip(self.fl_parts, own, strict=True):
-                setattr(self, part, bound)
 
     def _fl_ask(self, without: dict[str, str], operator: str, bound: Callable[..., Tensor], *args: Any) -> Tensor:
         scope = self.fl_scope(self.prefix)

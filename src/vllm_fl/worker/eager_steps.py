@@ -7,13 +7,14 @@ share. The whole time of such a step counts as cost, so steps are further apart 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_world_group
 
 from fl_dispatch import get_default_manager
+from fl_dispatch.hosting.layers.attribute import replaced
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.shadow.sampling import Sampling
 
@@ -95,11 +96,8 @@ def without_graphs(runner: Any) -> Iterator[None]:
         (getattr(runner, "cudagraph_dispatcher", None), "keys_initialized"),
         (getattr(runner, "cudagraph_manager", None), "_graphs_captured"),
     )
-    changed = [(owner, name) for owner, name in places if getattr(owner, name, False)]
-    for owner, name in changed:
-        setattr(owner, name, False)
-    try:
+    with ExitStack() as stack:
+        for owner, name in places:
+            if getattr(owner, name, False):
+                stack.enter_context(replaced(owner, **{name: False}))
         yield
-    finally:
-        for owner, name in changed:
-            setattr(owner, name, True)

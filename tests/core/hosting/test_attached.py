@@ -1,11 +1,11 @@
-"""A plugin's data on a host's object is one attribute, which the host does not take for a part of its own."""
+"""A plugin's attribute on a host's object is no part of the host's own; what it replaces for a time comes back."""
 
 from __future__ import annotations
 
 import pytest
 from torch import nn
 
-from fl_dispatch.hosting.layers.attribute import Attached
+from fl_dispatch.hosting.layers.attribute import Attached, replaced
 
 NORM = Attached[nn.Module]("fl_norm")
 
@@ -23,3 +23,17 @@ def test_what_was_not_given_is_said_with_its_name() -> None:
     assert NORM.find(layer) is None
     with pytest.raises(AttributeError, match="Linear was given no fl_norm"):
         NORM.of(layer)
+
+
+class Host:
+    rounding = "int8"
+
+
+def test_what_a_block_replaces_comes_back_after_an_error_too() -> None:
+    host = Host()
+    host.own = "before"  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError), replaced(host, rounding="", own="meanwhile"):
+        assert vars(host) == {"rounding": "", "own": "meanwhile"}
+        raise RuntimeError
+    assert vars(host) == {"own": "before"}
+    assert host.rounding == "int8"

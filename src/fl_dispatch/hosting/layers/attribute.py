@@ -1,7 +1,9 @@
-"""An attribute of one type that a plugin keeps on an object of its host."""
+"""Attributes that a plugin keeps on objects of its host, or replaces there for a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -39,3 +41,19 @@ class Attached(Generic[T]):
         except KeyError:
             raise AttributeError(f"{type(owner).__name__} was given no {self.name}") from None
         return found
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object, class or module other attributes in this block."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:  # it was its class's
+                delattr(owner, name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from ... import bind_op
 from ...devices import detect_device
 from ...ops.quantization import FP4, TENSOR, rounded
+from ..layers.attribute import replaced
 from ..layers.layer_kernels import KERNEL, LayerKernel
 from . import blocks, orders, reencoding
 from .schemes import FLOAT4_NAMES, TENSOR_GROUP, Scheme
@@ -82,7 +82,7 @@ class QuantizedLayer(QuantizedKernel):
 
     def fl_exact(self) -> AbstractContextManager[Any]:
         """Leave rows as they are meanwhile: the product with ones is the weight, and int8 rounds a one to 127/127.5."""
-        return patch.object(self, "fl_rounding", "")
+        return replaced(self, fl_rounding="")
 
     def fl_rows(self, x: Tensor) -> Tensor:
         """Return rows in the form in which they are multiplied."""
