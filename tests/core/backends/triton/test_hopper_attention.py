@@ -43,8 +43,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
             assert grid == (programs, 1, 1)
             machine.run(kernel, *tensors, *sizes, *numbers)
 
-        monkeypatch.setattr(hopper, "_launcher", lambda: partial(launch, names["attention"]))
-        monkeypatch.setattr(hopper, "_bulk_launcher", lambda: partial(launch, names["attention_bulk"]))
+        monkeypatch.setattr(hopper, "_launcher", lambda kernel: partial(launch, names[kernel.partition(":")[2]]))
         monkeypatch.setattr(hopper, "processors", lambda device: programs)
         monkeypatch.setattr(hopper, "why_unavailable", lambda device: "")
         monkeypatch.setattr(hopper, "_copies_in_bulk", lambda: True)
@@ -287,7 +286,7 @@ def recording(numbers: list[tuple[Any, ...]]) -> Callable[..., None]:
 
 def test_what_is_compiled_depends_on_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(hopper, "_bulk_launcher", lambda: recording(compiled))
+    monkeypatch.setattr(hopper, "_launcher", {hopper.IN_A_ROW: recording(compiled)}.get)
     monkeypatch.setattr(hopper, "processors", lambda device: 3)
     for tokens in (1, 5, 16):
         query, total = numbers(tokens, 2, 192), torch.zeros(2, tokens)
@@ -308,7 +307,7 @@ def test_offsets_of_32_bits_hold_heads_and_slots(
     monkeypatch: pytest.MonkeyPatch, strides: tuple[int, ...], narrow: bool
 ) -> None:
     compiled: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(hopper, "_launcher", lambda: recording(compiled))
+    monkeypatch.setattr(hopper, "_launcher", {hopper.PAGED: recording(compiled)}.get)
     monkeypatch.setattr(hopper, "processors", lambda device: 3)
     near = torch.empty((9, 16, 8, 64), dtype=torch.bfloat16, device="meta")
     far = torch.empty_strided(near.shape, strides, dtype=near.dtype, device="meta")
@@ -328,8 +327,7 @@ def test_a_device_that_is_not_hopper_takes_the_plain_kernel() -> None:
 
 def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "INTERPRETED", False)
-    monkeypatch.setattr(hopper, "_launcher", lambda: None)
-    monkeypatch.setattr(hopper, "_latent_launcher", lambda: None)
+    monkeypatch.setattr(hopper, "_launcher", lambda kernel: None)
     for version, capability, why in (
         ("3.6.0", (9, 0), ""),
         ("3.6.1+git1234", (9, 0), ""),
@@ -349,8 +347,7 @@ def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.Monkey
 
 def test_chip_features_off_takes_the_plain_kernel_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "INTERPRETED", False)
-    monkeypatch.setattr(hopper, "_launcher", lambda: None)
-    monkeypatch.setattr(hopper, "_latent_launcher", lambda: None)
+    monkeypatch.setattr(hopper, "_launcher", lambda kernel: None)
     monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
     monkeypatch.setattr(hopper, "device_of", lambda kind: replace(CUDA, capability=lambda index: (9, 0)))
     hopper._why_unavailable.cache_clear()

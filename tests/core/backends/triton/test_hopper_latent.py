@@ -63,7 +63,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
             machine.programs = grid[0]
             machine.run(kernel, *tensors, *sizes, *numbers, more=grid[1:])
 
-        monkeypatch.setattr(hopper, "_latent_launcher", lambda: launch)
+        monkeypatch.setattr(hopper, "_launcher", {hopper.LATENT: launch}.get)
         monkeypatch.setattr(hopper, "processors", lambda device: processors)
         monkeypatch.setattr(hopper, "why_unavailable", lambda device: "")
         monkeypatch.setattr(latent_decode, "_launch_combine", combine)

@@ -51,7 +51,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
             machine.programs = grid[0]
             machine.run(kernel, *tensors, *sizes, *numbers, more=grid[1:])
 
-        monkeypatch.setattr(hopper, "_listed_launcher", lambda: launch)
+        monkeypatch.setattr(hopper, "_launcher", {hopper.LISTED: launch}.get)
         monkeypatch.setattr(hopper, "TESTED_LISTS", (hopper._version(),))
         monkeypatch.setattr(hopper, "processors", lambda device: processors)
         monkeypatch.setattr(hopper, "why_unavailable", lambda device: "")

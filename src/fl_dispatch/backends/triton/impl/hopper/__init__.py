@@ -11,6 +11,7 @@ runs the plain kernel; ``VLLM_FL_CHIP_FEATURES=0`` forces the plain kernel.
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ TESTED_LISTS = ((3, 8),)
 """Tested versions for listed latent rows."""
 TESTED_IN_BULK = ((3, 8),)
 """Tested versions for contiguous keys; the tensor memory accelerator copies their tiles."""
+PAGED, IN_A_ROW = "prefill.kernel:attention", "prefill.bulk:attention_bulk"
+LATENT, LISTED = "latent_decode.kernel:latent_attention", "latent_decode.listed:listed_attention"
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
 """Size of a head's key → the largest power of two in it, and the rest."""
@@ -79,8 +82,8 @@ def _why_unavailable(device: torch.device, chip_features: bool) -> str:
         reason = f"it is not tested with Triton {triton.__version__}"
     else:
         try:
-            _launcher()
-            _latent_launcher()
+            _launcher(PAGED)
+            _launcher(LATENT)
         except ImportError as error:
             reason = f"Triton's Gluon lacks something: {error}"
     if reason:
@@ -102,19 +105,10 @@ def _copies_in_bulk() -> bool:
 
 
 @functools.cache
-def _launcher() -> Launcher:
-    """Import the kernel, and Gluon with it, because not every Triton has Gluon."""
-    from .prefill.kernel import attention
-
-    return Launcher(attention)
-
-
-@functools.cache
-def _bulk_launcher() -> Launcher:
-    """Import the kernel, and Gluon with it, because not every Triton has Gluon."""
-    from .prefill.bulk import attention_bulk
-
-    return Launcher(attention_bulk)
+def _launcher(kernel: str) -> Launcher:
+    """Import a kernel, and Gluon with it, because not every Triton has Gluon."""
+    module, _, name = kernel.partition(":")
+    return Launcher(getattr(importlib.import_module(f"{__package__}.{module}"), name))
 
 
 @functools.cache
@@ -143,22 +137,6 @@ def _descriptor(tensor: Tensor) -> object:
 def _extent(tensor: Tensor) -> int:
     """Elements from the start of a token's first head to the end of its last head."""
     return (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
-
-
-@functools.cache
-def _latent_launcher() -> Launcher:
-    """Import the kernel, and Gluon with it, because not every Triton has Gluon."""
-    from .latent_decode.kernel import latent_attention
-
-    return Launcher(latent_attention)
-
-
-@functools.cache
-def _listed_launcher() -> Launcher:
-    """Import the kernel, and Gluon with it, because not every Triton has Gluon."""
-    from .latent_decode.listed import listed_attention
-
-    return Launcher(listed_attention)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -233,7 +211,7 @@ def attend_paged(
     slots, kv_heads = key_cache.shape[1:3]
     for _, slot, head, _ in (key_cache.stride(), value_cache.stride()):
         narrow = narrow and max(slots * slot, kv_heads * head) < LIMIT
-    _launcher()(
+    _launcher(PAGED)(
         (processors(query.device), 1, 1),
         (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out),
         (
@@ -262,7 +240,7 @@ def attend(
 
     See :data:`fl_dispatch.ops.mla.mla_prefill`.
     """
-    _bulk_launcher()(
+    _launcher(IN_A_ROW)(
         (processors(query.device), 1, 1),
         (query_start_loc, key_start_loc, out, lse),
         (
@@ -299,7 +277,7 @@ def decode_latent(
         splits: programs that share a request's keys, in tiles of ``LATENT_KEYS``; several write partial results.
         block_size, causal, most_new: slots of a block of the cache; the plain kernel's options for the queries.
     """
-    _latent_launcher()(
+    _launcher(LATENT)(
         (tiles, requests, splits), tensors, (*numbers, block_size, causal, most_new, splits > 1), sizes=(splits,),
         warps=WARPS,
     )  # fmt: skip
@@ -324,6 +302,6 @@ def attend_listed(
         block_size, halvings: slots of a block of the cache, and steps of the search for a token's request.
     """
     query, splits = tensors[0], sizes[1]
-    _listed_launcher()(
+    _launcher(LISTED)(
         (tiles, len(query), splits), tensors, (*numbers, block_size, halvings, splits > 1), sizes=sizes, warps=WARPS
     )
