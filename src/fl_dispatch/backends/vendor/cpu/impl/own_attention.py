@@ -7,9 +7,7 @@ processor. A row's result does not depend on the other rows of its batch.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from fl_dispatch import cpp, native
 from fl_dispatch.types import Traits
 
 from .attention import KV_LAYOUT
+from .native_calls import function, structure
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
@@ -26,33 +25,19 @@ STRIP = 16
 TRAITS = Traits(kv_layout=KV_LAYOUT, kv_block=STRIP, batch_invariant=True)
 
 
-class _Call(ctypes.Structure):
-    """``Call`` of ``attention.cpp``."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in (
-            "query", "keys", "values", "table", "starts", "lengths", "out", "slopes", "sinks",
-        )),
-        *((name, ctypes.c_int64) for name in (
-            "query_token", "query_head", "key_block", "key_token", "key_head", "key_dim", "value_block", "value_token",
-            "value_head", "table_row", "rows", "requests", "blocks", "block_size", "heads", "kv_heads", "dim",
-            "columns", "causal", "window", "threads",
-        )),
-        ("scale", ctypes.c_float), ("softcap", ctypes.c_float),
-    ]  # fmt: skip
-
-
-class _Write(ctypes.Structure):
-    """``Write`` of ``attention.cpp``."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("key", "value", "keys", "values", "slots")),
-        *((name, ctypes.c_int64) for name in (
-            "key_token", "key_head", "value_token", "value_head", "keys_block", "keys_slot", "keys_head", "keys_dim",
-            "values_block", "values_slot", "values_head", "values_dim", "tokens", "blocks", "block_size", "heads",
-            "key_dim", "value_dim",
-        )),
-    ]  # fmt: skip
+_Call = structure(
+    "query keys values table starts lengths out slopes sinks",
+    "query_token query_head key_block key_token key_head key_dim value_block value_token value_head table_row rows "
+    "requests blocks block_size heads kv_heads dim columns causal window threads",
+    "scale softcap",
+)
+"""``Call`` of ``attention.cpp``."""
+_Write = structure(
+    "key value keys values slots",
+    "key_token key_head value_token value_head keys_block keys_slot keys_head keys_dim values_block values_slot "
+    "values_head values_dim tokens blocks block_size heads key_dim value_dim",
+)
+"""``Write`` of ``attention.cpp``."""
 
 
 def why_unavailable() -> str:
@@ -245,14 +230,7 @@ def _run(name: str, call: ctypes.Structure, half: bool) -> None:
     Raises:
         IndexError: a block or a slot lies outside the cache or the table. Earlier ones may have been written.
     """
-    if _function(name)(ctypes.byref(call), half):
+    if function(SOURCE, name)(ctypes.byref(call), half):
         raise IndexError(
             f"{name}: a row, a block or a slot lies outside of the queries, the cache or the table of blocks"
         )
-
-
-@cache
-def _function(name: str) -> Any:
-    function = getattr(cpp.load(SOURCE), name)
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    return function

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch import Tensor
 from fl_dispatch import cpp, native
 
 from .expert_shapes import mismatch
+from .native_calls import function, structure
 from .own_attention import problem
 
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -29,17 +28,11 @@ MANY = 32
 """Most rows of an expert, on average, for which this is faster than a product of matrices."""
 
 
-class _Call(ctypes.Structure):
-    """``Call`` of ``experts.cpp``."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in (
-            "x", "w13", "w2", "bias13", "bias2", "weights", "ids", "map", "out",
-        )),
-        *((name, ctypes.c_int64) for name in (
-            "tokens", "choices", "experts", "numbered", "hidden", "rows", "inner", "activation", "on_input", "threads",
-        )),
-    ]  # fmt: skip
+_Call = structure(
+    "x w13 w2 bias13 bias2 weights ids map out",
+    "tokens choices experts numbered hidden rows inner activation on_input threads",
+)
+"""``Call`` of ``experts.cpp``."""
 
 
 def why_unavailable() -> str:
@@ -127,7 +120,7 @@ def fused_moe(
         *ids.shape, w13.shape[0], 0 if numbers is None else numbers.shape[0], *w2.shape[1:2], w13.shape[1], w2.shape[2],
         ACTIVATIONS.index(activation), apply_router_weight_on_input, torch.get_num_threads(),
     )  # fmt: skip
-    if _function()(ctypes.byref(call), hidden_states.dtype is torch.bfloat16):
+    if function(SOURCE, "fused_moe")(ctypes.byref(call), hidden_states.dtype is torch.bfloat16):
         raise IndexError(f"a choice names none of {len(w13)} experts")
     return out
 
@@ -136,10 +129,3 @@ def _narrow(numbers: Tensor) -> Tensor:
     """Convert to 32 bits; numbers out of range stay invalid expert numbers."""
     fits = numbers.dtype is torch.int32
     return (numbers if fits else numbers.clamp(-1, torch.iinfo(torch.int32).max).int()).contiguous()
-
-
-@cache
-def _function() -> Any:
-    function = cpp.load(SOURCE).fused_moe
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    return function

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,19 +18,15 @@ from fl_dispatch.ops.quantized_moe import scaled_experts
 
 from .. import library
 from .expert_shapes import mismatch
+from .native_calls import function, structure
 
 SOURCE = Path(__file__).with_name("integers.cpp")
 LONGEST = (1 << 31) // (128 * 128) - 1
 """Most elements of a row with a sum that fits 32 bits, even if all products are the largest."""
 
 
-class _Call(ctypes.Structure):
-    """``Call`` of ``integers.cpp``."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("x", "x_scale", "weight", "weight_scale", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "inner", "threads")),
-    ]
+_Call = structure("x x_scale weight weight_scale out", "rows columns inner threads")
+"""``Call`` of ``integers.cpp``."""
 
 
 def why_unavailable() -> str:
@@ -85,7 +79,7 @@ def scaled_linear(
         *native.addresses((rows, row_scales, weight, scales), (out,)),
         x.shape[:-1].numel(), columns, inner, torch.get_num_threads(),
     )  # fmt: skip
-    if not _function()(ctypes.byref(call)):
+    if not function(SOURCE, "integer_product", 0)(ctypes.byref(call)):
         raise NotSupported("the function was compiled for a processor without AVX2")
     if bias is not None:
         out += bias
@@ -129,10 +123,3 @@ def supports_scaled_moe(
 
 scaled_moe = scaled_experts(scaled_linear)
 """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. Runs the reference's steps around products with exact sums."""
-
-
-@cache
-def _function() -> Any:
-    function = cpp.load(SOURCE).integer_product
-    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
-    return function

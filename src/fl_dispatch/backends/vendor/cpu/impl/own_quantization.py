@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fl_dispatch import cpp, native
 
+from .native_calls import function, structure
 from .own_attention import problem
 
 SOURCE = Path(__file__).with_name("quantized.cpp")
@@ -22,13 +21,8 @@ MANY = 32
 """Most rows for which this is faster than converting the whole weight to float32 for a product of matrices."""
 
 
-class _Call(ctypes.Structure):
-    """``Call`` of ``quantized.cpp``."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "scale", "zero", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "inner", "groups", "bits", "threads")),
-    ]
+_Call = structure("x weight scale zero out", "rows columns inner groups bits threads")
+"""``Call`` of ``quantized.cpp``."""
 
 
 def why_unavailable() -> str:
@@ -105,12 +99,5 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> T
         x.shape[:-1].numel(), columns, x.shape[-1], groups, 4 if weight.dtype is torch.uint8 else 8,
         torch.get_num_threads(),
     )  # fmt: skip
-    _function()(ctypes.byref(call), scale.dtype is torch.bfloat16)
+    function(SOURCE, "quantized_product")(ctypes.byref(call), scale.dtype is torch.bfloat16)
     return out
-
-
-@cache
-def _function() -> Any:
-    function = cpp.load(SOURCE).quantized_product
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], None
-    return function
