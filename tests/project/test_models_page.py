@@ -12,11 +12,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import states
 from architectures import ARCHITECTURES
 from fl_dispatch.cli.checkpoints import FAMILIES as BUILT
+from fl_dispatch.cli.checkpoints import configuration
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/evidence/models.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
-NAMES = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[make().model_type] for family, make in BUILT.items()}
+NAMES = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[configuration(family).model_type] for family in BUILT}
 
 
 def of_transformers(configuration: str) -> str:

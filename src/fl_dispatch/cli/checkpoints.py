@@ -6,7 +6,8 @@ wins by more than rounding can change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -35,87 +36,21 @@ _SHAPE: Mapping[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+    "tie_word_embeddings": False,
 }
-
-
-def _qwen2() -> PretrainedConfig:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**_SHAPE, tie_word_embeddings=False)
-
-
-def _qwen3() -> PretrainedConfig:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**_SHAPE, tie_word_embeddings=False)
-
-
-def _llama() -> PretrainedConfig:
-    from transformers import LlamaConfig
-
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    }
-    return LlamaConfig(**_SHAPE, tie_word_embeddings=False, rope_parameters=rope)
-
-
-def _llama_yarn() -> PretrainedConfig:
-    from transformers import LlamaConfig
-
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
-    return LlamaConfig(**_SHAPE, tie_word_embeddings=False, rope_parameters=rope)
-
-
-def _phi3() -> PretrainedConfig:
-    from transformers import Phi3Config
-
-    # half of each head is rotated; up to 512 tokens by the short factors
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "short_factor": [1.0, 1.25, 1.5, 2.0],
-        "long_factor": [2.0, 3.0, 4.0, 8.0],
-    }
-    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
-    return Phi3Config(**shape, tie_word_embeddings=False, original_max_position_embeddings=512, rope_parameters=rope)
-
-
-def _gemma2() -> PretrainedConfig:
-    from transformers import Gemma2Config
-
-    return Gemma2Config(
-        **_SHAPE,
-        tie_word_embeddings=True,  # vLLM supports only this
-        sliding_window=32,
-        query_pre_attn_scalar=16,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=200.0,
-        hidden_act="gelu_pytorch_tanh",  # SGLang reads it, as in the published checkpoints
-    )
-
-
-def _bloom() -> PretrainedConfig:
-    from transformers import BloomConfig
-
-    # ALiBi instead of rotary positions; the embeddings are tied, as vLLM assumes
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 3, "n_head": 4}
-    return BloomConfig(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-
-
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 _LATENT: Mapping[str, Any] = {
-    **{name: value for name, value in _SHAPE.items() if name not in ("head_dim", "num_key_value_heads")},
+    **{name: value for name, value in _SHAPE.items() if name != "head_dim"},
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "tie_word_embeddings": False,
     # one dense layer, then experts in groups
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 48,
@@ -125,143 +60,122 @@ _LATENT: Mapping[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
     "moe_layer_freq": 1,
+    "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
 }
-
-
-_LATENT_ROPE: Mapping[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 256,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.5,
-}
-
-
-def _deepseek_v2() -> PretrainedConfig:
-    from transformers import DeepseekV2Config
-
-    routing = {"topk_method": "group_limited_greedy", "scoring_func": "softmax"}
-    return DeepseekV2Config(
-        **_LATENT, q_lora_rank=None, **routing, routed_scaling_factor=2.0, rope_parameters=dict(_LATENT_ROPE)
-    )
-
-
-def _deepseek_v3() -> PretrainedConfig:
-    from transformers import DeepseekV3Config
-
-    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # vLLM reads them, as in the published checkpoints
-    rope = dict(_LATENT_ROPE)
-    return DeepseekV3Config(**_LATENT, **routing, q_lora_rank=24, num_mtp_layers=0, rope_parameters=rope)
-
-
-_SPARSE: Mapping[str, Any] = {
+_V3: Mapping[str, Any] = {
     **_LATENT,
+    "q_lora_rank": 24,
+    # vLLM reads them, as in the published checkpoints
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
-    "q_lora_rank": 24,
+}
+_SPARSE: Mapping[str, Any] = {
+    **_V3,
     # fewer listed tokens than a prompt has, to reveal a wrong list
     "index_topk": 20,
     "index_n_heads": 8,
     "index_head_dim": 32,
 }
-
-
-def _deepseek_v32() -> PretrainedConfig:
-    from transformers import DeepseekV32Config
-
-    return DeepseekV32Config(**_SPARSE, rope_parameters=dict(_LATENT_ROPE))
-
-
-def _glm_moe_dsa() -> PretrainedConfig:
-    """The last layer shares the lists of the layer before it, as in GLM-5.2."""
-    from transformers import GlmMoeDsaConfig
-
-    indexing = {"indexer_rope_interleave": True, "index_topk_freq": 2, "index_skip_topk_offset": 2}
-    return GlmMoeDsaConfig(**_SPARSE, **indexing, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-
-
 _EXPERTS: Mapping[str, Any] = {
     **_SHAPE,
-    "tie_word_embeddings": False,
     "moe_intermediate_size": 48,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
-
-
-def _qwen3_moe() -> PretrainedConfig:
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(**_EXPERTS, num_experts=8)  # every layer has experts: SGLang ignores mlp_only_layers
-
-
-def _mixtral() -> PretrainedConfig:
-    from transformers import MixtralConfig
-
-    return MixtralConfig(**_SHAPE, tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2)
-
-
-def _minimax_m2() -> PretrainedConfig:
-    from transformers import MiniMaxM2Config
-
-    # sigmoid scores with a bias for the choice; half of each head is rotated
-    routing = {"scoring_func": "sigmoid", "use_routing_bias": True}
-    norms = {"use_qk_norm": True, "qk_norm_type": "per_layer"}  # SGLang reads them, as in the published checkpoints
-    return MiniMaxM2Config(
-        **_SHAPE,
-        **routing,
-        **norms,
-        rotary_dim=8,
-        tie_word_embeddings=False,
-        num_local_experts=8,
-        num_experts_per_tok=3,
-    )
-
-
-def _glm4_moe() -> PretrainedConfig:
-    from transformers import Glm4MoeConfig
-
-    # a dense layer, then experts in four groups, chosen with a bias, and a shared one
-    return Glm4MoeConfig(
-        **_EXPERTS,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=1.5,
-        use_qk_norm=True,
-    )
-
-
-def _gemma3() -> PretrainedConfig:
-    from transformers import Gemma3TextConfig
-
-    # six layers: five with a sliding window, one with full attention
-    shape = {**_SHAPE, "num_hidden_layers": 6}
-    return Gemma3TextConfig(**shape, sliding_window=32, query_pre_attn_scalar=16, tie_word_embeddings=False)
-
-
-FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "llama": _llama,
-    "llama_yarn": _llama_yarn,
-    "phi3": _phi3,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "bloom": _bloom,
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v32": _deepseek_v32,
-    "glm_moe_dsa": _glm_moe_dsa,
-    "qwen3_moe": _qwen3_moe,
-    "mixtral": _mixtral,
-    "minimax_m2": _minimax_m2,
-    "glm4_moe": _glm4_moe,
+_LLAMA3: Mapping[str, Any] = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_PHI3: Mapping[str, Any] = {
+    # half of each head is rotated; up to 512 tokens by the short factors
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.25, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0, 8.0],
 }
-"""Model family → its configuration."""
+_GEMMA2: Mapping[str, Any] = {
+    **_SHAPE,
+    "tie_word_embeddings": True,  # vLLM supports only this
+    "sliding_window": 32,
+    "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 200.0,
+    "hidden_act": "gelu_pytorch_tanh",  # SGLang reads it, as in the published checkpoints
+}
+_BLOOM: Mapping[str, Any] = {
+    # ALiBi instead of rotary positions; the embeddings are tied, as vLLM assumes
+    **{name: value for name, value in _SHAPE.items() if name in ("vocab_size", "hidden_size") or "token" in name},
+    "n_layer": 3,
+    "n_head": 4,
+}
+_GLM_5: Mapping[str, Any] = {
+    # the last layer shares the lists of the layer before it, as in GLM-5.2
+    **_SPARSE,
+    "indexer_rope_interleave": True,
+    "index_topk_freq": 2,
+    "index_skip_topk_offset": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_MINIMAX_M2: Mapping[str, Any] = {
+    # sigmoid scores with a bias for the choice; half of each head is rotated
+    **_SHAPE,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    # SGLang reads both, as in the published checkpoints
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "rotary_dim": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+}
+_GLM_4: Mapping[str, Any] = {
+    # a dense layer, then experts in four groups, chosen with a bias, and a shared one
+    **_EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+}
+_V2_ROUTING = {"topk_method": "group_limited_greedy", "scoring_func": "softmax", "routed_scaling_factor": 2.0}
+# six layers: five with a sliding window, one with full attention
+_WINDOWS = {"num_hidden_layers": 6, "sliding_window": 32, "query_pre_attn_scalar": 16}
+
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen2": ("Qwen2Config", _SHAPE),
+    "qwen3": ("Qwen3Config", _SHAPE),
+    "llama": ("LlamaConfig", {**_SHAPE, "rope_parameters": _LLAMA3}),
+    "llama_yarn": ("LlamaConfig", {**_SHAPE, "rope_parameters": _YARN}),
+    "phi3": (
+        "Phi3Config",
+        {
+            **{name: value for name, value in _SHAPE.items() if name != "head_dim"},
+            "original_max_position_embeddings": 512,
+            "rope_parameters": _PHI3,
+        },
+    ),
+    "gemma2": ("Gemma2Config", _GEMMA2),
+    "gemma3": ("Gemma3TextConfig", {**_SHAPE, **_WINDOWS}),
+    "bloom": ("BloomConfig", _BLOOM),
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, **_V2_ROUTING, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3Config", {**_V3, "num_mtp_layers": 0}),
+    "deepseek_v32": ("DeepseekV32Config", _SPARSE),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", _GLM_5),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 8}),  # in each layer: SGLang ignores mlp_only_layers
+    "mixtral": ("MixtralConfig", {**_SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax_m2": ("MiniMaxM2Config", _MINIMAX_M2),
+    "glm4_moe": ("Glm4MoeConfig", _GLM_4),
+}
+"""Model family → the class of its configuration in transformers, and the fields."""
+
+
+def configuration(family: str) -> PretrainedConfig:
+    """Return the configuration of one of :data:`FAMILIES`."""
+    import transformers
+
+    name, fields = FAMILIES[family]
+    made: PretrainedConfig = getattr(transformers, name)(**deepcopy(fields))  # transformers changes what it is given
+    return made
 
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system")
@@ -310,7 +224,7 @@ def build_checkpoint(family: str, path: str | Path, **changes: Any) -> Path:
     """
     if family not in FAMILIES:
         raise ValueError(f"unknown model family '{family}'; known: {', '.join(FAMILIES)}")
-    config = FAMILIES[family]()
+    config = configuration(family)
     config.update(changes)
     return write_checkpoint(config, Path(path))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES
-from fl_dispatch.cli.checkpoints import FAMILIES
+from fl_dispatch.cli.checkpoints import FAMILIES, configuration
 from fl_dispatch.hosting.positions import rotary_tables
 
 NAMES = (*FAMILIES, *(name for name in ARCHITECTURES if name not in FAMILIES))
@@ -18,7 +18,7 @@ def _config(name: str) -> Any:
     import transformers
 
     if name in FAMILIES:
-        return FAMILIES[name]()
+        return configuration(name)
     kind, shape = ARCHITECTURES[name]
     return getattr(transformers, kind)(**shape)
 
