@@ -1,4 +1,4 @@
-"""More architectures that vLLM serves, as small random checkpoints: what is theirs and no family of ours has."""
+"""More architectures that vLLM serves, as small random checkpoints, with features that none of our families has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLAIN: Mapping[str, Any] = {
 }
 _GROUPED: Mapping[str, Any] = {**_PLAIN, "num_key_value_heads": 2}
 _HEADS: Mapping[str, Any] = {**_GROUPED, "head_dim": 16}
-_TIED: Mapping[str, Any] = {"tie_word_embeddings": True}  # where vLLM knows it no other way
+_TIED: Mapping[str, Any] = {"tie_word_embeddings": True}  # if vLLM supports only this
 _GPT2 = {**_IDS, **_TIED, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024}
 _DELTA: Mapping[str, Any] = {
     **_HEADS,
@@ -46,7 +46,7 @@ _MAMBA: Mapping[str, Any] = {
 _EXPERTS: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
-"""Those that ``test_states.py`` runs."""
+"""The architectures that ``test_states.py`` runs."""
 
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2": ("GPT2Config", _GPT2),  # learned positions, one product for query, key and value
@@ -211,11 +211,11 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }
-"""Name → class of its configuration in Transformers, and what a small model of it has."""
+"""Name → class of its configuration in Transformers, and the fields of a small model."""
 
 
 def build_architecture(name: str, path: Path, **sizes: Any) -> Path:
-    """Write a checkpoint of one of :data:`ARCHITECTURES`, the same at every call; ``sizes``: what differs."""
+    """Write a checkpoint of one of :data:`ARCHITECTURES`, identical at every call; ``sizes`` override its own."""
     import transformers
 
     kind, shape = ARCHITECTURES[name]

@@ -1,4 +1,4 @@
-"""``fl bisect --self-test`` in a real engine of either host: what is planted is found, and nothing else is blamed."""
+"""``fl bisect --self-test`` in a real engine of either host finds the planted fault and blames nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_dispatch.cli.bisect.selftest import TESTS
 from host_engines import Programs, Scenario
 
 BLIND = {"float32": 0.1, "bfloat16": 20.0}
-"""The largest yardstick, in logits of which the small model's are 80 apart: above it a fault could hide."""
+"""The largest yardstick in logits, which are 80 apart in the small model: a larger one could hide a fault."""
 
 
 SHOWN = (
@@ -26,12 +26,12 @@ SHOWN = (
     "dies",
     "not_exact",
 )
-"""Faults that were seen to be found, or rightly not blamed, under each host; docs/guide/commands/bisect.md has others.
+"""Faults that a run found, or rightly did not blame, under each host; docs/guide/commands/bisect.md lists others.
 """
 
 
 class PlantedFaults(Scenario):
-    """``fl bisect --self-test`` finds what is planted in a real engine, and blames nothing else."""
+    """``fl bisect --self-test`` finds the planted fault in a real engine and blames nothing else."""
 
     FAULTS: ClassVar[Sequence[str]]
 
@@ -39,7 +39,7 @@ class PlantedFaults(Scenario):
         return {"fault": self.FAULTS}
 
     def arguments(self, fault: str) -> Sequence[str]:
-        """Further arguments of the command."""
+        """Return further arguments of the command."""
         return ()
 
     def test_a_planted_fault_is_found_and_nothing_else_is_blamed(self, fault: str, host: Programs) -> None:
@@ -52,7 +52,7 @@ class PlantedFaults(Scenario):
 
 
 def run(environment: Mapping[str, str], *arguments: str) -> tuple[int, Any]:
-    """The exit status of ``fl bisect``, and what it prints for programs."""
+    """Return the exit status of ``fl bisect``, and its JSON."""
     command = ("-c", "from fl_dispatch.cli import main; main()", "bisect", "--json", *arguments)
     with tempfile.TemporaryFile() as errors:
         ended = processes.python(*command, environment=environment, timeout=900, errors=errors)

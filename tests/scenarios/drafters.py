@@ -1,4 +1,4 @@
-"""Draft models for the small checkpoints, whose drafts are right where the target repeats a token."""
+"""Draft models for the small checkpoints, with right drafts wherever the target repeats a token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOISE = 0.02
 
 
 def noisy(model: Path, target: Path) -> Path:
-    """The same model with some noise in its matrices: most of its tokens are the model's."""
+    """Write the same model with some noise in its matrices; most of its tokens are the model's."""
     generator = torch.Generator().manual_seed(3)
 
     def add(name: str, tensor: Tensor) -> Tensor:
@@ -31,12 +31,12 @@ def noisy(model: Path, target: Path) -> Path:
 
 
 def _silent(name: str, tensor: Tensor) -> Tensor:
-    """A layer that adds nothing: its attention and its feed-forward are multiplied with zero at their ends."""
+    """Return the tensor for a layer that adds nothing: its last projections of attention and feed-forward are zero."""
     return torch.zeros_like(tensor) if name.endswith(("o_proj.weight", "down_proj.weight")) else tensor
 
 
 def _second_half(size: int) -> Tensor:
-    """``[size, 2 * size]``: keeps the hidden state, and drops the embedding before it."""
+    """Return a matrix ``[size, 2 * size]`` that drops the embedding and keeps the hidden state after it."""
     return torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
 
 
@@ -57,7 +57,7 @@ def _layer(tensors: dict[str, Tensor], number: int) -> dict[str, Tensor]:
 
 
 def eagle(model: Path, target: Path) -> Path:
-    """An EAGLE head of a Llama: the target's hidden state, of which the target's own head makes logits."""
+    """Write an EAGLE head for a Llama that passes on the target's hidden state; the target's head computes logits."""
     tensors = load_file(model / WEIGHTS)
     size = tensors["model.norm.weight"].shape[0]
     layer = {
@@ -68,12 +68,12 @@ def eagle(model: Path, target: Path) -> Path:
 
 
 def eagle3(model: Path, target: Path) -> Path:
-    """An EAGLE-3 head of a Llama: of three hidden states the last one, the target's norm, and its head."""
+    """Write an EAGLE-3 head for a Llama: one of three hidden states, the target's norm, and the target's head."""
     tensors = load_file(model / WEIGHTS)
     norm, embeddings = tensors["model.norm.weight"], tensors["model.embed_tokens.weight"]
     size = norm.shape[0]
     layer = _layer(tensors, 0)
-    for name in "qkv":  # beside the hidden state they see the embedding
+    for name in "qkv":  # inputs: the embedding and the hidden state
         layer[f"self_attn.{name}_proj.weight"] = layer[f"self_attn.{name}_proj.weight"].repeat(1, 2)
     layer["hidden_norm.weight"] = torch.ones(size)
     first = torch.cat([torch.eye(size), torch.zeros(size, 2 * size)], dim=1)
@@ -87,12 +87,12 @@ def eagle3(model: Path, target: Path) -> Path:
 
 
 def _predictors(layer: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """The layers behind a model's own three, all alike."""
+    """Return equal layers that follow a model's own three."""
     return {f"model.layers.{3 + index}.{name}": tensor for index in range(count) for name, tensor in layer.items()}
 
 
 def with_mtp(model: Path, target: Path, predictors: int = 1) -> Path:
-    """A DeepSeek-V3 with layers that predict one more token each, which Hugging Face's class does not load."""
+    """Write a DeepSeek-V3 with layers that each predict one more token; Hugging Face's class does not load them."""
     tensors = load_file(model / WEIGHTS)
     norm = tensors["model.norm.weight"]
     size = norm.shape[0]
@@ -111,16 +111,16 @@ def with_mtp(model: Path, target: Path, predictors: int = 1) -> Path:
 
 
 LISTING, HEED = 1, 5.0
-"""A layer of the families with sparse latent attention that has experts, and an indexer of its own; how many times more
-what it attends to counts in a reader.
+"""A layer with experts and its own indexer in the families with sparse latent attention; the factor of its attention's
+output in :func:`with_reader`.
 """
 
 
 def with_reader(model: Path, target: Path, predictors: int = 1) -> Path:
-    """A model with sparse latent attention of which one layer does something, and predictors that are that layer again.
+    """Write a model with sparse latent attention and one active layer, and predictors that are copies of that layer.
 
-    The predictor leaves out what the model hands it, and reads the tokens: without the very first of them, it says what
-    the model will say. So a draft is right for all that the two layers list and attend to alike.
+    A predictor ignores the model's hidden state and reads the tokens, without the very first one. So it repeats the
+    model's computation, and a draft is right if both layers list and attend to the same tokens.
     """
     tensors = load_file(model / WEIGHTS)
     embeddings = tensors["model.embed_tokens.weight"]
@@ -143,7 +143,7 @@ def with_reader(model: Path, target: Path, predictors: int = 1) -> Path:
 
 
 def with_mtp_beside_states(model: Path, target: Path) -> Path:
-    """A Qwen3.5 with a layer that predicts one more token; its norms have weights that one is added to."""
+    """Write a Qwen3.5 with a layer that predicts one more token; its norms add one to their weights."""
     tensors = load_file(model / WEIGHTS)
     size = tensors["model.norm.weight"].shape[0]
     norms = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
@@ -157,12 +157,12 @@ def with_mtp_beside_states(model: Path, target: Path) -> Path:
 
 
 REPEATED, UNSURE = 0.3, 0.02
-"""How much of the embedding its head has, so that a model repeats about half of its tokens; how far logits are apart.
+"""Share of the embedding in the head, so that a model repeats about half of its tokens; scale of the logits.
 """
 
 
 def repeating(model: Path, target: Path) -> Path:
-    """A model with a head of its own that repeats tokens now and then, and is not sure, so that drafts are right."""
+    """Write a model with a head that sometimes repeats tokens and has close logits, so that drafts are accepted."""
     tensors = load_file(model / WEIGHTS)
     (embeddings,) = (
         tensor for name, tensor in tensors.items() if name.endswith(("embed_tokens.weight", "embeddings.weight"))
@@ -183,16 +183,16 @@ TARGETS = {
     "mtp": "deepseek_v3",
     "several predictors": "deepseek_v3",
 }
-"""Who drafts, and the family that it drafts for."""
+"""Drafter → the family of its target."""
 METHODS = {"several predictors": "mtp"}
-"""vLLM's name of a way to draft, where it differs."""
+"""vLLM's name of a drafting method, if it differs."""
 TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
 LONG = 48
-"""Prompts that repeat themselves, and how many tokens an answer to one has."""
+"""Prompts with repetitions, and the number of tokens of their answers."""
 
 
 def pairs(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Who drafts → the target, whose tokens are those of its family's checkpoint, and what drafts for it."""
+    """Return drafter → the target, which has the tokens of its family's checkpoint, and the draft model."""
     made = {name: unsure(checkpoint(name), folder / name) for name in {*TARGETS.values()}}
     qwen, llama = made["qwen3"], made["llama"]
     predicting = with_mtp(made["deepseek_v3"], folder / "mtp")
@@ -207,7 +207,7 @@ def pairs(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, tuple[Pa
 
 
 def under_sglang(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, tuple[Path, Path | None]]:
-    """The same for SGLang, which reads heads with other words; ``ngram`` has no model that drafts."""
+    """Return the same for SGLang, with its names in the heads' configurations; ``ngram`` has no draft model."""
     found = pairs(checkpoint, folder)
     (llama, head), (_, third) = found["eagle"], found["eagle3"]
     size = json.loads((llama / "config.json").read_text())["hidden_size"]
@@ -217,11 +217,11 @@ def under_sglang(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, t
 
 
 TOP, TEMPERATURE = 3, 2.0
-"""The sampled steps of engines: the best tokens, and how alike their probabilities are made."""
+"""Number of best tokens, and temperature, of sampled steps."""
 
 
 def check_pairs(network: Any, prompt: list[int], sampled: list[list[int]]) -> None:
-    """Each pair's share of the sampled ones is within five standard deviations of the network's probability."""
+    """Check that each pair's share of samples is within five standard deviations of the network's probability."""
     first = _best(network, prompt)
     assert max(first.values()) < 0.9
     pairs = {
@@ -236,7 +236,7 @@ def check_pairs(network: Any, prompt: list[int], sampled: list[list[int]]) -> No
 
 
 def _best(network: Any, prompt: list[int]) -> dict[int, float]:
-    """The tokens that may follow, and the probability of each."""
+    """Return the possible next tokens, and the probability of each."""
     with torch.no_grad():
         best = (network(torch.tensor([prompt])).logits[0, -1] / TEMPERATURE).topk(TOP)
     return dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))

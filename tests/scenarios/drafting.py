@@ -1,6 +1,6 @@
-"""Engines that draft: no token and no distribution is another than without drafts, whoever drafts for whatever model.
+"""Engines with drafts: tokens and distributions equal those without drafts, for every drafter and model.
 
-Drafts are made by a model, a head, a predictor of one more token, or a look-up of the text.
+The drafter is a model, a head, a predictor of one more token, or a look-up in the text.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SHORT, LONG = Pass(), Pass(drafters.TURNS, drafters.LONG)
 SPREAD: Mapping[str, Any] = {"temperature": drafters.TEMPERATURE, "top_k": drafters.TOP}
 NGRAM = "ngram"
 LOOK_UP: Mapping[str, Any] = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-"""vLLM's further words for a look-up."""
+"""vLLM's further settings of a look-up."""
 
 
 class Models(NamedTuple):
-    """The network that an engine should compute, what is served, and what drafts for it, if that is a checkpoint."""
+    """The network that an engine should compute, the served checkpoint, and the drafter's, if it has one."""
 
     plain: Path
     target: Path
@@ -34,18 +34,18 @@ class Models(NamedTuple):
 
 
 class Drafting(Scenario):
-    """Each run is an engine that drafts, and the same one without drafts."""
+    """Each run has an engine with drafts, and the same engine without drafts."""
 
     RUNS: ClassVar[Sequence[Any]]
     TOLD: ClassVar[Sequence[Any]] = ()
-    """Runs whose network tells the probability of each token, so that samples are compared."""
+    """Runs with a network that gives the probability of each token, for comparison with samples."""
     JUDGED: ClassVar[Sequence[Any]] = ()
-    """Runs whose tokens a network judges, because rounding turns near choices; both engines score their texts."""
+    """Runs with tokens judged by a network, because rounding changes close choices; both engines score their texts."""
     PASSES: ClassVar[int] = 1
-    """How often the standard prompts are asked; from the second time on they are in the prefix cache."""
+    """Passes over the standard prompts; from the second one on they are in the prefix cache."""
     SAMPLES: ClassVar[int] = 1500
     ALONE: ClassVar[bool] = False
-    """Whether both engines have processes of their own, as frozen choices ask for."""
+    """Whether both engines have separate processes, as frozen choices require."""
     PLACE: ClassVar[Mapping[str, Any]] = {}
     """Further arguments of ``Host.serve``."""
 
@@ -58,27 +58,27 @@ class Drafting(Scenario):
         }
 
     def models(self, run: Any, folder: Path) -> Models:
-        """Write a run's checkpoints into a folder that is not there yet."""
+        """Write a run's checkpoints into a new folder."""
         raise NotImplementedError
 
     def options(self, run: Any, made: Models, drafts: bool) -> Mapping[str, Any]:
-        """Arguments of the host's engine."""
+        """Return arguments of the host's engine."""
         raise NotImplementedError
 
     def network(self, run: Any, made: Models) -> Any:
-        """The network that tells probabilities."""
+        """Return the network that gives probabilities."""
         return reference_network(made.plain, torch.float32)
 
     def calls(self) -> Sequence[Call]:
-        """What an engine that drafts is asked before all passes, and after them."""
+        """Return calls for the engine with drafts, before and after all passes."""
         return ()
 
     def last(self, run: Any) -> Sequence[Pass]:
-        """What an engine that drafts is asked at the end."""
+        """Return the last passes of the engine with drafts."""
         return ()
 
     def least(self, run: Any) -> int:
-        """A number of accepted drafts that is exceeded."""
+        """Return a number below the number of accepted drafts."""
         return 0
 
     @pytest.fixture(scope="class")
@@ -88,7 +88,7 @@ class Drafting(Scenario):
 
     @pytest.fixture(scope="class")
     def served(self, host: Host, made: Mapping[Any, Models]) -> Callable[[Any], tuple[Served, Served]]:
-        """A run → what its engine with drafts gave, and the one without."""
+        """Return a function: run → the results of its engines with and without drafts."""
 
         def begin(run: Any) -> Any:
             short, long = (replace(one, scores=run in self.JUDGED) for one in (SHORT, LONG))
@@ -114,7 +114,7 @@ class Drafting(Scenario):
         return of
 
     def greedy(self, served: Served) -> list[list[list[int]]]:
-        """The tokens of all greedy passes."""
+        """Return the tokens of all greedy passes."""
         passes = [answer for answer in served.answers if answer.tokens][: self.PASSES + 1]
         return [[*map(list, answer.tokens)] for answer in passes]
 
@@ -144,15 +144,15 @@ class Drafting(Scenario):
 
 
 class Run(NamedTuple):
-    """Who drafts for a plain model under vLLM.
+    """A drafter for a plain model under vLLM.
 
     Args:
-        name: of the run.
-        method: vLLM's name of the way; a key of :data:`drafters.TARGETS`, or :data:`NGRAM`.
-        tokens: that are drafted.
+        name: the run's name.
+        method: the drafting method; a key of :data:`drafters.TARGETS`, or :data:`NGRAM`.
+        tokens: number of drafted tokens.
         graphs: whether the models are compiled.
-        sampled: the way drafts are chosen, vLLM's own if empty.
-        replayed: the graphs of drafters that have to be replayed on a GPU.
+        sampled: vLLM's sampling method for drafts, its default if empty.
+        replayed: the drafters' graphs that must be replayed on a GPU.
     """
 
     name: str
@@ -167,7 +167,7 @@ class Run(NamedTuple):
 
 
 class DraftsForPlainModels(Drafting):
-    """Under vLLM: the tokens are Hugging Face's too."""
+    """Drafts for plain models under vLLM; the tokens also equal Hugging Face's."""
 
     ENGINE: ClassVar[Mapping[str, Any]]
 
@@ -193,7 +193,7 @@ class DraftsForPlainModels(Drafting):
         checkpoint: Callable[[str], Path],
         expected: Callable[[str], list[list[int]]],
     ) -> None:
-        """The networks choose as their families' checkpoints do, whose choices are not close."""
+        """Compare with the families' checkpoints: the networks choose the same tokens, and no choice is close."""
         short, long = self.greedy(served(run)[0])
         family = drafters.TARGETS.get(run.method, "llama")
         assert short == expected(family)

@@ -1,6 +1,6 @@
-"""Two ranks of a host on two emulated NPUs over the stand-in for FlagCX: the environment, and what must hold.
+"""Two ranks of a host on two emulated NPUs over the stand-in for FlagCX: the environment and the checks.
 
-Only vLLM's test takes them so far: under SGLang such an engine was never seen to answer.
+Only vLLM's test uses them so far, because such an engine never answered under SGLang.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 
 
 def steps(fault: Path, **more: Any) -> list[dict[str, Any]]:
-    """A right pass, and one while a file exists, with which sums lack the second rank's part."""
+    """Return a right pass, and one while a file exists that makes sums lack the second rank's part."""
     return [STEP, {**STEP, **more, "while": str(fault)}]
 
 
@@ -25,7 +25,7 @@ def variables(standin: Callable[..., Path], fault: Path) -> dict[str, str]:
 
 
 def check_tokens(model: Path, result: Mapping[str, Any]) -> None:
-    """The right pass has Hugging Face's tokens, as far as half precision decides them."""
+    """Check that the right pass has Hugging Face's tokens, as far as half precision decides them."""
     clear = clear_tokens(model, PROMPTS, MAX_TOKENS, "float16")
     assert sum(map(len, clear)) >= 24
     found = result["steps"][0]["tokens"]
@@ -33,7 +33,7 @@ def check_tokens(model: Path, result: Mapping[str, Any]) -> None:
 
 
 def check_ranks(result: Mapping[str, Any]) -> None:
-    """Both ranks went through FlagCX, equally often, and every operator was the vendor's."""
+    """Check that both ranks called FlagCX equally often, and that every operator was the vendor's."""
     first, second = result["reports"]
     assert len({first["pid"], second["pid"], result["pid"]}) == 3
     assert first["communication"]["tp:0"] == second["communication"]["tp:0"]
@@ -45,7 +45,7 @@ def check_ranks(result: Mapping[str, Any]) -> None:
 
 
 def check_fault(result: Mapping[str, Any]) -> None:
-    """Wrong sums change the tokens; nothing was read from a cache."""
+    """Check that wrong sums change the tokens, without reads from the prefix cache."""
     right, wrong = result["steps"]
     assert wrong["cached"] == [0] * len(PROMPTS)
     assert wrong["tokens"] != right["tokens"]

@@ -1,12 +1,12 @@
-"""Small models in half precision on the emulated NPU, and what Hugging Face says to what an engine generated.
+"""Small models in half precision on the emulated NPU, compared with Hugging Face.
 
-The kernels of the chip take float16 and bfloat16 and heads of 128, so the families have these sizes here. A close
-choice may fall the other way in half precision. So two things are compared: the log-probabilities at every generated
-token, by the bounds of :mod:`fl_dispatch.cli.half_precision`, and the tokens up to the first choice of Hugging Face's,
-in float32, that half precision could turn: one that leads by less than twice what it moves its own logits by.
+The chip's kernels take float16 and bfloat16 and heads of 128, so the families have these sizes here. Half precision may
+change a close choice. So two things are compared: the log-probabilities at every generated token, by the bounds of
+:mod:`fl_dispatch.cli.half_precision`, and the tokens before the first choice of Hugging Face's float32 model that half
+precision could change. Such a choice leads by less than twice the effect of half precision on its logits.
 
-Quantized checkpoints are those of the package's small model, whose heads have 128 elements too. The distance is that of
-the log-probabilities of all tokens of a text from the dequantized network's in float32.
+Quantized checkpoints are those of the package's small model, which also has heads of 128. The distance is between the
+log-probabilities of all tokens of a text and those of the dequantized network in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATENT: Mapping[str, Any] = {
     "qk_head_dim": 192,
     "n_routed_experts": 16,
 }
-"""Four experts a group, because the chip's routing takes three or more."""
+"""Four experts per group, because the chip's routing takes three or more."""
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": HEADS,
     "llama": HEADS,
@@ -45,7 +45,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": LATENT,
     "deepseek_v32": {**LATENT, "index_head_dim": 128},
 }
-"""Family → what differs from its small checkpoint."""
+"""Family → fields that differ from its small checkpoint."""
 DTYPES = {
     "qwen3": "float16",
     "llama": "float16",
@@ -60,11 +60,11 @@ W8A8 = "compressed-tensors W8A8 int8"
 INTEGER_SCHEMES = [
     name for name, scheme in SCHEMES.items() if not scheme.layer.startswith(("Fp8", "Mxfp8", "Float4")) and name != W8A8
 ]
-"""The other quantized checkpoints of integers: the chip has no fp8."""
+"""The other checkpoints with integer weights, because the chip has no fp8."""
 
 
 EXPERTS = (W8A8, "compressed-tensors W4A16", "compressed-tensors W8A16 int8", "gptq", "gptq, 8 bits")
-"""The checkpoints whose experts the chip's grouped products take."""
+"""Schemes with experts that the chip's grouped products take."""
 
 
 REFUSED_EXPERTS = {
@@ -73,18 +73,18 @@ REFUSED_EXPERTS = {
     "awq": "zero points in groups",
     "compressed-tensors W8A8 int8, static": "scales of rows are given",
 }
-"""The checkpoints of integers whose experts both hosts refuse, and the reason."""
+"""Integer scheme → the reason for which both hosts refuse its experts."""
 
 
 def expert_kernels(scheme: str) -> tuple[str, ...]:
-    """The kernels of the chip that compute a scheme's experts."""
+    """Return the chip's kernels that compute a scheme's experts."""
     return (
         ("npu_grouped_matmul",) if SCHEMES[scheme].rows is None else ("npu_dequant_swiglu_quant", "npu_grouped_matmul")
     )
 
 
 def quantized_kernels(scheme: str) -> tuple[str, ...]:
-    """The kernels of the chip that a scheme's operators run, in their order."""
+    """Return the chip's kernels that a scheme's operators run, in the same order."""
     if "scaled_linear" not in SCHEMES[scheme].operators:
         return ("npu_weight_quant_batchmatmul",)
     return "npu_quantize" if scheme.endswith("static") else "npu_dynamic_quant", "npu_quant_matmul"
@@ -93,8 +93,8 @@ def quantized_kernels(scheme: str) -> tuple[str, ...]:
 def as_near_as_dequantized(
     scheme: Scheme, texts: Sequence[Sequence[int]], got: torch.Tensor, model: Path = small_model.CHECKPOINT
 ) -> bool:
-    """Whether an engine's log-probabilities in float16 are as near to those of the network that a checkpoint stands
-    for, in float32, as Hugging Face's in float16; and nearer than to those of the network that is not quantized."""
+    """Whether an engine's float16 log-probabilities are as near to the dequantized float32 network as Hugging Face's in
+    float16, and nearer than to the network without quantization."""
     single, half = (scores(network(scheme, 1, dtype, model), texts) for dtype in (torch.float32, torch.float16))
     mean = (got - single).abs().mean() / (half - single).abs().mean()
     ours, theirs = distance(got, single), distance(half, single)
@@ -112,7 +112,7 @@ def as_near_as_hugging_face(
 
 
 def clear_tokens(model: Path, prompts: Sequence[list[int]], tokens: int, dtype: str) -> list[list[int]]:
-    """Hugging Face's greedy tokens in float32, up to the first that half precision could turn."""
+    """Return Hugging Face's greedy tokens in float32 before the first one that half precision could change."""
     single, half = (reference_network(model, kind) for kind in (torch.float32, getattr(torch, dtype)))
     clear = []
     for prompt in prompts:

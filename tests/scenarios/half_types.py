@@ -1,4 +1,4 @@
-"""Engines in half types beside Hugging Face's network in the same type, by :mod:`fl_dispatch.cli.half_precision`."""
+"""Comparison of engines in half types with Hugging Face's network, by :mod:`fl_dispatch.cli.half_precision`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def as_near_as_hugging_face(
     """Whether an engine's log-probabilities are as near to float32 as Hugging Face's in a half type.
 
     Args:
-        family: the checkpoint's.
+        family: the checkpoint's family.
         model: the checkpoint.
-        texts: prompts with the tokens that the engine chose.
+        texts: prompts with the engine's tokens.
         found: ``[tokens, vocabulary]`` after every token of each text but its last.
         dtype: the half type.
-        less: how many of the first tokens of each text ``found`` leaves out.
+        less: number of tokens at the beginning of each text that ``found`` omits.
     """
     left = less or (0,) * len(texts)
     kept = torch.cat([torch.arange(len(text) - 1) >= first for text, first in zip(texts, left, strict=True)])

@@ -1,6 +1,6 @@
-"""What a scenario asks of a host: engines, each asked several times, and which words its reports and options have.
+"""The interface of scenarios to a host: engines with several requests each, and the names in its reports and options.
 
-The fixture ``host`` of a host's folder is a :class:`Host`, so that a scenario runs under all of them.
+The fixture ``host`` in each host's folder is a :class:`Host`, so a scenario runs under every host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ON_GPU: Mapping[str, Any] = {
 }
 """Arguments of vLLM's engine on a GPU."""
 OURS = {"deny": "cuda", "USE_FLAGGEMS": "0"}
-"""Arguments of ``Host.serve`` for kernels of ours alone there."""
+"""Arguments of ``Host.serve`` to run only our kernels on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Pass:
 
     Args:
         scores: whether the answer has the log-probabilities of prompts and tokens.
-        orders: operator → the implementation that a policy names for it first, with an emptied prefix cache.
-        prefer: of that policy; the policy's own if empty.
+        orders: operator → the first implementation in the pass's policy; the prefix cache is emptied.
+        prefer: preference of that policy; the default if empty.
         adapters: the name of each prompt's adapter, or null.
-        kernel: the operator of ``npu::`` whose kernel is wrong, on the emulated NPU.
-        samples: how often each prompt is answered, if tokens are drawn; ``sampling`` says how.
+        kernel: the operator of ``npu::`` with a wrong kernel, on the emulated NPU.
+        samples: number of sampled answers to each prompt, with the settings in ``sampling``; 0 for greedy tokens.
         drafts: whether the answer counts drafts.
     """
 
@@ -57,7 +57,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Call:
-    """A method of the host's engine, or a step of its program, which is not about tokens."""
+    """A call of a method of the host's engine, or of a step of its program, that generates no tokens."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -65,11 +65,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Encode:
-    """Vectors of texts, a row each in ``returned``.
+    """A request for vectors of texts, one row per text in ``returned``.
 
     Args:
-        classes: whether they are of classes.
-        orders: as of a :class:`Pass`, beside references.
+        classes: whether the vectors are of classes.
+        orders: as in :class:`Pass`; other operators run references.
     """
 
     texts: Sequence[str]
@@ -79,7 +79,7 @@ class Encode:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine with a checkpoint, and what it is asked.
+    """An engine with a checkpoint, and its requests.
 
     Args:
         options: further arguments of the host's engine.
@@ -97,12 +97,12 @@ class Answer:
     """The answer to a :class:`Pass`, or in ``returned`` to a :class:`Call` or :class:`Encode`.
 
     Args:
-        rows: the log-probabilities of each text after its first token, if they were asked for; else those of its answer
-            alone, where the host has them.
-        cached: how many tokens of each prompt were found in the cache.
-        kernels: how often kernels of the emulated NPU were called, by name, where that is counted.
-        waits: what the emulated NPU waited for.
-        drafts: how many drafted tokens were accepted so far, and how many were made.
+        rows: the log-probabilities of each text after its first token, if they were requested; else those of its answer
+            alone, if the host has them.
+        cached: number of tokens of each prompt that were found in the cache.
+        kernels: number of calls of the emulated NPU's kernels, by name, if counted.
+        waits: number of the emulated NPU's waits, by kind.
+        drafts: numbers of accepted and of drafted tokens so far.
     """
 
     prompts: Sequence[Sequence[int]] = ()
@@ -115,18 +115,18 @@ class Answer:
     drafts: tuple[int, int] | None = None
 
     def of(self, numbers: slice) -> Answer:
-        """The answer to some of the prompts."""
+        """Return the answer to some of the prompts."""
         return Answer(self.prompts[numbers], self.tokens[numbers], self.cached[numbers], self.rows[numbers])
 
     def scored(self) -> tuple[list[list[int]], Tensor]:
-        """The texts, prompts and tokens, and their log-probabilities in a row."""
+        """Return the texts, each a prompt with its tokens, and all their log-probabilities in one row."""
         texts = [[*prompt, *tokens] for prompt, tokens in zip(self.prompts, self.tokens, strict=True)]
         assert [len(row) for row in self.rows] == [len(text) - 1 for text in texts]
         return texts, torch.tensor([score for row in self.rows for score in row])
 
 
 def rows_of_vllm(prompts: Sequence[Sequence[int]], outputs: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    """The ``rows`` of an :class:`Answer` from what programs with vLLM's engines write of its outputs."""
+    """Return the ``rows`` of an :class:`Answer` from the outputs that programs with vLLM's engines write."""
     rows = []
     for prompt, output in zip(prompts, outputs, strict=True):
         (tokens,), (steps,) = output["tokens"], output["logprobs"]
@@ -145,12 +145,12 @@ class Served:
     log: str = ""
 
     def counted(self, operator: str, impl_id: str = WRONG) -> int:
-        """How often an implementation ran in the first rank."""
+        """Return the number of an implementation's calls in the first rank."""
         return int(self.reports[0]["counts"].get(f"{operator} {impl_id}", 0))
 
 
 def ran(report: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Operator → the implementations that a rank called, but for wrong ones."""
+    """Return operator → the implementations that a rank called, without wrong ones."""
     found: dict[str, set[str]] = {}
     for operator, impl_id in (key.split(" ") for key in report["counts"]):
         found.setdefault(operator, set()).update({impl_id} - {WRONG})
@@ -158,10 +158,10 @@ def ran(report: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 class Scenario:
-    """A subject's rules; a subclass in a host's folder has the cases."""
+    """The tests of a subject; a subclass in a host's folder has the cases."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
-        """Arguments of rules → their values; more than one argument with commas between. The first that fits counts."""
+        """Return comma-separated arguments of tests → values; a test takes the first entry that fits its arguments."""
         return {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -175,10 +175,10 @@ class Host(Protocol):
     """A host, or a host on a chip.
 
     Args:
-        name: its own, as commands have it.
-        plugin: the package of ours, as refusals have it.
-        unwanted: parts of a report that are empty where all is well.
-        layers: scheme → the name of its layers in a report, where that is not the kernel's.
+        name: the host's name in commands.
+        plugin: our package's name in refusals.
+        unwanted: parts of a report that must be empty.
+        layers: scheme → the name of its layers in a report, if it differs from the kernel's.
     """
 
     name: str
@@ -189,31 +189,31 @@ class Host(Protocol):
     def serve(
         self, *engines: Engine, plugins: Sequence[str] = (), deny: str = "", **variables: str
     ) -> Sequence[Future[Served]]:
-        """Start engines; a future that failed has the log in its error.
+        """Start engines; the error of a failed future contains the log.
 
         Args:
-            engines: what they are asked.
+            engines: the engines and their requests.
             plugins: modules of ``tests/plugins``.
-            deny: a vendor that is chosen only where a pass names it.
-            variables: of the environment; an empty one takes a variable away that the host would set.
+            deny: a vendor that runs only if a pass names it.
+            variables: environment variables; an empty value removes a variable that the host would set.
         """
 
 
 class Programs(Host, Protocol):
-    """A host that is asked for further programs than engines.
+    """A host that also runs other programs.
 
     Args:
-        folder: of its tests, which has its scripts.
+        folder: the folder of its tests and scripts.
     """
 
     folder: Path
 
     def environment(self, **variables: str) -> dict[str, str]:
-        """The environment of a program: nothing of ours is set but these variables."""
+        """Return a program's environment, with only these of our variables."""
 
 
 class NamesOfVLLM:
-    """What a :class:`Host` that is vLLM is called, and its reports' words."""
+    """The names of vLLM as a :class:`Host`, and in its reports."""
 
     name = "vllm"
     plugin = "vllm_fl"
@@ -222,7 +222,7 @@ class NamesOfVLLM:
 
 
 class NamesOfSGLang:
-    """As :class:`NamesOfVLLM`, for SGLang."""
+    """The names of SGLang as a :class:`Host`, and in its reports."""
 
     name = "sglang"
     plugin = "sglang_fl"

@@ -1,6 +1,6 @@
-"""Whether an implementation gives a row the same bits in every batch: one case for each operator.
+"""Batch invariance: whether an implementation gives a row the same bits in every batch. One case per operator.
 
-``python invariance.py IDS DTYPES`` prints what differs, for a process in which Triton is interpreted.
+``python invariance.py IDS DTYPES`` prints the differences, in a process that interprets Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fl_dispatch.ops import OPERATORS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 70
-"""More than two tiles of any product."""
+"""More rows than two tiles of any product."""
 SIZES = (1, 2, 3, 5, 8, 17, 33, 64)
 """Rows of the smaller batches."""
 
@@ -50,18 +50,18 @@ class Draw:
 
 @dataclass(frozen=True)
 class Rows:
-    """An operator whose results' rows belong to rows of some arguments.
+    """An operator with rows of results that belong to rows of some arguments.
 
     Args:
-        batches: of ``ROWS`` rows each.
-        by_row: the names of those arguments.
+        batches: makes batches of ``ROWS`` rows.
+        by_row: the names of these arguments.
     """
 
     batches: Callable[[Draw], Iterator[Batch]]
     by_row: tuple[str, ...]
 
     def differences(self, function: Callable[..., Any], draw: Draw) -> Iterator[str]:
-        """In words, the batches in which some rows come out otherwise than in the largest."""
+        """Yield in words the batches with rows that differ from those in the largest batch."""
         for label, arguments in self.batches(draw):
             whole = _tensors(function(**_copied(arguments)))
             for size in SIZES:
@@ -75,7 +75,7 @@ class Rows:
 
 
 def _copied(arguments: Arguments) -> Arguments:
-    """The arguments with tensors that the operator may overwrite, as far as they have rows of their own."""
+    """Return the arguments with copies of the tensors of rows that the operator may overwrite."""
     owned = {name: arguments[name] for name in ("x", "residual") if arguments.get(name) is not None}
     return {**arguments, **{name: value.clone() for name, value in owned.items()}}
 
@@ -85,7 +85,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _same(found: Tensor, wanted: Tensor) -> Tensor:
-    """Element by element, whether the bits are the same, but for the sign of a zero."""
+    """Return for each element whether its bits are equal, except for the sign of a zero."""
     return (found == wanted) | (found.isnan() & wanted.isnan())
 
 
@@ -172,10 +172,10 @@ def _mixtures(draw: Draw) -> Iterator[Batch]:
 
 
 class Writes:
-    """New keys and values, which go to slots of their own."""
+    """New keys and values, written to separate slots."""
 
     def differences(self, function: Callable[..., Any], draw: Draw) -> Iterator[str]:
-        """In words, the batches in which some slots are filled otherwise than in the largest."""
+        """Yield in words the batches with slots that differ from those in the largest batch."""
         key, value = draw.normal(ROWS, 2, 64), draw.normal(ROWS, 2, 48)
         slots = torch.randperm(128, generator=draw.generator)[:ROWS].to(draw.device)
 
@@ -194,10 +194,10 @@ class Writes:
 
 
 class RotatedWrites:
-    """New queries, keys and values; keys and values go to slots of their own."""
+    """New queries, keys and values; keys and values are written to separate slots."""
 
     def differences(self, function: Callable[..., Any], draw: Draw) -> Iterator[str]:
-        """In words, the batches in which some rows or slots come out otherwise than in the largest."""
+        """Yield in words the batches with rows or slots that differ from those in the largest batch."""
         (_, given), *_ = _rotary(draw)
         value = draw.normal(ROWS, *given["key"].shape[1:])
         slots = torch.randperm(128, generator=draw.generator)[:ROWS].to(draw.device)
@@ -219,7 +219,7 @@ class RotatedWrites:
 
 @dataclass(frozen=True)
 class Attention:
-    """Requests over a paged cache: alone, together, a prompt at once, in chunks, and token by token.
+    """Requests over a paged cache: alone and together, with whole prompts, chunks, and single tokens.
 
     Args:
         options: of the operator.
@@ -228,7 +228,7 @@ class Attention:
     lengths: tuple[int, ...] = (1, 7, 40, 129, 300)
 
     def differences(self, function: Callable[..., Any], draw: Draw) -> Iterator[str]:
-        """In words, the batches in which some queries come out otherwise than in prompts that are alone."""
+        """Yield in words the batches with queries that differ from those in separate prompts."""
         variants: dict[str, tuple[tuple[int, int, int], Arguments]] = {
             "plain": ((4, 2, 64), {}),
             "one head for each": ((3, 3, 80), {}),
@@ -260,7 +260,7 @@ class Attention:
 
 
 def _batches(lengths: Sequence[int], draw: Draw) -> Iterator[tuple[str, list[tuple[int, int, int]]]]:
-    """Batches of parts of requests: request, first new token, and the one behind the last."""
+    """Yield batches of parts of requests: the request, its first new token, and the end of the new tokens."""
     requests = torch.randperm(len(lengths), generator=draw.generator).tolist()
     yield "together", [(each, 0, lengths[each]) for each in requests]
     yield "decode together", [(each, lengths[each] - 1, lengths[each]) for each in requests]
@@ -316,30 +316,30 @@ CASES: Mapping[str, Rows | Writes | RotatedWrites | Attention] = {
     "rotary_embedding_kv_cache_write": RotatedWrites(),
     "paged_attention": Attention(),
 }
-"""A case for each operator that an implementation may call batch-invariant."""
+"""A case for each operator with implementations that may be declared batch-invariant."""
 
 
 def implementations(op_name: str) -> list[OpImpl]:
-    """All implementations of an operator."""
+    """Return all implementations of an operator."""
     manager = get_default_manager()
     manager.ensure_initialized()
     return manager.registry.get_implementations(op_name)
 
 
 def declared(*impl_ids: str) -> list[OpImpl]:
-    """The implementations that declare it; of these ids, if any are given."""
+    """Return the implementations declared batch-invariant, with these ids if any are given."""
     found = [impl for name in sorted(OPERATORS) for impl in implementations(name)]
     wanted = [impl for impl in found if impl.properties.get("batch_invariant")]
     return [impl for impl in wanted if not impl_ids or impl.impl_id in impl_ids]
 
 
 def differences(impl: OpImpl, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """All that differs from batch to batch, in words."""
+    """Return all differences between batches, in words."""
     return list(CASES[impl.op_name].differences(impl.fn, Draw(dtype, device)))
 
 
 def different(ways: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Each part of an answer of ``run_invariant`` that is another than to the same prompt alone, and where first."""
+    """Return the parts of ``run_invariant``'s answers that differ from those to the prompt alone, and where first."""
     wrong = []
     for way, answers in ways.items():
         alone = ways["scored alone" if way.startswith("scored") else "alone"]
@@ -353,7 +353,7 @@ def different(ways: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _add_in_order() -> None:
-    """Have the interpreter's products add one after the other: those of NumPy depend on where its operands lie."""
+    """Make the interpreter's products add in order, because NumPy's depend on the memory layout of the operands."""
 
     def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
         left, right = (part.astype(dtype or part.dtype) for part in (a, b))
@@ -367,7 +367,7 @@ if __name__ == "__main__":
 
     quicken()
     _add_in_order()
-    ROWS, SIZES = 36, (1, 5)  # each program takes a millisecond there
+    ROWS, SIZES = 36, (1, 5)  # interpreted, each program takes a millisecond
     ids, dtypes = (argument.split(",") for argument in sys.argv[1:3])
     found = {
         f"{impl.op_name} {impl.impl_id} {dtype}": differences(impl, getattr(torch, dtype), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A vendor's package for a chip of its own over the emulated NPU, from ``fl new-backend nimbus --device npu``."""
+"""A vendor's package for its own chip over the emulated NPU, from ``fl new-backend nimbus --device npu``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNELS = {"silu_and_mul", "rms_norm", "rotary_embedding", "kv_cache_write", "pa
 
 
 def make_package(folder: Path) -> Path:
-    """Write the package into a new folder, which is an installed distribution for who has it on its path."""
+    """Write the package into a new folder, which acts as an installed distribution if it is on ``sys.path``."""
     package = folder / "nimbus-fl"
     write_package("nimbus", package, "npu")
     _install(package)
@@ -26,7 +26,7 @@ def make_package(folder: Path) -> Path:
 
 
 def _install(package: Path) -> None:
-    """Give the folder of a package what its installation would: a distribution with the entry points."""
+    """Add the distribution with entry points to a package's folder, as an installation would."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     groups = project["entry-points"].items()
     lines = [line for group, points in groups for line in (f"[{group}]", *(f"{n} = {v}" for n, v in points.items()))]
@@ -34,14 +34,14 @@ def _install(package: Path) -> None:
 
 
 class OwnChip(Scenario):
-    """The package serves: its chip, its kernels, its defaults.
+    """The package serves with its chip, its kernels and its defaults.
 
-    The chip has a name of its own over the emulated runtime, and a priority above the built-in one's. In float32 the
-    package's kernels, which compute by PyTorch, give Hugging Face's tokens exactly.
+    The chip has its own name over the emulated runtime, and a higher priority than the built-in one. In float32 the
+    package's kernels, which use PyTorch, give Hugging Face's tokens exactly.
     """
 
     UNSET: ClassVar[tuple[str, ...]]
-    """Variables that the host sets otherwise; the package's own defaults take their place."""
+    """Variables that the host's tests usually set; here the package's defaults replace them."""
     WARNING: ClassVar[str]
 
     @pytest.fixture(scope="class")

@@ -1,4 +1,4 @@
-"""A policy whose norm gives NaN for the rows of one token, so for the requests that have it (``poisoned_norm``)."""
+"""A policy with a norm that gives NaN for one token's rows, and so for requests with it (``poisoned_norm``)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from safetensors import safe_open
 
 POISON = 450
-"""A token of no prompt and of no right answer."""
+"""A token that occurs in no prompt and in no right answer."""
 SAID = "its logits have NaN or infinity: they began in 'rms_norm' by 'vendor.poison' in model.layers.0.input_layernorm"
-"""The reason that a client is told."""
+"""The reason in the client's error."""
 
 
 def variables(model: Path, folder: Path, token: int = POISON, **more: str) -> dict[str, str]:
-    """Write the token's embedding to a file in ``folder``, by which the norm knows it; variables of the engine.
+    """Write the token's embedding, by which the norm recognises it, to ``folder``; return the engine's variables.
 
     Only a network with this model's embedding of the token is poisoned.
     """

@@ -27,13 +27,13 @@ from running import reference_network
 
 WINDOW = 8
 LENGTHS = (5, WINDOW, WINDOW + 1, 30, 100)
-"""Texts around the window; the last one is longer than a step of 64 tokens."""
+"""Lengths around the window; the last one is longer than a step of 64 tokens."""
 ORIGINAL, LONGEST = 80, 160
-"""Tokens that a scaled rotation was trained for, and that it reaches."""
+"""Trained length of a scaled rotation, and its extended length."""
 ROOM = 10
-"""Tokens of an engine's length that SGLang leaves free behind a text, at least."""
+"""Smallest number of tokens that SGLang reserves after a text within an engine's length."""
 ROTATED = (10, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, ORIGINAL + 2, LONGEST - ROOM)
-"""Texts around the trained length, of which the longer ones are read in steps of 64 tokens."""
+"""Lengths around the trained length; longer texts are read in steps of 64 tokens."""
 FACTORS: Mapping[str, Any] = {
     "short_factor": [1.0 + 0.1 * number for number in range(8)],
     "long_factor": [2.0 + 0.3 * number for number in range(8)],
@@ -46,8 +46,8 @@ class Case:
 
     Args:
         kind: a key of ``ARCHITECTURES``, or a class of Transformers' configurations.
-        fields: of its configuration.
-        lengths: of the texts.
+        fields: fields of the configuration.
+        lengths: lengths of the texts.
     """
 
     kind: str
@@ -187,7 +187,7 @@ CASES: Mapping[str, Case] = {
         ROTATED,
     ),
 }
-"""Name → what is tried. "field unread" is a field that Transformers' class has not, so its model has no window."""
+"""Name → case. "field unread" sets a field that Transformers' class lacks, so its model has no window."""
 
 _SHAPE: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -206,7 +206,7 @@ _SHAPE: Mapping[str, Any] = {
 
 
 def prompts(case: Case) -> list[list[int]]:
-    """Texts of a case's lengths, as token ids; none begins like another."""
+    """Return texts with a case's lengths, as token ids; no two begin alike."""
     return [
         [(31 * row + 7 * place * place + 3 * place) % 400 + 5 for place in range(length)]
         for row, length in enumerate(case.lengths)
@@ -222,7 +222,7 @@ def build(case: Case, path: Path) -> Path:
 
 
 def expected(model: Path, texts: Sequence[list[int]], host: str) -> list[Tensor]:
-    """Hugging Face's log-probabilities of each text's tokens after the first, ``[tokens - 1]``."""
+    """Return Hugging Face's log-probabilities of each text's tokens after the first, ``[tokens - 1]``."""
     network = reference_network(model, torch.float32, host)
     found = []
     for text in texts:
@@ -235,7 +235,7 @@ def expected(model: Path, texts: Sequence[list[int]], host: str) -> list[Tensor]
 def ask(
     host: Host, cases: Mapping[str, Path], options: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Future[Served]]:
-    """Start an engine for each case: name → what it says of the texts.
+    """Start an engine for each case; return name → future of its answers.
 
     Args:
         cases: name → the checkpoint.
@@ -247,8 +247,8 @@ def ask(
 
 
 def differences(host: Host, name: str, model: Path, served: Served) -> list[float]:
-    """The largest difference of a log-probability from Hugging Face's, for each text of a case."""
-    rows = [torch.tensor(row[:-1]) for row in served.answers[0].rows]  # the last token is the engine's own
+    """Return the largest difference of a log-probability from Hugging Face's, for each text of a case."""
+    rows = [torch.tensor(row[:-1]) for row in served.answers[0].rows]  # without the generated token
     right = expected(model, prompts(CASES[name]), host.name)
     return [float((row - want).abs().max()) for row, want in zip(rows, right, strict=True)]
 
@@ -284,7 +284,7 @@ OPTIONS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     "vllm": lambda longest: {"max_model_len": longest, "max_num_batched_tokens": 64},
     "sglang": lambda longest: {"context_length": longest, "chunked_prefill_size": 64},
 }
-"""Host → arguments of its engine for the longest text."""
+"""Host → its engine's arguments for the length of the longest text."""
 
 
 def main(named: str, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Every kind of rotation that a configuration can state, and Hugging Face's queries turned by it."""
+"""Every kind of rotation in configurations, and Hugging Face's queries rotated by it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longro
 
 
 def config(kind: str) -> Any:
-    """The configuration of a Llama that has the rotation."""
+    """Return the configuration of a Llama with the rotation."""
     from transformers import LlamaConfig
 
     parameters = {"rope_theta": 10000.0, **KINDS[kind]}
@@ -62,18 +62,18 @@ def config(kind: str) -> Any:
 
 
 def queries(length: int) -> Tensor:
-    """Queries ``[length, heads, size]`` of a text, the same at every call."""
+    """Return queries ``[length, heads, size]`` of a text, identical at every call."""
     return torch.randn(length, HEADS, SIZE, generator=torch.Generator().manual_seed(length))
 
 
 def turned(kind: str, length: int) -> Tensor:
-    """The queries of a text as Hugging Face turns them, ``[length, heads, size]``."""
+    """Return a text's queries rotated by Hugging Face, ``[length, heads, size]``."""
     from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     stated = config(kind)
     partial = stated.rope_parameters["rope_type"] == "default" and "partial_rotary_factor" in stated.rope_parameters
-    rotary = (GlmRotaryEmbedding if partial else LlamaRotaryEmbedding)(stated)  # Llama's own default turns whole heads
+    rotary = (GlmRotaryEmbedding if partial else LlamaRotaryEmbedding)(stated)  # Llama's default rotates whole heads
     cos, sin = (part[0, :, None] for part in rotary(torch.zeros(1), torch.arange(length)[None]))
     query = queries(length)
     width = cos.shape[-1]
@@ -83,26 +83,26 @@ def turned(kind: str, length: int) -> Tensor:
 
 
 def placed(layer: nn.Module) -> nn.Module:
-    """A model that has a rotary layer where a decoder has it."""
+    """Return a model with a rotary layer at its place in a decoder."""
     attention = nn.ModuleDict({"rotary_emb": layer})
     return nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": attention})])})})
 
 
 def difference(layer: Any, kind: str, length: int, first: int = 0) -> float:
-    """The largest difference of queries that a layer has turned from Hugging Face's; ``first``: its row of a table."""
+    """Return the largest difference of a layer's rotated queries from Hugging Face's; ``first``: its row of a table."""
     query = queries(length).flatten(1)
     found, _ = layer(first + torch.arange(length), query.clone(), query.clone())
     return float((found.view(length, -1, SIZE) - turned(kind, length)).abs().max())
 
 
 class Rotations(Scenario):
-    """Every kind of rotation with one table turns queries as Hugging Face does."""
+    """Every kind of rotation with one table rotates queries like Hugging Face."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         return {"kind": [kind for kind in KINDS if kind not in LONG]}
 
     def rotary(self, kind: str) -> Any:
-        """The host's layer, corrected as in a loaded model: positions, queries and keys → both turned."""
+        """Return the host's layer, corrected as in a loaded model: positions, queries and keys → both rotated."""
         raise NotImplementedError
 
     def test_queries_are_turned_as_in_hugging_face(self, kind: str) -> None:

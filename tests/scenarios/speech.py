@@ -1,4 +1,4 @@
-"""A small Whisper with random weights, which listens to two seconds, and what it should write."""
+"""A small Whisper with random weights for two seconds of sound, and its expected text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fl_dispatch.cli.checkpoints import SEED
 
 RATE, SECONDS = 16000, 2
 FRAMES = 100 * SECONDS
-"""Frames of a spectrum; the encoder makes a token of two."""
+"""Frames of a spectrum; the encoder makes one token of two frames."""
 FIRST = "<|startoftranscript|>"
 
 
 def build(target: Path) -> Path:
-    """Write the checkpoint, whose tokenizer knows every byte."""
+    """Write the checkpoint, with a tokenizer of every byte."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import (
@@ -63,14 +63,14 @@ def build(target: Path) -> Path:
 
 
 def sounds() -> list[list[float]]:
-    """Two sounds of different length: one rises, one is noise."""
+    """Return two sounds of different length: a rising tone, and noise."""
     seconds = np.arange(SECONDS * RATE) / RATE
     noise = np.random.default_rng(3).normal(0.0, 0.3, RATE)
     return [np.sin(2 * np.pi * (200 + 300 * seconds) * seconds).tolist(), noise.tolist()]
 
 
 def expected(model: Path, sound: list[float], tokens: int) -> list[int]:
-    """The tokens that Hugging Face's network writes greedily for a sound."""
+    """Return Hugging Face's greedy tokens for a sound."""
     import torch
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 

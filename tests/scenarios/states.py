@@ -1,7 +1,7 @@
-"""Models whose layers keep a state for each request: Hugging Face's tokens by our operators.
+"""Models with layers that keep a state for each request: Hugging Face's tokens by our operators.
 
-Prompts are read in chunks, several at once, and again from the prefix cache, and the slots of their states hold what
-others left there.
+Prompts are read in chunks, several at once, and again from the prefix cache; the slots of their states contain values
+of earlier requests.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"hybrid_override_pattern": "M*-M", "layers_block_type": None, "mamba_n_groups": 2},
     "mamba2": {"intermediate_size": 128, "rms_norm": True},
 }
-"""What published configurations have beside those that Transformers writes, and a host reads."""
+"""Fields that published configurations have and hosts read, and that Transformers does not write."""
 LAYERS: Mapping[str, int] = {"falcon_h1": 3, "mamba2": 4, "mamba": 4, "falcon_mamba": 4}
-"""Layers with a state of each small model, where they are not two."""
+"""Number of layers with a state in each small model, if it is not two."""
 RIGHT = {"rms_norm": "reference.torch"}
-"""Orders that name what runs anyway, after others."""
+"""Orders that restore the default after other orders."""
 
 
 def build(name: str, folder: Path, **sizes: Any) -> Path:
-    """Write a checkpoint of one of :data:`OPERATORS` with a configuration as published ones have it."""
+    """Write a checkpoint of one of :data:`OPERATORS` with a configuration as in published checkpoints."""
     config = build_architecture(name, folder, **sizes) / "config.json"
     given = {**json.loads(config.read_text()), **PUBLISHED.get(name, {}), **sizes}
     config.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
@@ -56,11 +56,11 @@ def build(name: str, folder: Path, **sizes: Any) -> Path:
 
 
 class States(Scenario):
-    """Each model has an engine, which is asked three times, then with mistakes, and at last without."""
+    """Each model has an engine with three right passes, a pass for each mistake, and a final right one."""
 
     MODELS: ClassVar[Sequence[str]]
     MISTAKES: ClassVar[Mapping[str, Sequence[Mapping[str, str]]]] = {}
-    """Model → orders that name a wrong implementation each."""
+    """Model → orders, each with a wrong implementation."""
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     """Further arguments of the host's engine."""
     PLACE: ClassVar[Mapping[str, Any]] = {}

@@ -1,7 +1,7 @@
-"""Models whose layers keep a state on the emulated NPU, not quantized and quantized.
+"""Models with state layers on the emulated NPU, with and without quantization.
 
-The references compute those layers, because no operator of the chip does; all else is the vendor's where the host's
-cache lets it. How results are compared in half precision says :mod:`half_on_npu`.
+References compute the state layers, because the chip has no operator for them; the vendor computes the rest if the
+host's cache allows. :mod:`half_on_npu` explains the comparison of results in half precision.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ BESIDE: Mapping[str, tuple[set[str], set[str]]] = {
     "mamba2": ({"rms_norm", "linear"}, set()),
     "lfm2": ({"rms_norm", "silu_and_mul", "rotary_embedding", "linear"}, ATTENTION),
 }
-"""Model → the operators beside its states, those of attention apart."""
+"""Model → its operators besides those of states: the others, and those of attention."""
 PAIRS = [(name, scheme) for name in BESIDE for scheme in (W8A8, "compressed-tensors W4A16", "awq")]
-"""Those that are served quantized."""
+"""Pairs of model and scheme that are served quantized."""
 LEFT = {"qwen3_5": {"linear"}}
-"""Model → what checkpoints leave as it is, the products of gates."""
+"""Model → operators that checkpoints leave unquantized: the products of gates."""
 
 
 class StatesOnNPU(Scenario):
-    """The drawn models; ``results`` of a host's folder has two passes of each, of which the second has used slots."""
+    """The drawn models; ``results`` in a host's folder has two passes of each, the second with used slots."""
 
     DRAWN: ClassVar[Sequence[str]]
     ATTENDS: ClassVar[str]
     """The implementation of attention."""
     OWN: ClassVar[Mapping[str, set[str]]] = {}
-    """Model → operators in the place of which the host's own code runs."""
+    """Model → operators that the host's own code replaces."""
     SIZES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
@@ -55,7 +55,7 @@ class StatesOnNPU(Scenario):
 
     @pytest.fixture(scope="class")
     def decided(self, models: Mapping[str, Path]) -> Mapping[str, list[list[int]]]:
-        """Hugging Face's tokens as far as half precision decides them."""
+        """Return Hugging Face's tokens as far as half precision decides them."""
         return {name: clear_tokens(model, PROMPTS, MAX_TOKENS, DTYPE) for name, model in models.items()}
 
     def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
@@ -91,7 +91,7 @@ def agree(tokens: Sequence[Sequence[int]], decided: Sequence[Sequence[int]]) -> 
 
 
 class QuantizedStatesOnNPU(QuantizedOnNPU):
-    """A model in the schemes that are drawn for it."""
+    """A model in the schemes drawn for it."""
 
     MODEL: ClassVar[str]
     ATTENDS: ClassVar[str]

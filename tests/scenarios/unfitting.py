@@ -1,6 +1,6 @@
-"""Checkpoints that do not quite fit the model which their config.json describes, and what hosts should say of each.
+"""Checkpoints that do not quite fit their config.json, and the expected message of hosts for each.
 
-They are of the package's small model, four layers of a Llama, and small enough to be loaded by the dozen.
+They are variants of the package's small model, a Llama with four layers, so a test can load dozens of them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Case:
     """A checkpoint.
 
     Args:
-        write: writes it into a folder that does not exist.
-        refused: a pattern of the sentence, or ``None`` where it is served.
+        write: writes the checkpoint into a new folder.
+        refused: a pattern of the refusal, or ``None`` if the checkpoint is served.
         warned: a pattern of a warning.
     """
 
@@ -44,7 +44,7 @@ class Case:
 
 
 def _changed(folder: Path, change: Callable[[dict[str, Tensor]], object], scheme: str | None = None) -> None:
-    """The small model with other tensors."""
+    """Write the small model with changed tensors."""
     if scheme is None:
         shutil.copytree(small_model.CHECKPOINT, folder)
     else:
@@ -64,7 +64,7 @@ def _configure(folder: Path, **changes: Any) -> None:
 
 
 def _plain_part(scheme: str, part: str, **said: Any) -> Callable[[Path], None]:
-    """A quantized checkpoint that leaves a part of joined layers plain, and says so in its own way."""
+    """Return a writer of a quantized checkpoint that leaves part of merged layers plain, in its format's words."""
 
     def write(folder: Path) -> None:
         whole_model = load_file(small_model.CHECKPOINT / WEIGHTS)
@@ -82,7 +82,7 @@ def _plain_part(scheme: str, part: str, **said: Any) -> Callable[[Path], None]:
 
 
 def _other_numbers(folder: Path) -> None:
-    """Bytes of fp8 where the configuration says int8."""
+    """Write fp8 weights although the configuration says int8."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         name = f"{MLP}.down_proj.weight"
@@ -92,7 +92,7 @@ def _other_numbers(folder: Path) -> None:
 
 
 def _two_groups(folder: Path) -> None:
-    """Two expressions that cover ``down_proj``: the one whose text sorts first counts; the file has the other first."""
+    """Write two expressions that match ``down_proj``: the first in sorted order counts, and is second in the file."""
     fp8 = compressed("float-quantized", whole("float", "channel"), TOKEN_FP8)
     int8 = compressed("int-quantized", whole("int", "channel"), TOKEN8)
     write_checkpoint(folder, SCHEMES["compressed-tensors W8A8 fp8"])
@@ -112,7 +112,7 @@ def _two_groups(folder: Path) -> None:
 
 
 def _with_head(equal: bool) -> Callable[[Path], None]:
-    """A model whose head is tied by its configuration, and has one in the file."""
+    """Return a writer of a model with a tied head by its configuration, and a head in the file."""
 
     def write(folder: Path) -> None:
         def change(tensors: dict[str, Tensor]) -> None:
@@ -126,7 +126,7 @@ def _with_head(equal: bool) -> Callable[[Path], None]:
 
 
 def two_sets(folder: Path) -> None:
-    """A folder with a single file of one run beside the index of another."""
+    """Write a folder with a single file of one run and the index of another."""
     shutil.copytree(small_model.CHECKPOINT, folder)
     later = {name: tensor * 2 for name, tensor in load_file(folder / WEIGHTS).items()}
     part = "model-00001-of-00001.safetensors"
@@ -167,17 +167,17 @@ CASES: Mapping[str, Case] = {
     "an equal head": Case(_with_head(equal=True)),
     "two sets": Case(two_sets, warned=r"two sets of weights: .*index\.json, .* would load model\.safetensors"),
 }
-"""By what is missing or odd. ``extra`` and ``another head`` are each host's."""
+"""Missing or odd part → case. Each host adds ``a tensor`` and ``another head``."""
 EXTRA, HEAD = Case(_extra), Case(_with_head(equal=False))
 Outcome = Mapping[str, Any]
-"""What a host said when it loaded a checkpoint: ``refused`` (``None`` where it serves) and ``messages``."""
+"""A host's output when it loads a checkpoint: ``refused`` (``None`` if it serves) and ``messages``."""
 
 
 class UnfittingCheckpoints(Scenario):
-    """A host serves no weight that a checkpoint did not fill, and drops no tensor of it, without a word."""
+    """A host never silently serves a weight that the checkpoint did not fill, and never silently drops a tensor."""
 
     EXTRA: ClassVar[str]
-    """The host's sentence about a tensor that its model has no place for."""
+    """The host's refusal of a tensor that its model lacks."""
     HEAD_WARNED: ClassVar[str | None] = None
     """The host's warning about a head that the configuration does not ask for."""
 
@@ -194,7 +194,7 @@ class UnfittingCheckpoints(Scenario):
 
     @pytest.fixture(scope="class")
     def outcomes(self, host: Programs, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
-        """Name → outcome; the host's script loads all checkpoints in one process."""
+        """Return name → outcome; the host's script loads all checkpoints in one process."""
         folder = tmp_path_factory.mktemp("unfitting")
         folders = write_all(folder, self.checkpoints())
         jobs, result = folder / "jobs.json", folder / "result.json"
@@ -222,7 +222,7 @@ class UnfittingCheckpoints(Scenario):
 
 
 def write_all(folder: Path, cases: Mapping[str, Case]) -> dict[str, Path]:
-    """Write the checkpoint of each case; case → its folder."""
+    """Write the checkpoint of each case; return case → its folder."""
     folders = {name: folder / name.replace(" ", "-") for name in cases}
     for name, case in cases.items():
         case.write(folders[name])

@@ -23,7 +23,7 @@ ADAPTED = (
 
 
 def changed(model: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
-    """A copy of a checkpoint in which every tensor is what ``change(name, tensor)`` returns."""
+    """Write a copy of a checkpoint in which ``change(name, tensor)`` replaces every tensor."""
     shutil.copytree(model, target)
     tensors = {name: change(name, tensor).contiguous() for name, tensor in load_file(model / WEIGHTS).items()}
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
@@ -31,7 +31,7 @@ def changed(model: Path, target: Path, change: Callable[[str, Tensor], Tensor]) 
 
 
 def other_weights(model: Path, target: Path, seed: int = 11) -> Path:
-    """A checkpoint of the same shape and statistics with other matrices."""
+    """Write a checkpoint with other matrices of the same shape and statistics."""
     generator = torch.Generator().manual_seed(seed)
     return changed(
         model,
@@ -43,12 +43,12 @@ def other_weights(model: Path, target: Path, seed: int = 11) -> Path:
 
 
 def unsure(model: Path, target: Path, apart: float = 0.02) -> Path:
-    """A checkpoint whose logits are that much as far apart, so that completions differ and show what to learn."""
+    """Write a checkpoint with logits closer by this factor, so that completions vary enough to learn from."""
     return changed(model, target, lambda name, tensor: tensor * apart if name == "model.norm.weight" else tensor)
 
 
 def with_characters(model: Path, target: Path, unnamed: int = 0) -> Path:
-    """A copy whose tokenizer knows every byte, as structured output needs it to spell, and not so many last ids."""
+    """Write a copy with every byte in its tokenizer, as structured output needs, and fewer of the last ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -66,7 +66,7 @@ def with_characters(model: Path, target: Path, unnamed: int = 0) -> Path:
 
 
 def adapter(model: Path, target: Path, seed: int, adapted: tuple[str, ...] = ADAPTED) -> Path:
-    """A LoRA adapter of all projections, in PEFT's format."""
+    """Write a LoRA adapter of all projections, in PEFT's format."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(model / WEIGHTS).items():
@@ -96,7 +96,7 @@ def adapter(model: Path, target: Path, seed: int, adapted: tuple[str, ...] = ADA
 
 
 def merged(model: Path, adapter_folder: Path, target: Path) -> Path:
-    """The checkpoint with an adapter's products added to its weights: ``W + alpha / r * B A``."""
+    """Write the checkpoint with an adapter's products added to its weights: ``W + alpha / r * B A``."""
     factors = load_file(adapter_folder / "adapter_model.safetensors")
 
     def add(name: str, weight: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def merged(model: Path, adapter_folder: Path, target: Path) -> Path:
 
 
 def encoder(target: Path, kind: str = "BertModel", **changes: object) -> Path:
-    """A small BERT of a kind of Transformers' with random weights, and the word-level tokenizer."""
+    """Write a small encoder of one of Transformers' BERT classes with random weights and the word-level tokenizer."""
     import transformers
 
     from fl_dispatch.cli.checkpoints import build_tokenizer
@@ -136,7 +136,7 @@ def encoder(target: Path, kind: str = "BertModel", **changes: object) -> Path:
 
 
 def classifier(model: Path, target: Path, labels: int) -> Path:
-    """The checkpoint of a small Qwen3 with a head that chooses one of some labels by the last token."""
+    """Write a small Qwen3 with a head that chooses among labels by the last token."""
     shutil.copytree(model, target)
     tensors = load_file(model / WEIGHTS)
     tensors.pop("lm_head.weight")
@@ -153,7 +153,7 @@ def classifier(model: Path, target: Path, labels: int) -> Path:
 
 
 def said(model: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
-    """The same folder with further tensors, and further words in its configuration."""
+    """Add tensors to a folder's checkpoint, and fields to its configuration; return the folder."""
     path, weights = model / "config.json", model / WEIGHTS
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
     save_file({**load_file(weights), **tensors}, weights, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Small models with random weights that see, a picture to look at, and what they should write about it."""
+"""Small multimodal models with random weights, pictures, and the expected text about each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_dispatch.cli.checkpoints import SEED
 from variants import WEIGHTS
 
 SIZE = 32
-"""Pixels of a picture's side."""
+"""Pixels per side of a picture."""
 TEXT: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -31,7 +31,7 @@ SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end
 
 
 def pictures(size: int = SIZE) -> list[Any]:
-    """Two pictures: dark at one end, and bright noise."""
+    """Return two pictures: one dark at one end, and bright noise."""
     from PIL import Image
 
     side = np.arange(size) * 2
@@ -41,7 +41,7 @@ def pictures(size: int = SIZE) -> list[Any]:
 
 
 def _tokenizer() -> Any:
-    """It knows every byte and the words that stand for pictures."""
+    """Build a tokenizer with every byte and the placeholders of pictures."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -70,7 +70,7 @@ def _llava(tokenizer: Any) -> tuple[Any, Any]:
 
 
 def qwen(version: str, patch: int = SIZE // 8) -> Callable[[Any], tuple[Any, Any]]:
-    """A version of Qwen-VL, whose pictures have eight patches a side."""
+    """Return the configuration of a version of Qwen-VL, with eight patches per side of a picture."""
 
     def made(tokenizer: Any) -> tuple[Any, Any]:
         import transformers
@@ -100,7 +100,7 @@ def qwen(version: str, patch: int = SIZE // 8) -> Callable[[Any], tuple[Any, Any
 
 
 def _hybrid(of: str, **mlp: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """Qwen3.5: a gated delta net beside attention, and the encoder of Qwen3-VL."""
+    """Return the configuration of Qwen3.5: a gated delta net, attention, and the encoder of Qwen3-VL."""
 
     def made(tokenizer: Any) -> tuple[Any, Any]:
         import transformers
@@ -143,18 +143,18 @@ KINDS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
 }
 _SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
 HYBRID = {"qwen3_5", "qwen3_5_moe"}
-"""Those with a gated delta net, which have no other norms than Gemma's."""
+"""Models with a gated delta net, which have only Gemma's norms."""
 IMAGES = {kind: "<image>" if kind == "llava" else _SEEN for kind in KINDS}
-"""The words that stand for a picture."""
+"""The placeholders of a picture."""
 WITHOUT = "b and what is in the left corner, and what in the right one?"
-"""A prompt without a picture: longer than a block, which a state makes large."""
+"""A prompt without a picture that is longer than a block; states make blocks large."""
 PROMPTS = {kind: ("<s>a" if kind == "llava" else "a") + IMAGES[kind] + WITHOUT for kind in KINDS}
 ENCODERS = {kind: ("vision_tower.*", 1) if kind == "llava" else ("visual.*", 2) for kind in KINDS}
-"""The prefix of the layers that look, and how many of them attend; LLaVA leaves its encoder's last layer out."""
+"""Prefix of the encoder's layers, and the number of those with attention; LLaVA omits its encoder's last layer."""
 
 
 def template(kind: str) -> str:
-    """A chat's template, by which its parts are a prompt."""
+    """Return a chat template that joins the parts to a prompt."""
     part = "{% if part.type == 'text' %}{{ part.text }}{% else %}IMAGE{% endif %}".replace("IMAGE", IMAGES[kind])
     return "{% for message in messages %}{% for part in message.content %}" + part + "{% endfor %}{% endfor %}"
 
@@ -172,7 +172,7 @@ def build(kind: str, target: Path, made: Callable[[Any], tuple[Any, Any]] | None
             if "norm" not in name and "ln_q" not in name:
                 parameter.data.normal_(0.0, 1.5 * parameter[0].numel() ** -0.5)
             if "visual" in name and "merger" not in name and parameter.dim() > 1:
-                parameter.data *= 4  # else all pictures look alike
+                parameter.data *= 4  # otherwise all pictures give the same answer
     model.save_pretrained(target)
     processor.save_pretrained(target)
     if kind == "llava":
@@ -183,12 +183,12 @@ def build(kind: str, target: Path, made: Callable[[Any], tuple[Any, Any]] | None
 
 
 def expected(model: Path, kind: str, tokens: int, size: int = SIZE) -> list[list[int]]:
-    """The tokens that Hugging Face's network writes greedily about each picture, and for the prompt without one."""
+    """Return Hugging Face's greedy tokens for each picture, and for the prompt without one."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-    network.generation_config.eos_token_id = None  # which the engines ignore
+    network.generation_config.eos_token_id = None  # the engines ignore it
     processor = AutoProcessor.from_pretrained(model)
     asked = [{"text": PROMPTS[kind], "images": picture} for picture in pictures(size)] + [{"text": WITHOUT}]
     found = []

@@ -1,4 +1,4 @@
-"""Engines with LoRA adapters: the tokens of the weights merged with each, alone and mixed in one batch."""
+"""Engines with LoRA adapters: tokens equal those of weights merged with each adapter, alone and mixed in one batch."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class Run:
 
 
 def alone(name: str) -> Pass:
-    """The standard prompts, all with one adapter."""
+    """Return a pass over the standard prompts, all with one adapter."""
     return Pass(adapters=[name] * len(PROMPTS))
 
 
 def mixed(wanted: Wanted) -> list[list[int]]:
-    """The tokens that answer :data:`MIX`."""
+    """Return the expected tokens for :data:`MIX`."""
     weights = [wanted(name) for name in MIXED]
     return [tokens[place] for place in range(len(PROMPTS)) for tokens in weights]
 
 
 class Adapters(Scenario):
-    """Each run's engine is asked with one adapter, with two and none in one batch, and what the host has besides."""
+    """Each run's engine has passes with one adapter, with two and none in one batch, and the host's own requests."""
 
     RUNS: ClassVar[Sequence[Run]]
     OPERATORS: ClassVar[Sequence[str]]
-    """Those that run around adapted products, and calls are counted of."""
+    """Operators around adapted products, with counted calls."""
     PLACE: ClassVar[Mapping[str, Any]] = {}
     """Further arguments of ``Host.serve``."""
 
@@ -56,11 +56,11 @@ class Adapters(Scenario):
         return {"run": self.RUNS}
 
     def more(self, adapter: Callable[[str], Path]) -> Sequence[Pass | Call]:
-        """Further questions."""
+        """Return further requests."""
         return ()
 
     def known(self) -> Sequence[str]:
-        """Adapters that an engine may be asked with from its start on."""
+        """Return the adapters that an engine has from its start."""
         return [name for name in MIXED if name]
 
     @pytest.fixture(scope="class")
@@ -93,12 +93,12 @@ class Adapters(Scenario):
             assert clean(report, host)
 
     def operators(self, report: Mapping[str, Any]) -> Sequence[str]:
-        """Those whose calls a rank has counted."""
+        """Return the operators with calls counted by a rank."""
         return self.OPERATORS
 
 
 class AdaptersOfSGLang(Adapters):
-    """An adapter is loaded while the engine serves."""
+    """Adapters under SGLang, one of them loaded while the engine serves."""
 
     def more(self, adapter: Callable[[str], Path]) -> Sequence[Pass | Call]:
         return [Call("load_lora_adapter", {"lora_name": "late", "lora_path": str(adapter("late"))}), alone("late")]

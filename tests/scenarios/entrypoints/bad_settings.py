@@ -1,4 +1,4 @@
-"""Settings that every host must end with: one line that says what is wrong, where, and what is right."""
+"""Settings with which every host must exit: one line states the error, its place, and the right value."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FILES = {
 """Case → the text of its settings file."""
 
 Case = tuple[dict[str, str], str]
-"""Variables, of which ``FL_CONFIG`` may name one of the files, and what the error's line says."""
+"""Variables, possibly with one of the files in ``FL_CONFIG``, and a pattern of the error's line."""
 
 
 def cases(prefix: str) -> dict[str, Case]:
-    """Case → what is set, in the variables of one host, and what its error says.
+    """Return case → the variables that are set for one host, and a pattern of the error.
 
     Args:
         prefix: ``VLLM_FL`` or ``SGLANG_FL``.
@@ -64,5 +64,5 @@ def write(folder: Path) -> None:
 
 
 def located(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The variables with the path of a settings file where one is named."""
+    """Return the variables with the path of the named settings file, if any."""
     return {name: str(folder / f"{value}.yaml") if value in FILES else value for name, value in variables.items()}

@@ -1,7 +1,7 @@
-"""A host's own server answers the OpenAI client with Hugging Face's tokens, to whoever has the key.
+"""A host's own server answers an OpenAI client that has the key with Hugging Face's tokens.
 
-The module of a host has the fixtures ``client``, which has the key, and ``log``, the file that the server writes. Its
-model is called "tiny".
+A host's module has the fixtures ``client``, which has the key, and ``log``, the server's log file. The model's name is
+"tiny".
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ASK: dict[str, Any] = {
 
 
 class OverHTTP(Scenario):
-    """Completions and chats, whole and streamed, and what the log says."""
+    """Completions and chats, whole and streamed, and the log."""
 
     WARNED: ClassVar[Sequence[str]]
-    """Variables that the server is started with, of which we warn."""
+    """Variables of the server that our package warns about."""
     HOST_WARNS_TOO: ClassVar[bool] = False
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
@@ -70,7 +70,7 @@ class OverHTTP(Scenario):
     def test_a_warning_of_a_setting_is_given_once_with_level_date_and_logger(
         self, variable: str, client: Any, log: Path
     ) -> None:
-        """Engines are processes of their own, which read the settings too."""
+        """Engines are separate processes that also read the settings."""
         lines = [line for line in log.read_text().splitlines() if variable in line]
         ours = [line for line in lines if not self.HOST_WARNS_TOO or "fl" in line.partition("]")[0]]
         assert len(ours) == 1

@@ -1,4 +1,4 @@
-"""Vectors and classes of texts are Hugging Face's: of a decoder's last token, and of an encoder without a KV cache."""
+"""Vectors and classes of texts equal Hugging Face's: of a decoder's last token, and of an encoder without KV cache."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ KINDS = ("embedding", "classes", "encoder")
 
 
 class Pooling(Scenario):
-    """Each model answers all texts twice, each by itself, and all with a wrong attention."""
+    """Each model answers all texts twice, each text separately, and all texts with a wrong attention."""
 
     ENGINE: ClassVar[Mapping[str, Any]]
     """Arguments of each engine."""
     WHOLE: ClassVar[Mapping[str, Any]]
-    """Those of an encoder's, whose tokens all see each other."""
+    """Further arguments of an encoder's engine, in which all tokens attend to each other."""
     PROBABILITIES: ClassVar[bool]
-    """Whether the host answers with the probabilities of classes, and not with their logits."""
+    """Whether the host answers with probabilities of classes instead of logits."""
     TOLERANCE: ClassVar[float] = 1e-4
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         return {"kind": KINDS}
 
     def classifier(self, model: Path, target: Path) -> Path:
-        """A classifier of texts, as the host reads it."""
+        """Write a classifier of texts in the host's form."""
         return variants.classifier(model, target, LABELS)
 
     def encoder(self, target: Path) -> Path:
-        """An encoder, as the host reads it."""
+        """Write an encoder in the host's form."""
         return variants.encoder(target)
 
     @pytest.fixture(scope="class")
@@ -67,7 +67,7 @@ class Pooling(Scenario):
         return cache(lambda kind: self.expected(kind, models[kind]))
 
     def expected(self, kind: str, model: Path) -> Tensor:
-        """Hugging Face's vectors, ``[texts, elements]``."""
+        """Return Hugging Face's vectors, ``[texts, elements]``."""
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         name = "AutoModelForSequenceClassification" if kind == "classes" else "AutoModel"
         network = getattr(transformers, name).from_pretrained(model, dtype=torch.float32).eval()
@@ -89,7 +89,7 @@ class Pooling(Scenario):
         first, again, *alone, _ = (torch.tensor(answer.returned) for answer in served(kind).answers)
         for got in (first, again, torch.cat(alone)):
             assert (got - right(kind)).abs().max() < self.TOLERANCE
-        assert (right(kind)[0] - right(kind)[1]).abs().max() > 0.01  # texts are told apart
+        assert (right(kind)[0] - right(kind)[1]).abs().max() > 0.01  # texts give different results
 
     def test_a_wrong_attention_changes_them(
         self, kind: str, served: Callable[[str], Served], right: Callable[[str], Tensor]

@@ -1,6 +1,6 @@
-"""gpt-oss as its checkpoint is published, experts in MXFP4 and all else plain: the tokens of Transformers' network.
+"""gpt-oss in its published format, with experts in MXFP4 and the rest unquantized: the tokens of Transformers' network.
 
-:func:`dequantized` has Transformers turn the experts back, so that its plain network says what is right.
+:func:`dequantized` lets Transformers dequantize the experts, so that its plain network gives the right tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _rewritten(model: Path, folder: Path, change: Callable[[str, Tensor], dict[s
 def write_checkpoint(folder: Path, spoil: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> Path:
     """Write a small checkpoint of gpt-oss in the published format.
 
-    Sinks are numbers of bfloat16, as published, which is how SGLang keeps them in every type of model.
+    Sinks are rounded to bfloat16, as published, because SGLang keeps them in bfloat16 for every dtype.
 
     Args:
         spoil: name → another tensor.
@@ -70,14 +70,14 @@ def write_checkpoint(folder: Path, spoil: Callable[[str, Tensor], Tensor] = lamb
 
 
 def announced(made: Path) -> Path:
-    """A checkpoint, which says now that its experts are in MXFP4."""
+    """Declare in a checkpoint that its experts are in MXFP4; return the checkpoint."""
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps({**config, "quantization_config": MXFP4}))
     return made
 
 
 def dequantized(checkpoint: Path, folder: Path) -> Path:
-    """The same checkpoint with the experts as Transformers dequantizes them."""
+    """Write the checkpoint with the experts dequantized by Transformers."""
     stored = load_file(checkpoint / "model.safetensors")
 
     def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -95,14 +95,14 @@ def dequantized(checkpoint: Path, folder: Path) -> Path:
 
 
 def _halved(name: str, stored: Tensor) -> Tensor:
-    """The exponents of one expert's second product less by one."""
+    """Reduce the exponents of one expert's second product by one."""
     if "layers.1." in name and name.endswith("down_proj_scales"):
         stored[2] -= 1
     return stored
 
 
 def _without_sinks(name: str, stored: Tensor) -> Tensor:
-    """Sinks of one layer that take no part in its softmax."""
+    """Replace one layer's sinks by values without effect on its softmax."""
     return torch.full_like(stored, -1e4) if "layers.1." in name and name.endswith(".sinks") else stored
 
 
@@ -115,7 +115,7 @@ ASKED_WRONG = ("weight_only_moe", "paged_attention")
 
 
 class GptOss(Scenario):
-    """Engines with the published format; those of each kind start together."""
+    """Engines with the published format; engines of the same kind start together."""
 
     KINDS: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Kind → further arguments of the host's engine; :data:`ONE` is among them."""
@@ -132,7 +132,7 @@ class GptOss(Scenario):
 
     @pytest.fixture(scope="class")
     def served(self, host: Host, models: Mapping[str, Path]) -> Callable[[str], Served]:
-        """The answers of each kind, with wrong operators those of one, and of spoiled checkpoints."""
+        """Return the answers of each kind, those of one kind with wrong operators, and those of spoiled checkpoints."""
         wrong = {ONE: [Pass(orders={operator: WRONG}) for operator in ASKED_WRONG]}
         place: Mapping[str, Any] = {"plugins": ["wrong_plugin"], "deny": "wrong"}
         found = {}

@@ -1,7 +1,7 @@
-"""A latent cache in fp8: what an engine with one should compute for one request at a time, and what it must not.
+"""A latent cache in fp8: the right and wrong results of an engine with one request at a time.
 
-A step of several tokens of a request reads their own latents as they are, and those before them from the cache; a step
-of one token reads all of them from the cache. Right is Hugging Face's network whose latents are rounded so.
+A step with several tokens of a request reads their own latents unrounded and earlier latents from the cache; a step
+with one token reads all latents from the cache. The right result is Hugging Face's, with latents rounded in this way.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ENGINE = {"kv_cache_dtype": "fp8", "max_num_seqs": 1, "max_num_batched_tokens": 
 ALL_ONE = (1.0,) * LATENT_LAYERS
 SCALES = (0.011, 0.017, 0.023)
 PLANTED = 1.1
-"""A factor by which scales are wrong."""
+"""The factor of wrong scales."""
 
 
 def own(tokens: int, cached: int = 0) -> list[int]:
-    """For each token of a text, the first one whose latents its step reads as they are."""
+    """Return for each token of a text the first token with latents that its step reads unrounded."""
     prompt = tokens - MAX_TOKENS
     ends = sorted({*range(CHUNK, cached, CHUNK), *range(cached, prompt, CHUNK), prompt} - {0})
     firsts: list[int] = []
@@ -49,7 +49,7 @@ def rounded(
     of: Callable[[int], Sequence[int]] = own,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """The network of a checkpoint with such a cache."""
+    """Return a checkpoint's network with a latent cache in fp8."""
     return with_fp8_latents(network(None, model=model, dtype=dtype), scales, None if of is read_from_cache else of)
 
 
@@ -62,7 +62,7 @@ def is_as_near_in_bfloat16(model: Path, texts: Sequence[Sequence[int]], got: Ten
 
 
 def read_from_cache(tokens: int) -> range:
-    """As :func:`own` for steps that read their own latents from the cache, too."""
+    """Return the same as :func:`own` for steps that read all latents from the cache."""
     return range(1, tokens + 1)
 
 
@@ -80,13 +80,13 @@ def chosen(model: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequ
 def others(
     model: Path, scales: Sequence[float], texts: Sequence[Sequence[int]], of: Callable[[int], Sequence[int]] = own
 ) -> dict[str, Tensor]:
-    """Log-probabilities of networks with other caches."""
+    """Return log-probabilities of networks with other caches."""
     plain = network(None, model=model)
     found = {
         "not quantized": scores(plain, texts),
         "other scales": scores(rounded(model, [PLANTED * scale for scale in scales], of), texts),
     }
-    if not hasattr(plain.config, "index_topk"):  # lists are of what was stored
+    if not hasattr(plain.config, "index_topk"):  # lists depend on stored latents
         found["other steps"] = scores(rounded(model, scales, read_from_cache if of is own else own), texts)
     if len({*scales}) > 1:
         found["scales of the layer before"] = scores(rounded(model, (scales[-1], *scales[:-1]), of), texts)
@@ -94,7 +94,7 @@ def others(
 
 
 def behind(model: Path, scales: Sequence[float], found: Answer) -> float:
-    """The largest difference of answers' log-probabilities from those of a network that reads the same from a cache."""
+    """Return the largest log-probability difference from a network that reads the same latents from a cache."""
     largest = 0.0
     for prompt, tokens, row, cached in zip(found.prompts, found.tokens, found.rows, found.cached, strict=True):
         made = rounded(model, scales, lambda n, cached=cached: own(n, cached))
@@ -105,13 +105,13 @@ def behind(model: Path, scales: Sequence[float], found: Answer) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """An engine with such a cache.
+    """An engine with a latent cache in fp8.
 
     Args:
-        name: of the run.
+        name: the run's name.
         engine: further arguments of the host's engine.
-        scales: of the layers; those that are not 1 are set in the engine, because no checkpoint brings any.
-        half: whether it computes in bfloat16.
+        scales: scales of the layers; values other than 1 are set in the engine, because no checkpoint has them.
+        half: whether the engine computes in bfloat16.
     """
 
     name: str
@@ -124,14 +124,14 @@ class Run:
 
 
 class LatentCaches(Scenario):
-    """Each run is asked twice, so that the second pass finds its prompts in the cache."""
+    """Each run has two passes, so that the second one finds its prompts in the cache."""
 
     RUNS: ClassVar[Sequence[Run]]
     OPERATORS: ClassVar[Sequence[str]] = OPERATORS
     WRONG: ClassVar[Run | None] = None
-    """The run that is asked with a wrong implementation of each operator too."""
+    """The run with additional passes for wrong implementations of each operator."""
     READS: ClassVar[Callable[[int], Sequence[int]]] = staticmethod(own)
-    """As :func:`own`."""
+    """A function like :func:`own`."""
     PLACE: ClassVar[Mapping[str, str]] = {}
     """Further arguments of ``Host.serve``."""
 
@@ -148,9 +148,9 @@ class LatentCaches(Scenario):
         return Call("rpc", {"method": "set_latent_scales", "args": [[*scales]]})
 
     def asked(self, run: Run) -> list[Pass | Call]:
-        """Two passes, and with scales one that reads with others than it wrote; then one for each wrong operator.
+        """Return two passes, with scales one that reads with other scales than it wrote, and one per wrong operator.
 
-        A write that writes nothing finds what a wrong attention has led to, and not the right pass's latents.
+        The pass with a write that writes nothing comes after that of a wrong attention, to find wrong latents.
         """
         found: list[Pass | Call] = [Pass(scores=True), Pass()]
         if run.scales is not ALL_ONE:
@@ -172,7 +172,7 @@ class LatentCaches(Scenario):
 
     @pytest.fixture(scope="class")
     def passes(self, served: Callable[[Run], Served]) -> Callable[[Run], list[Answer]]:
-        """The answers to a run's passes."""
+        """Return the answers to a run's passes."""
 
         def of(run: Run) -> list[Answer]:
             pairs = zip(self.asked(run), served(run).answers, strict=True)
@@ -184,7 +184,7 @@ class LatentCaches(Scenario):
     def right(
         self, model: Path, passes: Callable[[Run], list[Answer]]
     ) -> Callable[[Run], tuple[list[list[int]], Tensor, Computed]]:
-        """A run's texts, its log-probabilities, and what the network computes there."""
+        """Return a run's texts, its log-probabilities, and the network's."""
 
         @cache
         def of(run: Run) -> tuple[list[list[int]], Tensor, Computed]:
@@ -227,12 +227,12 @@ class LatentCaches(Scenario):
 
 
 class LatentCachesOfVLLM(LatentCaches):
-    """vLLM's steps read their own latents as they are, so an answer depends on what was found in the cache."""
+    """Latent caches of vLLM; steps read their own latents unrounded, so answers depend on the prefix cache."""
 
     def test_a_prompt_found_in_the_cache_is_read_as_it_was_stored(
         self, single: Run, right: Callable[[Run], Any], passes: Callable[[Run], list[Answer]], model: Path
     ) -> None:
-        """Prompts of one block and more: what they are read with, and answered from it; not so with other scales."""
+        """Compare prompts of at least one block with a network of the same cached latents; other scales differ."""
         _, _, there = right(single)
         _, again, *planted = passes(single)[: 3 if single.scales is not ALL_ONE else 2]
         assert again.cached == [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]

@@ -19,7 +19,7 @@ from quantized_checkpoints import SCHEMES
 from quantized_network import network, right_perplexity, tolerance
 
 COARSE = [name for name, scheme in SCHEMES.items() if scheme.layer == "Float4Layer" and scheme.rows is not None]
-"""Schemes with inputs of e2m1. A half type's rounding moves those by a quarter of an element and more, and with it
+"""Schemes with inputs of e2m1. A half type's rounding moves these by a quarter of an element or more, which changes
 Hugging Face's own perplexity by nearly 1 %."""
 CASES = [(name, dtype) for name in SCHEMES for dtype in TOLERANCE if dtype == "float32" or name not in COARSE]
 SHRUNK = "reference.shrunk"
@@ -32,12 +32,12 @@ def right(scheme: str) -> float:
 
 
 def apart(scheme: str, answer: Answer) -> float:
-    """How far an answer's perplexity is from the network's, as a part of it."""
+    """Return the relative difference of an answer's perplexity from the network's."""
     return relative_difference(scoring.perplexity_of(answer), right(scheme))
 
 
 class QuantizedPerplexity(Scenario):
-    """``DRAWN`` are the host's of :data:`CASES`, ``OPTIONS`` further arguments of each engine."""
+    """Perplexities of the host's cases ``DRAWN`` from :data:`CASES`; ``OPTIONS``: further arguments of each engine."""
 
     DRAWN: ClassVar[Sequence[tuple[str, str]]]
     OPTIONS: ClassVar[Mapping[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Blocks of fp8 that fit no merged layer: models whose layers, inputs and experts are no whole number of them."""
+"""fp8 blocks that do not fit merged layers: models with layers, inputs and experts of partial blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMPRESSED = Scheme(
     "Fp8BlockLayer",
     rows_of(FP8, group=128),
 )
-"""The same format in the words of ``compressed-tensors``."""
+"""Weights of the same kind in the format of ``compressed-tensors``."""
 SMALL: Mapping[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "q, k and v of 576, 192 and 192 rows": (
@@ -40,13 +40,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**SMALL, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 192, "intermediate_size": 224},
     ),
 }
-"""Models by what is uneven: family and sizes. The first has those of a published one of 135 M parameters."""
+"""Uneven part → family and sizes. The first model has the sizes of a published one of 135 M parameters."""
 UNEVEN, ODD = MODELS
 EXPERTS = "experts of 224 elements"
 
 
 def build(name: str, folder: Path) -> Path:
-    """Write one of the models, or the one with experts, not quantized."""
+    """Write one of the models, or the one with experts, without quantization."""
     if name == EXPERTS:
         return mixture(folder, moe_intermediate_size=224, hidden_size=192)
     family, sizes = MODELS[name]
@@ -55,7 +55,7 @@ def build(name: str, folder: Path) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class Run(quantized_engines.Run):
-    """An engine with one of the models; ``written``: the words of its checkpoint."""
+    """An engine with one of the models; ``written``: the format of its checkpoint."""
 
     model: str = ODD
     written: Scheme = BLOCKS
@@ -75,7 +75,7 @@ DENSE = (
 
 
 class QuantizedBlocks(QuantizedEngines):
-    """Each of the models."""
+    """Engines with each of the models."""
 
     RUNS = ALONE = (*DENSE, Run("fp8", model=EXPERTS))
 

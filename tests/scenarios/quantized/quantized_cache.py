@@ -1,7 +1,7 @@
-"""Engines with a quantized KV cache: what one should compute, whoever the host is, and what it must not.
+"""Engines with a quantized KV cache: the right results under every host, and wrong ones.
 
-Right is Hugging Face's network whose keys and values are rounded. Prompts are read in chunks, and a second pass finds
-them in the cache.
+The right result is that of Hugging Face's network with rounded keys and values. Prompts are read in chunks, and a
+second pass finds them in the prefix cache.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Scales = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """A checkpoint that is served with such a cache.
+    """A checkpoint served with a quantized KV cache.
 
     Args:
-        scheme: the checkpoint's; ``None`` for one that is not quantized.
-        owner: the module of a layer that has the scales in the checkpoint, if any; ``{}`` is ``k`` or ``v``.
-        int8: whether the cache is in int8, with a scale for each token and head; else it is in fp8.
+        scheme: the checkpoint's scheme; ``None`` without quantization.
+        owner: the module of a layer with the scales in the checkpoint, if any; ``{}`` is ``k`` or ``v``.
+        int8: whether the cache is in int8, with a scale for each token and head; otherwise it is in fp8.
     """
 
     scheme: Scheme | None = None
@@ -56,23 +56,23 @@ class Cache:
         return CACHE_SCALES if self.owner else ONES
 
     def checkpoint(self, folder: Path | None = None) -> Path:
-        """The checkpoint, written into a folder that is not there yet unless it is the package's own."""
+        """Return the package's own checkpoint, or write a quantized one into a new folder."""
         if self.scheme is None:
             return small_model.CHECKPOINT
         assert folder is not None
         return checkpoints.write_checkpoint(folder, self.scheme, self.owner)
 
     def right(self, scales: Scales, dtype: torch.dtype = torch.float32) -> Any:
-        """Hugging Face's network with such a cache, in fp8 of these scales."""
+        """Return Hugging Face's network with the cache; for fp8, with these scales."""
         made = network(self.scheme, dtype=dtype)
         return with_int8_cache(made) if self.int8 else with_fp8_cache(made, scales)
 
     def computed(self, texts: Sequence[Sequence[int]]) -> Computed:
-        """That network's answers with the checkpoint's scales."""
+        """Return the right network's answers with the checkpoint's scales."""
         return computed(self.right(self.scales), texts)
 
     def distances_of_others(self, texts: Sequence[Sequence[int]], got: Tensor) -> Mapping[str, float]:
-        """An engine's distances from networks with other caches."""
+        """Return an engine's distances from networks with other caches."""
         others = {"not quantized": network(self.scheme)}
         if self.int8:
             others["fp8"] = with_fp8_cache(network(self.scheme), ONES)
@@ -87,8 +87,8 @@ class Cache:
     def is_as_near_in_bfloat16(self, texts: Sequence[Sequence[int]], got: Tensor) -> bool:
         """Whether an engine in bfloat16 is about as near to the network in float32 as Hugging Face's in bfloat16.
 
-        It must also be nearer to it than to the network that rounds no keys and values; int8 rounds them by about as
-        little as bfloat16 does, so it tells nothing there.
+        The engine must also be nearer to that network than to the one with unrounded keys and values, except with int8,
+        which rounds by about as little as bfloat16.
         """
         exact, half = self.computed(texts).scores, scores(self.right(self.scales, torch.bfloat16), texts)
         told_apart = self.int8 or distance(got, exact) < distance(got, scores(network(self.scheme), texts))
@@ -101,16 +101,16 @@ _COMPRESSED = SCHEMES["compressed-tensors W4A16"]
 COMPRESSED = Cache(
     Scheme({**_COMPRESSED.config, "kv_cache_scheme": CACHE_SCHEME}, _COMPRESSED.write, _COMPRESSED.layer), "self_attn"
 )
-"""A ``compressed-tensors`` checkpoint that asks for the cache."""
+"""A ``compressed-tensors`` checkpoint that requests the cache."""
 HOSTS_NAMES = Cache(COMPRESSED.scheme, "self_attn.attn")
-"""The same checkpoint with the scales' names in hosts' own models."""
+"""A checkpoint like :data:`COMPRESSED` with the scales' names from hosts' models."""
 FP8 = Cache(SCHEMES["fp8"], "self_attn.{}_proj")
-"""An ``fp8`` checkpoint that has scales for one."""
+"""An ``fp8`` checkpoint with scales for the cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """An engine with such a cache; ``engine``: further arguments of the host's."""
+    """An engine with a quantized KV cache; ``engine``: further arguments of the host's engine."""
 
     name: str
     cache: Cache
@@ -121,27 +121,27 @@ class Run:
 
 
 WRONG_ORDER = tuple(reversed(OPERATORS))
-"""A write that writes nothing finds what a wrong attention has led to, and not the right pass's keys and values."""
+"""A write that writes nothing comes after a wrong attention, to find wrong keys and values in the cache."""
 
 
 class QuantizedCaches(Scenario):
-    """Runs in float32 and in bfloat16, which start together; some are asked with wrong implementations too."""
+    """Runs in float32 and in bfloat16, which start together; some have passes with wrong implementations too."""
 
     SINGLE: ClassVar[Sequence[Run]]
     HALVES: ClassVar[Sequence[Run]]
     ALONE: ClassVar[Sequence[Run]]
     """Runs with wrong passes, of those in float32."""
     SAME: ClassVar[bool] = True
-    """Whether a prompt's answer is the same where it is found in the cache.
+    """Whether a prompt's answer is the same if the prompt is found in the prefix cache.
 
-    On a GPU other kernels read fewer new tokens, and another batch may round an element the other way. So there answers
-    are the network's where rounding does not decide.
+    On a GPU other kernels run for fewer new tokens, and another batch may round an element differently. So answers
+    there equal the network's only if rounding cannot change them.
     """
     TOGETHER: ClassVar[bool] = True
     """Whether engines share a process if the host can."""
 
     def place(self, run: Run) -> Mapping[str, Any]:
-        """Further arguments of ``Host.serve``."""
+        """Return further arguments of ``Host.serve``."""
         return {"plugins": ["wrong_plugin"], "deny": "wrong"}
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
@@ -150,12 +150,12 @@ class QuantizedCaches(Scenario):
         return {"run,operator": operators, "single": self.SINGLE, "half": self.HALVES, "run": runs}
 
     def calls(self) -> Sequence[Call]:
-        """Further questions, behind both right passes."""
+        """Return further requests after both right passes."""
         return ()
 
     @pytest.fixture(scope="class")
     def served(self, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Served]:
-        """A right pass, one that finds its prompts in the cache, calls, and a pass for each wrong implementation."""
+        """Serve a right pass, one with cached prompts, calls, and a pass for each wrong implementation."""
         folder, runs = tmp_path_factory.mktemp("cache"), [*self.SINGLE, *self.HALVES]
         wrong = [Pass(orders={operator: WRONG}) for operator in WRONG_ORDER]
         asked = {run: [Pass(scores=True), Pass(), *self.calls(), *(wrong if run in self.ALONE else ())] for run in runs}
@@ -169,7 +169,7 @@ class QuantizedCaches(Scenario):
 
     @pytest.fixture(scope="class")
     def right(self, served: Callable[[Run], Served]) -> Callable[[Run], tuple[Tensor, Computed, list[list[int]]]]:
-        """A run's log-probabilities, what the network computes there, and the texts."""
+        """Return a run's log-probabilities, the network's answers, and the texts."""
 
         @cache
         def of(run: Run) -> tuple[Tensor, Computed, list[list[int]]]:

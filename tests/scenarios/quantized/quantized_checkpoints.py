@@ -1,6 +1,6 @@
-"""Checkpoints of small models, quantized here in the formats of the libraries that people use.
+"""Checkpoints of small models, quantized here in the formats of widely used libraries.
 
-:mod:`quantized_network` has what they should compute.
+:mod:`quantized_network` has the right results.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from fl_dispatch.cli import small_model
 
 FP8 = torch.float8_e4m3fn
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AWQ: the number in each of the places of a word."""
+"""AWQ's order of numbers in a word."""
 Stored = dict[str, Tensor]
 Written = tuple[Stored, Tensor]
-"""A checkpoint's tensors of one weight, by suffix, and the weight that they stand for."""
+"""A checkpoint's tensors of one weight, by suffix, and the dequantized weight."""
 
 
 def symmetric(values: Tensor, largest: float, dim: int | None = -1) -> Tensor:
-    """Scales, so that the largest magnitude becomes ``largest``."""
+    """Return scales with which the largest magnitude becomes ``largest``."""
     highest = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=True)
     return (highest / largest).clamp(min=1e-10)
 
 
 def nearest(values: Tensor, kind: torch.dtype) -> Tensor:
-    """The nearest numbers of a type."""
+    """Return the nearest numbers of a dtype."""
     limit = 127.0 if kind is torch.int8 else 448.0
     values = values.clamp(-limit, limit)
     return (values.round() if kind is torch.int8 else values).to(kind)
 
 
 def pack(numbers: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
-    """Numbers from 0 in words of 32 bits along a dimension; ``order``: which of a word's numbers comes first."""
+    """Pack non-negative numbers into words of 32 bits along a dimension; ``order``: order of a word's numbers."""
     numbers = numbers.to(torch.int64).movedim(dim, -1)
     if order is not None:
         numbers = numbers.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)
@@ -57,7 +57,7 @@ def pack(numbers: Tensor, bits: int, dim: int, order: Sequence[int] | None = Non
 
 
 def eight_bits(kind: torch.dtype, per: str, rows: float | None = None, scale_name: str = "weight_scale") -> Any:
-    """Weights of 8 bits with a scale for each column, weight or block of 128; ``rows``: the scale of inputs."""
+    """Return a writer of 8-bit weights with a scale per column, weight or block of 128; ``rows``: scale of inputs."""
 
     def write(weight: Tensor) -> Written:
         largest = 127.0 if kind is torch.int8 else 448.0
@@ -79,9 +79,9 @@ def eight_bits(kind: torch.dtype, per: str, rows: float | None = None, scale_nam
 
 
 def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
-    """Weights of 4 or 8 bits in words, as ``gptq``, ``auto-round``, ``awq`` and ``compressed-tensors`` have them.
+    """Return a writer of packed weights of few bits for ``gptq``, ``auto-round``, ``awq`` and ``compressed-tensors``.
 
-    ``group``: elements of a row with a scale in common, or ``None`` for all of them.
+    ``group``: number of elements of a row that share a scale, or ``None`` for the whole row.
     """
 
     def write(weight: Tensor) -> Written:
@@ -113,7 +113,7 @@ def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
 
 
 def e2m1_weights(pack_groups: Callable[[Tensor], tuple[Tensor, Tensor, Stored]]) -> Any:
-    """Weights of e2m1 as ``compressed-tensors`` has them, from bytes, scales and what is stored of those."""
+    """Return a writer of e2m1 weights for ``compressed-tensors``; ``pack_groups`` gives bytes, scales and tensors."""
 
     def write(weight: Tensor) -> Written:
         found, scale, stored = pack_groups(weight)
@@ -128,7 +128,7 @@ def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Stored]:
 
 
 def nvfp4(weight: Tensor, **given: Tensor) -> tuple[Tensor, Tensor, Stored]:
-    """``given``: what is stored besides."""
+    """Return bytes, scales and tensors of NVFP4; ``given``: further stored tensors."""
     groups = weight.unflatten(-1, (-1, 16))
     scale = groups.abs().amax(-1) / e2m1.MAGNITUDES[-1]
     divisor = (448.0 / scale.amax()).reshape(1)
@@ -143,7 +143,7 @@ def nvfp4(weight: Tensor, **given: Tensor) -> tuple[Tensor, Tensor, Stored]:
 
 
 def int4(weight: Tensor) -> Written:
-    """Integers of 4 bits in groups of 32, each in a byte."""
+    """Write integers of 4 bits in groups of 32, one per byte."""
     parts = weight.unflatten(-1, (-1, 32))
     scale = symmetric(parts, 7.5).half().float()
     numbers = (parts / scale).round().clamp(-8, 7)
@@ -152,7 +152,7 @@ def int4(weight: Tensor) -> Written:
 
 
 def mxfp8(weight: Tensor) -> Written:
-    """fp8 with a power of two for 32 elements."""
+    """Write fp8 with a power of two as the scale of 32 elements."""
     parts = weight.unflatten(-1, (-1, 32))
     exponents = (parts.abs().amax(-1, keepdim=True) / 448.0).log2().ceil().clamp(min=-127)
     numbers = (parts / exponents.exp2()).to(FP8)
@@ -161,7 +161,7 @@ def mxfp8(weight: Tensor) -> Written:
 
 
 def modelopt_nvfp4(rows: float | None = None) -> Any:
-    """NVFP4 as ``modelopt`` stores it; ``rows``: what multiplies all scales of inputs."""
+    """Return a writer of ``modelopt``'s NVFP4; ``rows``: the factor of all scales of inputs."""
 
     def write(weight: Tensor) -> Written:
         stored, stands_for = e2m1_weights(nvfp4)(weight)
@@ -174,12 +174,12 @@ def modelopt_nvfp4(rows: float | None = None) -> Any:
 
 
 def modelopt(algorithm: str, **said: Any) -> dict[str, Any]:
-    """The configuration of a ``modelopt`` checkpoint."""
+    """Return the configuration of a ``modelopt`` checkpoint."""
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **said}
 
 
 def quark(inputs: bool, **said: Any) -> dict[str, Any]:
-    """The configuration of a ``quark`` checkpoint in fp8 (0.13); ``inputs``: whether their scale is found before."""
+    """Return the configuration of a ``quark`` checkpoint in fp8 (0.13); ``inputs``: whether their scale is static."""
     numbers = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
     return {
         "quant_method": "quark",
@@ -192,7 +192,7 @@ def quark(inputs: bool, **said: Any) -> dict[str, Any]:
 
 
 def rows_of_the_library(inputs: Mapping[str, Any], of_all: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """Inputs of a product as the format's own library quantizes them; ``of_all``: the divisor of all their scales."""
+    """Return a function that quantizes inputs by the format's own library; ``of_all``: the divisor of all scales."""
     said = QuantizationArgs(**inputs)
 
     def change(x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def rows_of_the_library(inputs: Mapping[str, Any], of_all: Tensor | None = None)
 
 
 def rows_of(kind: torch.dtype, group: int = 0, scale: float | None = None) -> Callable[[Tensor], Tensor]:
-    """Inputs of a product as quantization leaves them: a scale a row, a group of it, or one that is given."""
+    """Return a function that quantizes inputs with a scale per row or group, or with a given scale."""
     largest = 127.0 if kind is torch.int8 else 448.0
 
     def change(x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def rows_of(kind: torch.dtype, group: int = 0, scale: float | None = None) -> Ca
 
 
 def compressed(form: str, weights: Mapping[str, Any], rows: Mapping[str, Any] | None, **said: Any) -> dict[str, Any]:
-    """The configuration of a ``compressed-tensors`` checkpoint; ``said``: of its one group besides."""
+    """Return the configuration of a ``compressed-tensors`` checkpoint; ``said``: further fields of its one group."""
     group = {
         "targets": ["Linear"],
         "weights": {"symmetric": True, "dynamic": False, **weights},
@@ -242,12 +242,12 @@ class Scheme:
     """One kind of checkpoint.
 
     Args:
-        config: its ``quantization_config``.
-        write: weight → what is stored of it.
-        rows: what becomes of a product's input; ``None`` for nothing.
-        operators: those of ours that it should run.
-        layer: the kernel of ours that its layers have.
-        layers: the schemes of the model's layers, where they differ.
+        config: the ``quantization_config``.
+        write: weight → its stored tensors, and the dequantized weight.
+        rows: quantizes and dequantizes a product's input; ``None`` for unquantized inputs.
+        operators: our operators that must run.
+        layer: our kernel for its layers.
+        layers: the schemes of the model's layers, if they differ.
     """
 
     config: Mapping[str, Any]
@@ -258,17 +258,17 @@ class Scheme:
     layers: tuple[Scheme, ...] = ()
 
     def of(self, name: str) -> Scheme:
-        """The scheme of a product of the model, or of its weight."""
+        """Return the scheme of a product of the model, or of its weight."""
         return self.layers[int(name.split("layers.")[1].split(".", maxsplit=1)[0])] if self.layers else self
 
     def leaves(self, name: str) -> bool:
-        """Whether the checkpoint names a product as one that it leaves as it is."""
+        """Whether the checkpoint lists a product as unquantized."""
         return False
 
 
 ONLY = ("weight_only_linear",)
 STATIC = 0.05
-"""Scale of inputs that is found before."""
+"""A static scale of inputs."""
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 TOKEN8, TOKEN_FP8 = {**whole("int", "token"), "dynamic": True}, {**whole("float", "token"), "dynamic": True}
 BLOCK = {**whole("float", "block"), "block_structure": [128, 128]}
@@ -291,7 +291,7 @@ MXFP4 = {**E2M1, "strategy": "group", "group_size": 32, "scale_dtype": "torch.ui
 NVFP4 = {**E2M1, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 MXFP4_ROWS, NVFP4_ROWS = {**MXFP4, "dynamic": True}, {**NVFP4, "dynamic": "local"}
 OF_ALL = torch.tensor([300.0])
-"""The divisor of all scales of inputs, found before."""
+"""The static divisor of all scales of inputs."""
 FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 I8 = torch.int8
 
@@ -351,7 +351,7 @@ SCHEMES: Mapping[str, Scheme] = {
         compressed("int-quantized", W4, TOKEN8), int4, "Int4Layer", rows_of_the_library(TOKEN8), ONLY
     ),
     "compressed-tensors W4A8 int8, packed": Scheme(
-        compressed("pack-quantized", W4, TOKEN8, format="pack-quantized"),  # else the library takes a byte a number
+        compressed("pack-quantized", W4, TOKEN8, format="pack-quantized"),  # else one number per byte
         few_bits("packed", 4, 32, False),
         "PackedLayer",
         rows_of_the_library(TOKEN8),
@@ -428,7 +428,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 def layered(*names: str) -> Scheme:
-    """A ``compressed-tensors`` checkpoint whose layers have one scheme each."""
+    """Return a ``compressed-tensors`` checkpoint with one scheme per layer."""
     schemes, groups = [SCHEMES[name] for name in names], {}
     for number, scheme in enumerate(schemes):
         (group,) = scheme.config["config_groups"].values()
@@ -453,8 +453,8 @@ QUANTIZED = (
 )
 """Ends of the names of products that checkpoints quantize.
 
-Those published leave routers, convolutions, the small products of a delta net's gates (``in_proj_ba``), the first
-product of a predictor (``eh_proj``) and an indexer's weights of heads (``weights_proj``) as they are.
+Published checkpoints do not quantize routers, convolutions, the small products of a delta net's gates
+(``in_proj_ba``), the first product of a predictor (``eh_proj``) and an indexer's weights of heads (``weights_proj``).
 """
 
 
@@ -465,15 +465,15 @@ def is_product(name: str) -> bool:
 
 
 CACHE_SCALES = ((0.011, 0.0023), (0.017, 0.0031), (0.023, 0.0041), (0.029, 0.0053))
-"""Scales of keys and values for each layer, which cut some of them off."""
+"""Scales of keys and values for each layer, small enough to clip some of them."""
 CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-"""The part of a ``compressed-tensors`` configuration that announces scales of the cache."""
+"""The part of a ``compressed-tensors`` configuration that declares scales of the cache."""
 
 
 def _leaving_others(scheme: Scheme, stored: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """A quantization that leaves other layers of the checkpoint alone, in the words of its method; ``stored``: tensors.
+    """Return the configuration with the unquantized layers in the format of its method; ``stored``: tensors.
 
-    Those are routers, gates and convolutions, and what the scheme names; embeddings and heads are left anyhow.
+    These layers are routers, gates, convolutions, and those that the scheme lists; embeddings and heads need no entry.
     """
     quantization = scheme.config
     weights = [name for name, tensor in stored.items() if name.endswith(".weight") and tensor.dim() > 1]
@@ -493,7 +493,7 @@ def _leaving_others(scheme: Scheme, stored: Mapping[str, Tensor]) -> Mapping[str
 
 
 def _stored(scheme: Scheme, weight: Tensor) -> Stored:
-    """A checkpoint's tensors of one weight, or of a layer's experts that it stores in one tensor."""
+    """Return a checkpoint's tensors for one weight, or for a layer's experts in one tensor."""
     if weight.dim() == 2:
         return scheme.write(weight)[0]
     each = [scheme.write(one)[0] for one in weight]
@@ -503,9 +503,9 @@ def _stored(scheme: Scheme, weight: Tensor) -> Stored:
 def write_checkpoint(
     folder: Path, scheme: Scheme, cache_scales: str = "", model: Path = small_model.CHECKPOINT
 ) -> Path:
-    """Write a checkpoint of a model, by default the package's small one, quantized.
+    """Write a quantized checkpoint of a model, by default the package's small one.
 
-    ``cache_scales``: the layer's module that has the scales of a quantized cache, if any.
+    ``cache_scales``: the layer's module with the scales of a quantized cache, if any.
     """
     shutil.copytree(model, folder)
     stored: Stored = {}
@@ -528,12 +528,12 @@ def write_checkpoint(
 
 
 PLAIN = Scheme({}, lambda weight: ({"weight": weight}, weight), "", operators=())
-"""A product that a checkpoint leaves as it is."""
+"""The scheme of an unquantized product."""
 
 
 @dataclass(frozen=True)
 class Partly(Scheme):
-    """A kind of checkpoint that leaves some products as they are; ``left``: the last parts of their names."""
+    """A kind of checkpoint with some unquantized products; ``left``: the last parts of their names."""
 
     left: tuple[str, ...] = ()
 
@@ -545,7 +545,7 @@ class Partly(Scheme):
 class WithIndexer(Scheme):
     """A kind of checkpoint of a model with an indexer.
 
-    Its index keys' weight is in fp8 in blocks, which hosts dequantize to bfloat16 as they load it, or as it was.
+    The weight of its index keys is unquantized, or in fp8 blocks that hosts dequantize to bfloat16 when they load it.
     """
 
     def of(self, name: str) -> Scheme:
@@ -566,7 +566,7 @@ class WithIndexer(Scheme):
 
 @dataclass(frozen=True)
 class OfExperts(Scheme):
-    """A kind of checkpoint that quantizes experts alone, shared ones not among them."""
+    """A kind of checkpoint that quantizes only experts, without shared ones."""
 
     def of(self, name: str) -> Scheme:
         return self if ".experts." in name else PLAIN

@@ -1,4 +1,4 @@
-"""Targets and drafters with quantized weights, in either or in both."""
+"""Targets and drafters, one or both with quantized weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from variants import unsure
 
 
 class Run(NamedTuple):
-    """Who drafts, the schemes of the target and of the drafter (empty: not quantized), and the drafted tokens."""
+    """The drafting method, the schemes of target and drafter (empty: not quantized), and the drafted tokens."""
 
     method: str
     target: str
@@ -29,7 +29,7 @@ class Run(NamedTuple):
         return f"{self.method}, {self.drafter or 'plain'} for {self.target or 'plain'}"
 
     def speculation(self, drafter: Path | None) -> dict[str, Any]:
-        """vLLM's configuration."""
+        """Return vLLM's configuration."""
         return {"method": self.method, "model": str(drafter), "num_speculative_tokens": self.tokens}
 
 
@@ -42,17 +42,17 @@ MAKERS: Mapping[str, Callable[[Path, Path], Path]] = {
 
 
 class QuantizedDrafts(Drafting):
-    """Drafts beside quantized weights, the target's or the drafter's."""
+    """Drafts with quantized weights of the target or the drafter."""
 
     ENGINE: ClassVar[Mapping[str, Any]]
     """Arguments of both engines."""
 
     def drafting(self, run: Run, made: Models) -> Mapping[str, Any]:
-        """The host's words for a run."""
+        """Return the host's settings for a run's drafts."""
         raise NotImplementedError
 
     def used(self, report: Mapping[str, Any], scheme: str) -> int:
-        """How much of a scheme's kernel an engine has."""
+        """Return the number of an engine's layers with a scheme's kernel."""
         raise NotImplementedError
 
     def options(self, run: Run, made: Models, drafts: bool) -> Mapping[str, Any]:
@@ -72,9 +72,9 @@ class QuantizedDrafts(Drafting):
     def test_judged_tokens_are_the_networks_where_rounding_does_not_decide(
         self, judged: Run, made: Mapping[Run, Models], served: Callable[[Any], tuple[Served, Served]]
     ) -> None:
-        """A step that checks drafts adds up in another order than a step of one token.
+        """Allow for rounding, because a step that checks drafts sums in another order than a step with one token.
 
-        That changes the last place of an input, and its quantization by a whole step.
+        That can change the last place of an input, and its quantization by a whole step.
         """
         for engine in served(judged):
             for asked, answer in zip((SHORT, LONG), engine.answers[:2], strict=True):
@@ -85,7 +85,7 @@ class QuantizedDrafts(Drafting):
 
 
 def models(run: Run, folder: Path) -> Models:
-    """Write a run's checkpoints into a folder that is not there yet."""
+    """Write a run's checkpoints into a new folder."""
     folder.mkdir()
     family = drafters.TARGETS[run.method]
     sizes = LATENT if family == "deepseek_v3" else {}

@@ -1,6 +1,6 @@
-"""The rules for every engine with a quantized checkpoint, whichever host serves it and whatever is quantized.
+"""The tests of every engine with a quantized checkpoint, for all hosts and schemes.
 
-A test file has a subclass of :class:`QuantizedEngines` with its engines; or, for engines that are no :class:`Host`'s, a
+A test file has a subclass of :class:`QuantizedEngines` with its engines. For engines without a :class:`Host` it has a
 fixture ``compared`` made by :func:`comparisons`, and a subclass of :class:`Rules`.
 """
 
@@ -32,12 +32,12 @@ FAMILIES = (
     "gptq",
     "awq",
 )
-"""One scheme of each kind of weights, which draws of further kinds of engines are from."""
+"""One scheme for each kind of weights, from which other kinds of engines draw."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """An engine with a checkpoint; ``engine``: further arguments of the host's."""
+    """An engine with a checkpoint; ``engine``: further arguments of the host's engine."""
 
     scheme: str
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Run:
 
 
 def divisible(folder: Path) -> Path:
-    """A dense model of random weights whose products two ranks divide into whole blocks of 128."""
+    """Write a dense model of random weights with products that two ranks divide into whole blocks of 128."""
     heads = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
     return build_checkpoint("llama", folder, **heads, **sizes)
@@ -68,19 +68,19 @@ def comparisons(
     unit: float = UNIT,
     absorbed: bool = False,
 ) -> Callable[[Run], Comparison]:
-    """Each run beside the network that its checkpoint of a model stands for.
+    """Return a function that compares a run with the dequantized network of its checkpoint.
 
     Args:
-        answered: its texts and scores.
-        model: the checkpoint, not quantized.
-        unit: the rounding of a sum on its device.
-        absorbed: whether latent attention is, for prompts too.
+        answered: returns a run's texts and scores.
+        model: the checkpoint before quantization.
+        unit: the rounding unit of sums on the device.
+        absorbed: whether latent attention is absorbed for prompts too.
     """
     return cache(lambda run: Comparison.of(*answered(run), run.made, run.ranks, model, unit, absorbed))
 
 
 class Rules:
-    """Subclasses have ``run`` parametrized."""
+    """Tests with ``run``, which subclasses parametrize."""
 
     def test_it_computes_what_the_dequantized_network_does(
         self, run: Run, compared: Callable[[Run], Comparison]
@@ -96,8 +96,8 @@ class Rules:
 class QuantizedEngines(Rules, Scenario):
     """Engines of a host with checkpoints of one model.
 
-    A subclass has the runs. Those of a kind start together; each of ``ALONE`` is also asked with a wrong implementation
-    of each operator of ``wrong``, which needs choices that are not frozen.
+    A subclass has the runs. Runs of the same kind start together. Each run of ``ALONE`` also has a pass with a wrong
+    implementation of each operator of ``wrong``, which requires choices that are not frozen.
     """
 
     RUNS: ClassVar[Sequence[Run]]
@@ -116,27 +116,27 @@ class QuantizedEngines(Rules, Scenario):
         return {"run,operator": operators, "alone": self.ALONE, "run": self.RUNS}
 
     def model(self, run: Run, folder: Path) -> Path:
-        """A run's model, not quantized; ``folder`` is there for it."""
+        """Return a run's model before quantization; write it to ``folder`` if necessary."""
         return small_model.CHECKPOINT
 
     def wrong(self, run: Run) -> Sequence[str]:
-        """Operators that it is asked with wrong implementations of, in this order."""
+        """Return the operators with wrong implementations in a run's passes, in this order."""
         return run.made.operators
 
     def operators(self, run: Run) -> Sequence[str]:
-        """Operators that it calls."""
+        """Return the operators that a run calls."""
         return run.made.operators
 
     def counted(self, run: Run, host: Host) -> Mapping[str, int]:
-        """Kernel of ours → how many layers have it."""
+        """Return our kernel → the number of layers with it."""
         raise NotImplementedError
 
     def served_runs(self) -> Sequence[Run]:
-        """Runs that are served; those of a kind start together."""
+        """Return the served runs; runs of the same kind start together."""
         return self.RUNS
 
     def calls(self, run: Run) -> Sequence[Pass | Call]:
-        """Further questions, between the right pass and the wrong ones."""
+        """Return further requests between the right pass and the wrong ones."""
         return ()
 
     @pytest.fixture(scope="class")
@@ -148,7 +148,7 @@ class QuantizedEngines(Rules, Scenario):
     def served(
         self, host: Host, models: Callable[[Run], Path], tmp_path_factory: pytest.TempPathFactory
     ) -> Callable[[Run], Served]:
-        """Each run's answers: a right pass with scores, then those of ``calls``, then the wrong ones."""
+        """Return each run's answers: a right pass with scores, then ``calls``, then the wrong passes."""
         folder, found = tmp_path_factory.mktemp("quantized"), {}
 
         def written(run: Run) -> Path:
@@ -192,12 +192,12 @@ class QuantizedEngines(Rules, Scenario):
 
 
 class QuantizedModels(QuantizedEngines):
-    """The small model, or for two ranks one whose products they divide into whole blocks of 128."""
+    """The small model, or for two ranks a model with products that divide into whole blocks of 128."""
 
     DIVIDED: ClassVar[Sequence[Run]] = ()
     """Runs of the latter."""
     PRODUCTS = 4 * 4
-    """Those of a layer, merged as hosts do, in all layers of either model."""
+    """Number of products in all layers of either model, merged as in hosts."""
 
     def model(self, run: Run, folder: Path) -> Path:
         place = folder / "divisible"

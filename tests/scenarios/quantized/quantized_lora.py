@@ -1,4 +1,4 @@
-"""LoRA adapters beside quantized weights: each request gets its own adapter, and the dequantized network's products."""
+"""LoRA adapters with quantized weights: each request gets its own adapter, and the dequantized network's products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class QuantizedAdapters(Scenario):
 
     RUNS: ClassVar[Sequence[Run]]
     OPERATORS: ClassVar[Sequence[str]] = ()
-    """Operators of the host's adapters, whose calls are counted unless the model is compiled."""
+    """Operators of the host's adapters, with counted calls unless the model is compiled."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         return {"run,adapter": [(run, name) for run in self.RUNS for name in NAMES], "run": self.RUNS}
@@ -71,5 +71,5 @@ class QuantizedAdapters(Scenario):
             assert all(ran(report).get(operator) for operator in run.made.operators)
             if (compiled := report.get("compiled")) is None:
                 assert all(ran(report).get(operator) for operator in self.OPERATORS)
-            else:  # the graph has the adapters' operators, whose calls nothing counts
+            else:  # the graph contains the adapters' operators, and their calls are not counted
                 assert compiled["graphs"] + compiled["loaded"] >= 1

@@ -1,6 +1,6 @@
 """Engines with quantized experts: of a small Qwen3-MoE, and of a DeepSeek-V3 with latent attention.
 
-Their weights are random. All layers of the former have experts, all but one of the latter.
+Their weights are random. All layers of the Qwen3-MoE have experts, and all except one of the DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ EXPERTS = (
     "gptq, 8 bits",
     "awq",
 )
-"""Schemes whose experts both hosts serve."""
+"""Schemes with experts that both hosts serve."""
 GIVEN = (
     "compressed-tensors W8A8 int8, static",
     "compressed-tensors NVFP4",
@@ -66,13 +66,13 @@ GIVEN = (
     "modelopt FP8",
     "modelopt NVFP4",
 )
-"""Those of them that have scales of inputs."""
+"""Schemes among these with scales of inputs."""
 BOTH_KINDS = ("compressed-tensors W8A8 int8", "awq")
-"""Schemes of either operator, which run in every kind of engine."""
+"""Schemes for each of the two operators, which run in every kind of engine."""
 
 
 def mixture(folder: Path, **sizes: Any) -> Path:
-    """Write the checkpoint, not quantized; ``sizes`` differ from :data:`SHAPE`."""
+    """Write the checkpoint without quantization; ``sizes`` override :data:`SHAPE`."""
     return build_checkpoint("qwen3_moe", folder, **{**SHAPE, **sizes})
 
 
@@ -81,13 +81,13 @@ LATENT: Mapping[str, Any] = {
     "intermediate_size": 256,
     "moe_intermediate_size": 256,
     "n_routed_experts": 4,
-    "num_experts_per_tok": 4,  # all, because rounding turns near choices
+    "num_experts_per_tok": 4,  # all, because rounding changes close choices
     "n_group": 1,
     "topk_group": 1,
     "q_lora_rank": 128,
     "kv_lora_rank": 128,
     "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,  # with the latent part a block and a half, as DeepSeek has it
+    "qk_rope_head_dim": 64,  # with the latent part one and a half blocks, as in DeepSeek
     "v_head_dim": 64,
     "qk_head_dim": 128,
     "head_dim": 64,
@@ -99,33 +99,33 @@ DEEPSEEK_HEADS: Mapping[str, Any] = {
     "v_head_dim": 128,
     "qk_head_dim": 192,
 }
-"""Sizes of the heads of DeepSeek-V3 itself, for which some kernels are made."""
+"""Head sizes of DeepSeek-V3 itself, which some kernels require."""
 LATENT_LAYERS, LATENT_PRODUCTS = 3, 3 * 6
-"""Its layers, all but one of which have experts, and its products, merged as hosts do."""
+"""Numbers of its layers, all except one with experts, and of its products, merged as in hosts."""
 
 
 def latent(folder: Path, **sizes: Any) -> Path:
-    """Write a checkpoint with latent attention, experts and a shared expert, not quantized; ``sizes``: other ones."""
+    """Write a checkpoint with latent attention, experts and a shared expert, not quantized; ``sizes``: changes."""
     return build_checkpoint("deepseek_v3", folder, **{**LATENT, **sizes})
 
 
 INDEXER: Mapping[str, Any] = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 300}
-"""Sizes of an indexer. Only the longest prompt has more tokens than are listed: rounding turns near choices
-there."""
+"""Sizes of an indexer. Only the longest prompt has more tokens than are listed, because rounding changes close
+choices there."""
 
 
 def sparse(folder: Path) -> Path:
-    """Write one of the same sizes with sparse latent attention, a DeepSeek-V3.2."""
+    """Write a DeepSeek-V3.2 of the same sizes, with sparse latent attention."""
     return build_checkpoint("deepseek_v32", folder, **{**LATENT, **INDEXER})
 
 
 def operator(scheme: Scheme) -> str:
-    """The operator that computes a scheme's experts."""
+    """Return the operator that computes a scheme's experts."""
     return "scaled_moe" if "scaled_linear" in scheme.operators else "weight_only_moe"
 
 
 def experts_kernel(name: str) -> str:
-    """The kernel of ours that a scheme's experts have."""
+    """Return our kernel for a scheme's experts."""
     packed = {"gptq": "GptqExperts", "awq": "AwqExperts"}
     return packed.get(name.partition(",")[0]) or SCHEMES[name].layer.replace("Layer", "Experts")
 
@@ -152,15 +152,15 @@ class QuantizedMixtures(QuantizedEngines):
 class QuantizedLatent(QuantizedEngines):
     """The DeepSeek-V3.
 
-    A step of one token takes the absorbed form, which has the weight of ``kv_b_proj`` dequantized, so it does not
-    quantize that product's input (:mod:`quantized_network`).
+    A step with one token uses the absorbed form with the dequantized weight of ``kv_b_proj``, so it does not quantize
+    that product's input (:mod:`quantized_network`).
     """
 
     NEVER = ("fused_moe",)
     ATTENTION: ClassVar[Sequence[str]]
     """Operators of the host's attention."""
     PLAIN: ClassVar[Sequence[str]] = ()
-    """Schemes whose model does not compress queries."""
+    """Schemes for a model without compressed queries."""
 
     def model(self, run: Run, folder: Path) -> Path:
         plain = run.scheme in self.PLAIN
@@ -188,7 +188,7 @@ class SparseRun(Run):
 
 
 class QuantizedSparse(QuantizedLatent):
-    """The DeepSeek-V3.2, one request at a time, so that no other one decides whether a step lists tokens."""
+    """The DeepSeek-V3.2 with one request at a time, so that no other request decides whether a step lists tokens."""
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"max_num_seqs": 1, "max_num_batched_tokens": CHUNK}
     OF_INDEXER: ClassVar[int] = 1
@@ -216,7 +216,7 @@ class KimiRun(Run):
 
 
 class KimiK2(QuantizedLatent):
-    """The DeepSeek-V3 with nothing quantized but experts."""
+    """The DeepSeek-V3 with only its experts quantized."""
 
     ALONE = [KimiRun()]
     RUNS = ALONE

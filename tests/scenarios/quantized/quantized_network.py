@@ -1,13 +1,13 @@
-"""The network that a quantized checkpoint stands for, and how far rounding alone may move it.
+"""The dequantized network of a quantized checkpoint, and the effect of rounding on it.
 
 The network is Hugging Face's in float32, with the weights dequantized as :mod:`quantized_checkpoints` wrote them, and
 each product's input quantized and dequantized as the scheme says.
 
-If inputs are quantized, a difference in the last place of float32 moves an element by a whole step of the
-quantization, and its products carry that on to the next layer. So two right computations differ, by an amount that is
-the scheme's and the model's own. It is drawn from the network itself: each product gets an error as large as summation
-in float32 makes it, ``sqrt(n) * 2**-24 * sum(|x| * |w|)`` for ``n`` terms (Higham and Mary, "A New Approach to
-Probabilistic Rounding Error Analysis", 2019), with random signs and sizes.
+If inputs are quantized, a difference in the last place of float32 can move an element by a whole quantization step, and
+products carry the change to the next layer. So two right computations differ by an amount that depends on scheme and
+model. That amount is measured on the network: each product gets a random error as large as that of summation in
+float32, ``sqrt(n) * 2**-24 * sum(|x| * |w|)`` for ``n`` terms (Higham and Mary, "A New Approach to Probabilistic
+Rounding Error Analysis", 2019).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from running import MAX_TOKENS, reference_network
 from variants import ALPHA, RANK
 
 CHUNK = 64
-"""Tokens of a prompt in a step, at most."""
+"""Largest number of tokens of a prompt in a step."""
 DRAWS = 8
 DEVIATIONS = 5
-"""Standard deviations above the mean of the draws up to which a distance is rounding's: one of a million is more."""
+"""Standard deviations above the mean of the draws that rounding may reach; one distance in a million exceeds them."""
 UNIT = 2.0**-24
 DIVIDED = ("o_proj", "out_proj", "down_proj", "output_linear", ".w2")
-"""Products whose input is divided among tensor-parallel ranks, each of which quantizes its own part."""
+"""Products with an input divided among tensor-parallel ranks; each rank quantizes its own part."""
 
 
 class _Mixture(nn.Module):
-    """A mixture of experts of Hugging Face's whose experts are layers: each computes all tokens."""
+    """Hugging Face's mixture of experts with experts as layers; each expert computes all tokens."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         found = self.router(rows) if self.bias is None else self.router(rows, self.bias)
-        # Granite's router returns what it chose first, and others their logits.
+        # Granite's router returns its choice first, other routers their logits.
         chosen, weights = found[:2] if not found[0].is_floating_point() else (found[2], found[1])
         every = x.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, weights.to(x.dtype))
         every = every.view(*x.shape[:-1], -1)
@@ -89,11 +89,11 @@ def network(
     absorbed: bool = False,
     new: int = MAX_TOKENS,
 ) -> Any:
-    """The network of a model, as a scheme makes it; ``None``: as the model was trained.
+    """Return a model's network with a scheme's quantization, or without one for ``None``.
 
     With a narrower ``dtype`` than float32 the dequantized weights and inputs are rounded to it. If latent attention is
-    ``absorbed`` for prompts too, nothing quantizes the input of ``kv_b_proj``; else nothing does for the last ``new``
-    tokens of a text.
+    ``absorbed`` for prompts too, the input of ``kv_b_proj`` is never quantized; otherwise it is not quantized for the
+    last ``new`` tokens of a text.
     """
     made = reference_network(model, dtype)
     for module in [*made.modules()]:
@@ -115,7 +115,7 @@ def network(
 
 
 class _QuantizedCache(DynamicCache):
-    """Keys and values as rounding leaves them: a tensor, its layer and whether it is of values → the rounded one."""
+    """A cache that rounds keys and values; ``rounded``: tensor, layer, and whether it holds values → rounded tensor."""
 
     def __init__(self, rounded: Callable[[Tensor, int, bool], Tensor], config: Any) -> None:
         super().__init__(config=config)
@@ -126,7 +126,7 @@ class _QuantizedCache(DynamicCache):
 
 
 def with_fp8_cache(made: Any, scales: Sequence[tuple[float, float]]) -> Any:
-    """The network, so that it attends to what a cache in float8_e4m3fn has stored; a pair of scales for each layer."""
+    """Make the network attend to keys and values stored in float8_e4m3fn, with a pair of scales for each layer."""
 
     def rounded(x: Tensor, layer: int, of_values: bool) -> Tensor:
         return _through_fp8(x, scales[layer][of_values])
@@ -139,11 +139,11 @@ def _through_fp8(x: Tensor, scale: float) -> Tensor:
 
 
 def with_fp8_latents(made: Any, scales: Sequence[float], own: Callable[[int], Sequence[int]] | None) -> Any:
-    """The network, so that its latent attention reads what a cache in float8_e4m3fn has stored; a scale for each layer.
+    """Make the network's latent attention read latents stored in float8_e4m3fn, with a scale for each layer.
 
     Args:
-        own: the number of a text's tokens → for each, the first one whose latents its step reads as they are, because
-            they are the step's own. ``None`` where every step reads all of them from the cache.
+        own: the number of a text's tokens → for each token, the first token of its own step. A step reads the latents
+            of its own tokens unrounded. ``None`` if every step reads all latents from the cache.
     """
     if own is None:
         return _with_cache(made, lambda x, layer, of_rotary: _through_fp8(x, scales[layer]))
@@ -163,7 +163,7 @@ def with_fp8_latents(made: Any, scales: Sequence[float], own: Callable[[int], Se
 
 
 def with_int8_cache(made: Any, largest: int = 127) -> Any:
-    """The network, so that it attends to what a cache in int8 has stored, with a scale for each token and head."""
+    """Make the network attend to keys and values stored in int8, with a scale for each token and head."""
 
     def rounded(x: Tensor, layer: int, of_values: bool) -> Tensor:
         scale = x.float().abs().amax(-1, keepdim=True) / largest
@@ -181,7 +181,7 @@ def _with_cache(made: Any, rounded: Callable[[Tensor, int, bool], Tensor]) -> An
 
 
 def adapted(made: Any, adapter: Path | None) -> Any:
-    """The network with a LoRA adapter of :mod:`variants` beside its products, whose inputs it takes unquantized."""
+    """Add a LoRA adapter of :mod:`variants` to the network's products; the adapter reads unquantized inputs."""
     factors = {} if adapter is None else load_file(adapter / "adapter_model.safetensors")
     for name, module in _products(made) if factors else ():
         down, up = (factors[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
@@ -208,10 +208,10 @@ def _quantizes_input(change: Any, parts: int) -> Any:
 
 
 def _read_by_prompts(attention: Any, change: Any, new: int) -> None:
-    """Quantize what ``kv_b_proj`` makes keys and values of, as far as steps of several tokens of a request read them.
+    """Quantize the input of ``kv_b_proj`` for keys and values that are read by steps with several tokens of a request.
 
-    A step of one token, such as those after the prompt, multiplies queries with the weights instead. So do steps that
-    check drafts, and one at the end of which a request has more tokens than are listed.
+    A step with one token, such as those after the prompt, multiplies queries with the weights instead. The same holds
+    for steps that check drafts, and for steps that leave a request with more tokens than are listed.
     """
     forward = attention.forward
 
@@ -230,7 +230,7 @@ def _read_by_prompts(attention: Any, change: Any, new: int) -> None:
 
 
 def _adds_rounding(generator: torch.Generator, unit: float) -> Any:
-    """A hook that moves the products of all rows of a batch but the first."""
+    """Return a hook that adds rounding errors to the products of all rows of a batch except the first."""
 
     def hook(module: Any, given: tuple[Tensor], result: Tensor) -> Tensor:
         (x,) = given
@@ -243,12 +243,12 @@ def _adds_rounding(generator: torch.Generator, unit: float) -> Any:
 
 @dataclass(frozen=True)
 class Computed:
-    """The answers of a network, and how far rounding moves them.
+    """The answers of a network, and the effect of rounding on them.
 
     Args:
         scores: log-probabilities of every token after the first, of all texts.
-        best: the highest one there, of any token.
-        rounding: the root mean square of a distance that rounding may make.
+        best: the highest log-probability of any token at the same places.
+        rounding: upper bound of the root mean square distance caused by rounding.
         largest: the largest distance in a draw.
     """
 
@@ -258,14 +258,14 @@ class Computed:
     largest: float
 
     def decides(self, prompts: Sequence[Sequence[int]], new: int) -> bool:
-        """Whether the engine chose the best token everywhere, but where the largest rounding may turn a choice."""
+        """Whether the engine chose the best token wherever rounding cannot change the choice."""
         chosen = torch.cat([torch.arange(len(prompt) + new - 1) >= len(prompt) - 1 for prompt in prompts])
-        behind = (self.best - self.scores)[chosen]  # raises where the engine gave another number of tokens
+        behind = (self.best - self.scores)[chosen]  # raises if the engine generated another number of tokens
         return float(behind.max()) <= 2 * self.largest
 
 
 def computed(made: Any, texts: Sequence[Sequence[int]], unit: float = UNIT) -> Computed:
-    """The network's answers for texts, each token given those before it; ``unit``: of a sum's rounding."""
+    """Return the network's answers for texts, each token after the earlier ones; ``unit``: rounding unit of sums."""
     generator = torch.Generator().manual_seed(0)
     for _, module in _products(made):
         module.register_forward_hook(_adds_rounding(generator, unit))
@@ -277,23 +277,23 @@ def computed(made: Any, texts: Sequence[Sequence[int]], unit: float = UNIT) -> C
 
 
 def scores(made: Any, texts: Sequence[Sequence[int]]) -> Tensor:
-    """The log-probabilities that a network gives each text's tokens after the first."""
+    """Return a network's log-probabilities of each text's tokens after the first."""
     return _scores(made, texts, 1)[0][0]
 
 
 def distance(scores: Tensor, others: Tensor) -> float:
-    """The root mean square of their differences."""
+    """Return the root mean square of the differences."""
     return float((scores - others).square().mean().sqrt())
 
 
 def is_as_near(got: Tensor, exact: Tensor, half: Tensor) -> bool:
-    """Whether log-probabilities are about as near to those of float32 as Hugging Face's in a half type, ``half``."""
+    """Whether log-probabilities are about as near to ``exact`` (float32) as Hugging Face's ``half`` in a half type."""
     mean = (got - exact).abs().mean() <= MEAN * (half - exact).abs().mean()
     return bool(mean) and distance(got, exact) <= LARGEST * distance(half, exact)
 
 
 def _scores(made: Any, texts: Sequence[Sequence[int]], copies: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of each text's tokens after the first, ``[copies, tokens]``, and the highest of any token."""
+    """Return log-probabilities of each text's tokens after the first, ``[copies, tokens]``, and the highest of any."""
     rows, best = [], []
     for text in texts:
         tokens = torch.tensor(text)
@@ -306,12 +306,12 @@ def _scores(made: Any, texts: Sequence[Sequence[int]], copies: int) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Comparison:
-    """An engine with a quantized checkpoint beside the network that it stands for.
+    """The comparison of an engine that has a quantized checkpoint with the dequantized network.
 
     Args:
-        right: that network's answers for the engine's texts.
-        error: the distance of the engine's log-probabilities from them.
-        quantization: the distance from those of the network that is not quantized.
+        right: the network's answers for the engine's texts.
+        error: distance of the engine's log-probabilities from these answers.
+        quantization: distance from the answers of the network without quantization.
     """
 
     right: Computed
@@ -330,28 +330,28 @@ class Comparison:
         absorbed: bool = False,
         new: int = MAX_TOKENS,
     ) -> Comparison:
-        """From an engine's texts, and its log-probabilities of every token after the first of each."""
+        """Compare an engine's texts and its log-probabilities of every token after the first of each."""
         right = computed(network(scheme, ranks, model=model, absorbed=absorbed, new=new), texts, unit)
         return cls(right, distance(got, right.scores), distance(got, scores(network(None, model=model), texts)))
 
     @property
     def agrees(self) -> bool:
-        """Whether rounding may make the error, and does not hide the quantization."""
+        """Whether rounding explains the error, and is smaller than the effect of quantization."""
         return self.error <= self.right.rounding < self.quantization
 
 
 INPUTS_ROUNDED = {"float32": 2e-3, "float16": 5e-3, "bfloat16": 5e-3}
-"""Dtype → the largest relative difference of a perplexity from that in float32 that rounding explains where inputs are
-quantized too: it moves an element by a whole step."""
+"""Dtype → the largest relative difference from the perplexity in float32 that rounding explains
+if inputs are quantized: rounding can move an element by a whole step."""
 
 
 def tolerance(scheme: Scheme, dtype: str) -> float:
-    """The largest relative difference of an engine's perplexity from :func:`right_perplexity`."""
+    """Return the largest relative difference of an engine's perplexity from :func:`right_perplexity`."""
     return (TOLERANCE if scheme.rows is None else INPUTS_ROUNDED)[dtype]
 
 
 def right_perplexity(made: Any) -> float:
-    """A network's perplexity of the small model's held-out text."""
+    """Return a network's perplexity on the small model's held-out text."""
     scores = []
     for row in scoring.rows():
         tokens = torch.tensor([row])
@@ -362,7 +362,7 @@ def right_perplexity(made: Any) -> float:
 
 
 def answered(prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], Tensor]:
-    """An engine's texts, prompt and choices, and its log-probabilities of every token after the first of each."""
+    """Return an engine's texts, prompts with its tokens, and its log-probabilities of all tokens after the first."""
     texts, scores = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         (tokens,), (steps,) = answer["tokens"], answer["logprobs"]

@@ -1,6 +1,6 @@
 """Quantized checkpoints in engines on ``npu:0``, dense ones and experts: all by ``vendor.ascend``.
 
-How results are compared in half precision says :mod:`half_on_npu`.
+Module :mod:`half_on_npu` explains the comparison of results in half precision.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ class QuantizedOnNPU(Scenario):
 
     DRAWN: ClassVar[Sequence[str]]
     OTHERS: ClassVar[set[str]] = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
-    """The operators that the model calls beside those of its scheme."""
+    """Operators that the model calls in addition to those of its scheme."""
     REFERENCES: ClassVar[set[str]] = set()
-    """Further ones, which no operator of the chip computes."""
+    """Further operators, which the chip does not have."""
     PRODUCTS: ClassVar[int] = QuantizedModels.PRODUCTS
-    """How many layers are quantized."""
+    """Number of quantized layers."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         kernels = [(name, kernel) for name in self.DRAWN for kernel in self.kernels(name)]
         return {"name,kernel": kernels, "name": self.DRAWN}
 
     def kernels(self, name: str) -> Sequence[str]:
-        """The kernels of the chip that a scheme runs."""
+        """Return the chip's kernels that a scheme runs."""
         return quantized_kernels(name)
 
     def operators(self, name: str) -> set[str]:
-        """The operators of a scheme."""
+        """Return the operators of a scheme."""
         return {*SCHEMES[name].operators}
 
     def counted(self, name: str, host: Host) -> Mapping[str, int]:
-        """Kernel of ours → how many layers have it."""
+        """Return our kernel → the number of layers with it."""
         return {host.layers.get(name, SCHEMES[name].layer): self.PRODUCTS}
 
     @pytest.fixture(scope="class")
     def model(self) -> Path:
-        """The checkpoint, not quantized."""
+        """Return the checkpoint before quantization."""
         return small_model.CHECKPOINT
 
     @pytest.fixture(scope="class")
     def start(self, host: Host, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-        """Starts an engine with a scheme, which is asked for passes."""
+        """Return a function that starts an engine with a scheme and its passes."""
         folder = tmp_path_factory.mktemp("quantized")
 
         def of(name: str, *asked: Pass) -> Any:
@@ -97,7 +97,7 @@ class QuantizedOnNPU(Scenario):
 
 
 class QuantizedExpertsOnNPU(QuantizedOnNPU):
-    """Engines with a mixture of experts; ``REFUSED`` are schemes that no kernel takes."""
+    """Engines with a mixture of experts; ``REFUSED`` has the schemes that no kernel takes."""
 
     REFUSED: ClassVar[Sequence[str]]
     OTHERS: ClassVar[set[str]] = {"rms_norm", "rotary_embedding", "kv_cache_write", "paged_attention", "topk_softmax"}

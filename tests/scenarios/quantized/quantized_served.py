@@ -1,7 +1,7 @@
 """The kernel of each kind of quantized checkpoint under each host, or its refusal: ``quantized_served.txt``.
 
-``QuantizedLayers`` (``single_quantized.py``) asks a host's configuration for the method of each layer, without an
-engine or memory for weights, and compares the answers with the file. With ``WRITE_SERVED=1`` it writes the host's
+``QuantizedLayers`` (``single_quantized.py``) gets the method of each layer from a host's configuration, without an
+engine or memory for weights, and compares it with the file. With ``WRITE_SERVED=1`` it writes the host's
 lines. ``PLUGIN`` is the plugin's name, and ``NAME`` the layer's.
 """
 
@@ -47,7 +47,7 @@ LAYERS: Mapping[str, str] = {
 SIZE = 128
 """Columns of each weight, and elements of each row."""
 JOINED = {"gate_up_proj": ["gate_proj", "up_proj"]}
-"""The layers that hosts join to one."""
+"""Layers that hosts merge into one."""
 
 GPTQ4 = {**GPTQ, "bits": 4, "group_size": 32}
 IN_AWQS_ORDER = {**AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False}
@@ -68,7 +68,7 @@ def _targeting(*targets: str) -> dict[str, Any]:
 
 
 def _in_two_groups(first: str) -> dict[str, Any]:
-    """4 bits, and 8 for the layers that an expression covers."""
+    """Return a configuration of 4 bits, with 8 bits for layers that match an expression."""
     (group,) = PACKED["config_groups"].values()
     other = {**group, "targets": [first], "weights": {**group["weights"], "num_bits": 8}}
     return {**PACKED, "config_groups": {"group_0": other, "group_1": group}}
@@ -190,17 +190,17 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "awq, parts that differ": {**AWQ, "modules_to_not_convert": ["gate_proj"]},
     "awq, a layer left": {**AWQ, "modules_to_not_convert": ["mlp"]},
 }
-"""Every kind of checkpoint that the tests serve, and each that is refused, by name."""
+"""Name → every kind of checkpoint that the tests serve, or that is refused."""
 HOSTS = ("vllm", "sglang")
 OWN = "the host's own"
 """The answer for a layer that is not quantized."""
 BOTH, ALL = "both", "all"
 Answers = dict[str, str]
-"""A kind of layers → what runs it, or the refusal."""
+"""A kind of layers → its kernel, or the refusal."""
 
 
 def described(kernel: Any, layer: Any) -> str:
-    """The kernel of a layer, its operator, and the form of the weights that a checkpoint fills."""
+    """Return in words a layer's kernel, its operator, and the form of the weights that a checkpoint fills."""
     kinds = (kind for kind in type(kernel).__mro__ if kind.__module__.startswith("fl_dispatch."))
     said = [f"{next(kinds).__name__} ({kernel.fl_operator})"]
     read = {**vars(type(kernel)), **vars(kernel)}
@@ -220,7 +220,7 @@ def _count(scales: Any) -> int:
 
 
 def answered(ask: Callable[[dict[str, Any], str], str]) -> dict[str, Answers]:
-    """A host's answers; ``ask``: configuration and kind of layer → :func:`described`, or :data:`OWN`."""
+    """Return a host's answers; ``ask``: configuration and kind of layer → :func:`described`, or :data:`OWN`."""
     found: dict[str, Answers] = {}
     for name, config in CHECKPOINTS.items():
         answers = found.setdefault(name, {})
@@ -236,7 +236,7 @@ def answered(ask: Callable[[dict[str, Any], str], str]) -> dict[str, Answers]:
 
 
 def recorded(host: str) -> dict[str, Answers]:
-    """The file's answers of a host."""
+    """Return a host's answers from the file."""
     found: dict[str, Answers] = {}
     for line in FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else []:
         if not line.startswith(" "):
@@ -249,7 +249,7 @@ def recorded(host: str) -> dict[str, Answers]:
 
 
 def check(host: str, found: dict[str, Answers]) -> None:
-    """Compare a host's answers with the file's; or write them, where that is asked for."""
+    """Compare a host's answers with the file's, or write them if ``WRITE_SERVED`` is set."""
     if os.environ.get("WRITE_SERVED"):
         (other,) = (name for name in HOSTS if name != host)
         _write({host: found, other: recorded(other)})

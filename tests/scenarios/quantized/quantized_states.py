@@ -1,4 +1,4 @@
-"""Models whose layers keep a state, with quantized products: delta nets, state spaces and short convolutions."""
+"""Models with state layers and quantized products: delta nets, state spaces and short convolutions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _DELTA: Mapping[str, Any] = {
     "linear_value_head_dim": 64,
 }
 SIZES: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_5": _DELTA,  # four parts, which a checkpoint has in two products
+    "qwen3_5": _DELTA,  # four parts, stored as two products
     "qwen3_next": {
         **_DELTA,
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
-        "num_experts_per_tok": 4,  # all, because rounding turns near choices
+        "num_experts_per_tok": 4,  # all, because rounding changes close choices
     },
     # five parts, none of them a whole block of 128
     "mamba2": {"hidden_size": 128, "num_heads": 16, "intermediate_size": 256},
@@ -46,7 +46,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 GROUPED: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"hidden_size": 128, "intermediate_size": 256, "mamba_num_heads": 16, "ssm_state_size": 32},
 }
-"""The same of models whose norm has a mean for each group of a state, as each of two ranks needs one of its own."""
+"""Sizes of models with a norm that has a mean for each group of a state, because two ranks need separate means."""
 WHOLE: Mapping[str, Any] = {"head_dim": 128}
 """Sizes of attention that two ranks divide into whole blocks of 128."""
 SCHEMES_OF_STATES = (
@@ -66,22 +66,22 @@ PRODUCTS: Mapping[str, int] = {
     "lfm2": 16,
     "nemotron_h": 8,
 }
-"""The quantized products of all layers, merged as vLLM does; experts are none."""
+"""Number of quantized products in all layers, merged as in vLLM, without experts."""
 OF_SGLANG: Mapping[str, int] = {**PRODUCTS, "lfm2": 20}
-"""The same merged as SGLang does: LFM2's gate and up products stay two."""
+"""The same, merged as in SGLang: LFM2's gate and up products stay separate."""
 EXPERT_LAYERS: Mapping[str, int] = {"qwen3_next": 4}
 PLANTED: Mapping[str, tuple[str, slice]] = {
     "qwen3_5": ("in_proj_z", slice(None)),  # the fourth part of ``in_proj_qkvz``
     "mamba2": ("in_proj", slice(-16, None)),  # the steps, the last of five parts
 }
-"""Architecture → the product whose scale is wrong in one part of a joined one, and the rows of that scale."""
+"""Architecture → the product with a wrong scale in one part of a merged one, and the rows of that scale."""
 PLANTED_PAIRS = [("qwen3_5", "fp8"), ("mamba2", "compressed-tensors W4A16")]
 FACTOR = 2.0
-"""A factor by which that scale is wrong."""
+"""The factor of the wrong scale."""
 
 
 def build(name: str, folder: Path, **sizes: Any) -> Path:
-    """Write a model, not quantized."""
+    """Write a model without quantization."""
     return states.build(name, folder, **{**{**SIZES, **GROUPED}[name], **sizes})
 
 
@@ -98,7 +98,7 @@ class Run(quantized_engines.Run):
 
 @dataclass(frozen=True, eq=False)
 class Mistaken(Run):
-    """One whose checkpoint has a wrong scale in one part of a joined product."""
+    """A run with a wrong scale in one part of a merged product."""
 
     @property
     def made(self) -> Scheme:
@@ -126,9 +126,9 @@ class _Planted(Scheme):
 
 
 class QuantizedStates(QuantizedEngines):
-    """Engines with these models: what the dequantized network computes, by our operators.
+    """Engines with these models compute the dequantized network's results by our operators.
 
-    The convolutions, the decays and the small products of gates are as published checkpoints leave them, not quantized.
+    As in published checkpoints, convolutions, decays and the small products of gates are not quantized.
     """
 
     MISTAKEN: ClassVar[Sequence[Mistaken]] = ()

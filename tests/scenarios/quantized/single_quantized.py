@@ -1,4 +1,4 @@
-"""Quantized layers of a host in this process, without an engine: what serves each, what it loads, and what is refused.
+"""Quantized layers of a host in this process, without an engine: kernels, loaded weights, and refusals.
 
 The fixture ``layers`` of a host's folder is a :class:`Layers`.
 """
@@ -34,53 +34,53 @@ ELSEWHERE = [name.replace("layers.0", "layers.1") for name in NAMED]
 
 
 ABSORBED = [name for name in EXPERTS if name not in (*GIVEN, "fp8, blocks of 128")]
-"""Schemes of latent attention; of fp8 in blocks it needs more than one, else vLLM takes its scale for a weight's."""
+"""Schemes of latent attention. fp8 in blocks needs several blocks; vLLM would take one scale for a whole weight's."""
 
 
 class Layers(Protocol):
     """A host's layers.
 
     Args:
-        name: the host's.
-        kv_cache_dtype: the type of the cache that its user asks for.
+        name: the host's name.
+        kv_cache_dtype: the dtype of the cache in the user's settings.
     """
 
     name: str
     kv_cache_dtype: str
 
     def config(self, said: Mapping[str, Any]) -> Any:
-        """The host's object for a ``quantization_config``, which knows the joined layers."""
+        """Return the host's object for a ``quantization_config``, with the merged layers."""
 
     def layer(self, kind: str) -> Any:
-        """A layer of a kind of :data:`quantized_served.LAYERS` that its constructor has not filled."""
+        """Return a layer of a kind in :data:`quantized_served.LAYERS`, not filled by its constructor."""
 
     def linear_kernel(self, method: Any, layer: Any) -> Any:
-        """The kernel of ours by which a method computes a filled layer, or the name of what is the host's own."""
+        """Return our kernel with which a method computes a filled layer, or the name of the host's own."""
 
     def absorbed(self, layer: Any, method: Any) -> Tensor:
-        """The weight that the host finds of a loaded layer for the absorbed form of latent attention."""
+        """Return the weight that the host gets from a loaded layer for the absorbed form of latent attention."""
 
     def has_scales(self, config: Any, method: Any) -> bool:
-        """Whether a cache's method waits for scales that the checkpoint announces."""
+        """Whether a cache's method expects the scales declared by the checkpoint."""
 
     def mixture(self, said: Mapping[str, Any], hidden: int, inner: int, ranks: int = 1, rank: int = 0) -> Any:
-        """A filled layer of :data:`COUNT` experts, of which each of some ranks holds a part of ``inner``."""
+        """Return a filled layer of :data:`COUNT` experts; each rank holds a part of ``inner``."""
 
     def experts_kernel(self, layer: Any) -> Any:
-        """The kernel of ours that a layer of experts has; ``None`` where they are not quantized."""
+        """Return our kernel of a layer of experts; ``None`` without quantization."""
 
     def computed(self, layer: Any, x: Tensor, expert: int) -> Tensor:
-        """What a loaded layer makes of tokens that all go to one expert."""
+        """Return a loaded layer's results for tokens that all go to one expert."""
 
 
 def method_of(layers: Layers, said: Mapping[str, Any], kind: str = "linear") -> tuple[Any, Any]:
-    """A layer of a kind, and the method that a checkpoint gives it."""
+    """Return a layer of a kind, and its method with a checkpoint."""
     layer = layers.layer(kind)
     return layer, layers.config(said).get_quant_method(layer, LAYERS[kind])
 
 
 def filled(layers: Layers, said: Mapping[str, Any], kind: str = "linear") -> tuple[Any, Any]:
-    """A linear layer with a checkpoint's parameters, and its method."""
+    """Return a linear layer with a checkpoint's parameters, and its method."""
     layer, method = method_of(layers, said, kind)
     parts = [SIZE, SIZE] if kind == "joined" else [SIZE]
     method.create_weights(layer, SIZE, parts, SIZE, sum(parts), torch.float32, weight_loader=print)
@@ -88,7 +88,7 @@ def filled(layers: Layers, said: Mapping[str, Any], kind: str = "linear") -> tup
 
 
 def ask(layers: Layers, said: Mapping[str, Any], kind: str) -> str:
-    """What runs a kind of layers of a checkpoint."""
+    """Return in words the kernel for a kind of a checkpoint's layers."""
     if kind == "experts":
         experts = layers.mixture(said, SIZE, SIZE)
         kernel = layers.experts_kernel(experts)
@@ -104,11 +104,11 @@ def ask(layers: Layers, said: Mapping[str, Any], kind: str) -> str:
 
 
 def load(layer: Any, scheme: str, size: int = SIZE, without: str = "") -> list[Mapping[str, Tensor]]:
-    """Load random experts as the host's models do; the weights that each stands for.
+    """Load random experts like the host's models; return their dequantized weights.
 
     Args:
-        layer: of experts, :data:`SIZE` columns wide on each rank.
-        size: of their weights in the checkpoint.
+        layer: a layer of experts, :data:`SIZE` columns wide on each rank.
+        size: rows and columns of their weights in the checkpoint.
         without: a parameter that the checkpoint lacks for the last expert.
     """
     generator, found = torch.Generator().manual_seed(0), []
@@ -130,21 +130,21 @@ METHODS: Mapping[str, str] = {
     "have parts of its own classes of tensors",
     "bitsandbytes": "quantize with llm-compressor's scheme 'W4A16'",
 }
-"""A method that is not served → what is."""
+"""A method that is not served → the alternatives."""
 
 
 class QuantizedLayers(Scenario):
-    """Linear layers, heads, embeddings and caches; what serves experts is in the same list."""
+    """Linear layers, heads, embeddings and caches; the list also has the kernels of experts."""
 
     METHODS: ClassVar[Mapping[str, str]] = METHODS
     REFUSAL: ClassVar[str]
-    """The whole sentence about a method; ``{method}`` is its name and ``{works}`` what is served."""
+    """The whole refusal of a method; ``{method}`` is its name and ``{works}`` the alternatives."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         return {"method": [*self.METHODS], "scheme": ABSORBED}
 
     def refusal(self, method: str) -> str:
-        """What the host's plugin says of a method."""
+        """Return the host plugin's refusal of a method."""
         raise NotImplementedError
 
     def test_each_layer_of_each_checkpoint_is_served_or_refused_as_recorded(self, layers: Layers) -> None:
@@ -174,7 +174,7 @@ class QuantizedLayers(Scenario):
 
 
 class QuantizedExperts(Scenario):
-    """Mixtures, loaded from each kind of checkpoint that is served."""
+    """Mixtures of experts, loaded from each kind of served checkpoint."""
 
     LEFT: ClassVar[Sequence[tuple[Mapping[str, Any], bool]]] = (
         ({**FP8_CONFIG, "ignored_layers": NAMED}, True),
@@ -189,7 +189,7 @@ class QuantizedExperts(Scenario):
         ({**PACKED, "ignore": [r"re:.*mlp\.experts.*"]}, True),
         ({**PACKED, "ignore": ELSEWHERE}, False),
     )
-    """Configurations, and whether they leave the experts as they are."""
+    """Configurations, and whether they leave the experts unquantized."""
     DIVIDED: ClassVar[Sequence[tuple[Mapping[str, Any], int, int, int, str]]] = (
         *(
             (said, *sizes)
@@ -229,7 +229,7 @@ class QuantizedExperts(Scenario):
     def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(
         self, scheme: str, rank: int | None, layers: Layers
     ) -> None:
-        """``rank``: of two that share each expert."""
+        """Test each ``rank`` of two that share every expert."""
         size = 2 * SIZE
         mine = slice(None) if rank is None else slice(rank * SIZE, (rank + 1) * SIZE)
         layer = layers.mixture(SCHEMES[scheme].config, size, size, *(() if rank is None else (2, rank)))
@@ -238,7 +238,7 @@ class QuantizedExperts(Scenario):
         x = torch.randn(5, size, generator=torch.Generator().manual_seed(1))
 
         def right(weights: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
-            rows = change(x[None])  # the library has a scale a token for batches of texts alone
+            rows = change(x[None])  # the library has a scale per token only for batches of texts
             between = nn.functional.silu(rows @ weights["w1"][mine].t()) * (rows @ weights["w3"][mine].t())
             return (change(between) @ weights["w2"][:, mine].t())[0]
 
@@ -248,7 +248,7 @@ class QuantizedExperts(Scenario):
                 torch.testing.assert_close(got, plain, rtol=1e-4, atol=2e-3)
                 continue
             far = (got - right(weights, change)).norm()
-            assert far <= 0.02 * plain.norm()  # a step of quantized inputs may turn
+            assert far <= 0.02 * plain.norm()  # quantized inputs may change by a step
             assert far < (got - plain).norm() / 2
 
     def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(

@@ -1,4 +1,4 @@
-"""Models with layers that keep a state, and what drafts for them."""
+"""Models with state layers, and their drafters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from quantized_states import SIZES
 from running import expected_tokens
 
 TIED = "lfm2"
-"""A model with its embedding as the head: a random one hardly repeats a token, so that most drafts are wrong."""
+"""A model with its embedding as the head; a random head hardly repeats a token, so most drafts would be wrong."""
 WAYS: dict[str, dict[str, Any]] = {
     "mtp": {"num_speculative_tokens": 3},
     "ngram": {"num_speculative_tokens": 3, **LOOK_UP},
 }
-"""Who drafts, and vLLM's further words for it."""
+"""Drafting method → vLLM's further settings."""
 
 
 class Run(NamedTuple):
-    """The model, who drafts, a scheme of the weights (empty: not quantized), and whether it is compiled."""
+    """The model, the drafting method, a scheme of the weights (empty: not quantized), and whether it is compiled."""
 
     model: str
     method: str
@@ -36,11 +36,11 @@ class Run(NamedTuple):
         return ", ".join(filter(None, (self.model, self.method, self.scheme, "compiled" if self.compiled else "")))
 
     def speculation(self) -> dict[str, Any]:
-        """vLLM's configuration."""
+        """Return vLLM's configuration."""
         return {"method": self.method, **WAYS[self.method]}
 
     def build(self, folder: Path) -> Path:
-        """Write the checkpoint, with its predictor if that drafts, into a folder that is not there yet."""
+        """Write the checkpoint, with its predictor if that drafts, into a new folder."""
         folder.mkdir()
         model = build_architecture(self.model, folder / "sure", **SIZES[self.model])
         if self.model != TIED:
@@ -53,16 +53,16 @@ class Run(NamedTuple):
 
 
 class DraftsForStates(Drafting):
-    """Under vLLM: drafts come from a predictor of one more token that drafts several times, and from a look-up.
+    """Drafts under vLLM from a predictor of one more token that drafts several times, and from a look-up.
 
-    A look-up has none for some requests. The third prompt is read in chunks beside requests that decode, and the last
-    one has one token.
+    A look-up has no drafts for some requests. The third prompt is read in chunks together with decoding requests, and
+    the last prompt has one token.
     """
 
     PASSES = 2
     ALONE = True
     EXACT: ClassVar[Sequence[Run]] = ()
-    """Runs whose tokens Hugging Face's network computes."""
+    """Runs with tokens that equal those of Hugging Face's network."""
     ENGINE: ClassVar[Mapping[str, Any]]
 
     def cases(self) -> Mapping[str, Sequence[Any]]:

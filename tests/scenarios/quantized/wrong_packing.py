@@ -1,4 +1,4 @@
-"""Wrong packings, planted in real implementations that prepare weights, and whether verification finds them."""
+"""Wrong packings, planted in real implementations that prepare weights, and the check that verification finds them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Make = Callable[[Tensor, Any], Any]
 
 
 def name_of(make: Make) -> str:
-    """The name of a function that packs."""
+    """Return the name of a packing function."""
     return make.func.__name__ if isinstance(make, partial) else make.__name__
 
 
 def spoiled(weight: Tensor) -> Tensor:
-    """A weight in reverse along its first and its last dimension: another order of columns or experts, and of terms."""
+    """Return a weight reversed along its first and last dimension: other orders of columns or experts, and of terms."""
     whole = weight.detach().contiguous()
     as_bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[whole.element_size()])
     return as_bits.flip(sorted({0, whole.dim() - 1})).view(weight.dtype)
@@ -34,7 +34,7 @@ def spoiled(weight: Tensor) -> Tensor:
 
 @contextmanager
 def watched(wrong: str = "", stale: str = "") -> Iterator[set[str]]:
-    """Inside, one packing function packs another weight, or keeps the first form; the names of all that ran."""
+    """Make one packing function pack another weight, or keep the first form; yield the names of all that ran."""
     names: set[str] = set()
     of = weight_forms.of
 
@@ -55,14 +55,14 @@ def watched(wrong: str = "", stale: str = "") -> Iterator[set[str]]:
 
 
 def candidates(op_name: str, device: torch.device) -> list[OpImpl]:
-    """The implementations of an operator that run on a device here."""
+    """Return the implementations of an operator that run on a device here."""
     found = implementations(get_default_manager(), [op_name])
     here = [impl for impl in found if impl.device_types is None or device.type in impl.device_types]
     return [impl for impl in here if impl.availability()[0]]
 
 
 def verified(impl: OpImpl, dtype: torch.dtype, device: torch.device) -> Verification:
-    """One implementation on the operator's samples, without calls under load."""
+    """Verify one implementation on the operator's samples, without calls under load."""
     samples = OPERATORS[impl.op_name].samples
     assert samples is not None
     own = samples(dtype, device, torch.Generator().manual_seed(0))
