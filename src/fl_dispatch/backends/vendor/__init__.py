@@ -1,1 +1,1 @@
-"""Backends of chip vendors, one package each; every package with a ``register_ops`` module is registered."""
+"""Backends of chip vendors, one package each; all packages with a ``register_ops`` module are registered."""

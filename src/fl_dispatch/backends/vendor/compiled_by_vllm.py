@@ -1,4 +1,4 @@
-"""Parts that backends of vLLM's compiled operators share: its builds for GPUs and for CPUs have the same ones."""
+"""Limits and tables of the operators that vLLM's builds for GPUs and for CPUs have in common."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
 
 
 def problem(device: str, name: str, tensor: Tensor, like: Tensor | None = None, contiguous: bool = True) -> str:
-    """Why the operators cannot take this tensor, or an empty string. With ``like`` both must have one dtype."""
+    """Why the operators cannot take this tensor, or an empty string. With ``like`` both must have the same dtype."""
     if tensor.device.type != device:
         return f"{name} is on {tensor.device}, not on {PLACES[device]}"
     if like is not None and tensor.dtype is not like.dtype:
@@ -23,7 +23,7 @@ def problem(device: str, name: str, tensor: Tensor, like: Tensor | None = None, 
 
 
 def rotary_problem(device: str, query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, inplace: bool) -> str:
-    """Why ``rotary_embedding`` cannot take these tensors: it wants one dtype, and heads side by side."""
+    """Why ``rotary_embedding`` cannot take these tensors: it needs one dtype and adjacent heads."""
     for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin)):
         if tensor is not None and (why := problem(device, name, tensor, like=query, contiguous=False)):
             return why
@@ -34,10 +34,10 @@ def rotary_problem(device: str, query: Tensor, key: Tensor | None, cos: Tensor, 
 
 
 def rotary_table(cos: Tensor, sin: Tensor, position_ids: Tensor, as_it_is: bool = True) -> tuple[Tensor, Tensor]:
-    """The kernel's table, rows of cosines and sines side by side, and the row of each token.
+    """Return the kernel's table, with cosines and sines of a row side by side, and each token's row in it.
 
     Args:
-        as_it_is: whether the kernel takes a table of this dtype.
+        as_it_is: whether the kernel takes a table with the dtype of ``cos``.
     """
     half = cos.shape[-1]
     if (
@@ -46,7 +46,7 @@ def rotary_table(cos: Tensor, sin: Tensor, position_ids: Tensor, as_it_is: bool 
         and sin.data_ptr() == cos.data_ptr() + half * cos.element_size()
         and sin.untyped_storage().data_ptr() == cos.untyped_storage().data_ptr()
     ):
-        table = cos.as_strided((cos.shape[0], 2 * half), (2 * half, 1))  # hosts keep them so: nothing is copied
+        table = cos.as_strided((cos.shape[0], 2 * half), (2 * half, 1))  # hosts store them this way: no copy
         return table, position_ids.to(torch.int64).contiguous()
     rows = torch.cat((cos[position_ids], sin[position_ids]), dim=-1)
     return rows, torch.arange(len(position_ids), device=position_ids.device)

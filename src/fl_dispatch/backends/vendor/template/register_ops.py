@@ -1,4 +1,4 @@
-"""Registers the backend's operators.
+"""Register the backend's operators.
 
 A package outside this repository names :func:`register_builtins` in the entry point group ``vllm_fl.plugin``.
 """
@@ -13,14 +13,14 @@ from .template import TemplateBackend
 
 
 def register_builtins(registry: Registry) -> None:
-    """Register ``vendor.template`` for every operator that the backend has a method for."""
+    """Register ``vendor.template`` for every operator with a method of the backend."""
     registry.register_many(
         TemplateBackend().implementations(
             BackendImplKind.VENDOR,
             "vendor.template",
             BackendPriority.VENDOR,
-            supports={"rms_norm": supports_rms_norm},  # only for kernels that do not take everything
-            device_types=None,  # of a chip: ("npu",), the PyTorch types of tensors that its kernels take
-            opaque=None,  # True where torch.compile cannot trace into the kernels
+            supports={"rms_norm": supports_rms_norm},  # only for kernels that do not take all arguments
+            device_types=None,  # for a chip: ("npu",), the PyTorch device types that its kernels take
+            opaque=None,  # True if torch.compile cannot trace into the kernels
         )
     )

@@ -21,19 +21,19 @@ class TemplateBackend(Backend):
         return "template"
 
     def is_available(self) -> bool:
-        """Replace by a look for the vendor's library or device file, without creating a device context.
+        """Replace by a check for the vendor's library or device file that creates no device context.
 
-        For instance ``importlib.util.find_spec("torch_vendor") is not None``. The template asks a variable, so that it
-        never runs by accident.
+        For instance ``importlib.util.find_spec("torch_vendor") is not None``. The template reads a
+        variable, so that it never runs by accident.
         """
         return os.environ.get("FL_DISPATCH_TEMPLATE") == "1"
 
     def why_unavailable(self) -> str:
-        """Say what is missing: people read it in ``fl explain``."""
+        """Say what is missing; ``fl explain`` prints the message."""
         return "the template runs with FL_DISPATCH_TEMPLATE=1 only"
 
-    # One method for each operator that the chip has a kernel for, named and parametrised as declared. Delete the
-    # others: what is missing falls back. Late imports keep the vendor's library out of processes that never use it.
+    # One method for each operator with a kernel on the chip, with the declared name and parameters. Delete the other
+    # methods: missing operators fall back. Late imports keep the vendor's library out of processes that never use it.
 
     def silu_and_mul(self, x):  # type: ignore[no-untyped-def]  # annotations are welcome, but not needed
         """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""

@@ -9,9 +9,9 @@ from torch import Tensor
 def supports_rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> bool | str:
-    """Return ``True``, or say why the kernel cannot take these arguments; the next implementation gets them then.
+    """Return ``True``, or why the kernel cannot take these arguments; then the next implementation gets them.
 
-    It runs at every call that comes here, so look at dtypes, shapes and strides only, never at values.
+    The check runs in every call, so read only dtypes, shapes and strides, never values.
     """
     if weight is None:
         return "the kernel needs a weight"
