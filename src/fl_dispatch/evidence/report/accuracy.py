@@ -49,38 +49,26 @@ def summary(sources: list[Source]) -> tuple[tuple[str, str], str]:
 
 
 def _part(machine: str, sources: list[Source]) -> Part:
-    headings = (
-        "model",
-        "host",
-        "dtype",
-        "order",
-        "#perplexity",
-        "#expected",
-        "#difference",
-        "#tolerance",
-        "verdict",
-        "file",
-    )
     rows = []
     for source in sources:
         data, expected = source.data, source.data["expected"]
         difference = "" if expected is None else f"{abs(data['perplexity'] - expected) / expected:.1e}"
         verdict = Cell("not compared", "quiet") if expected is None else _verdict(data["right"])
         rows.append(
-            [
-                Cell(str(data["model"]).rpartition("/")[2], code=True),
-                Cell(str(data["host"]), note="compiled" if data["compiled"] else "eager"),
-                Cell(str(data["dtype"])),
-                Cell(str(data["prefer"] or "as configured")),
-                Cell(f"{data['perplexity']:.4f}", note=f"{data['tokens']:,} tokens of {data['text']}"),
-                Cell("" if expected is None else f"{expected:.4f}"),
-                Cell(difference),
-                Cell(f"{data['tolerance']:.0e}"),
-                verdict,
-                Cell(source.path.name, code=True),
-            ]
+            {
+                "model": Cell(str(data["model"]).rpartition("/")[2], code=True),
+                "host": Cell(str(data["host"]), note="compiled" if data["compiled"] else "eager"),
+                "dtype": Cell(str(data["dtype"])),
+                "order": Cell(str(data["prefer"] or "as configured")),
+                "#perplexity": Cell(f"{data['perplexity']:.4f}", note=f"{data['tokens']:,} tokens of {data['text']}"),
+                "#expected": Cell("" if expected is None else f"{expected:.4f}"),
+                "#difference": Cell(difference),
+                "#tolerance": Cell(f"{data['tolerance']:.0e}"),
+                "verdict": verdict,
+                "file": Cell(source.path.name, code=True),
+            }
         )
-    return Part(machine or sources[0].path.name, sources[0].origin, tables=[Table("Perplexities", headings, rows)])
+    return Part(machine or sources[0].path.name, sources[0].origin, tables=[Table.of("Perplexities", rows)])
 
 
 def _schemes(source: Source) -> Part:

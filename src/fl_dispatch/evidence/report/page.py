@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .svg import Drawing
@@ -40,6 +40,11 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     folded: str = ""
+
+    @classmethod
+    def of(cls, caption: str, rows: Sequence[Mapping[str, Cell]], folded: str = "") -> Table:
+        """Make a table of at least one row; a row maps each heading to a cell."""
+        return cls(caption, list(rows[0]), [list(row.values()) for row in rows], folded)
 
 
 @dataclass(frozen=True)

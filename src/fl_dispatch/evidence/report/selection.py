@@ -60,18 +60,9 @@ def workers(sources: Sequence[Source]) -> list[Part]:
     if not sources:
         return []
     shown = sources[:SHOWN_RUNS]
-    headings = (
-        "when",
-        "host",
-        "process",
-        "model",
-        "layers through fl_dispatch",
-        "left to the host",
-        "never dispatched",
-    )
     rows = [_worker(source.data) for source in shown]
     origin = replace(shown[0].origin, file=str(shown[0].path.parent))
-    found = [Part("Workers that ran last", origin, tables=[Table("Workers, newest first", headings, rows)])]
+    found = [Part("Workers that ran last", origin, tables=[Table.of("Workers, newest first", rows)])]
     for choices, sources_of in _by_choices(shown):
         titles = [_process(source.data) for source in sources_of]
         lead = ["These are the choices of the serving process, for the operators that its model calls."]
@@ -160,33 +151,33 @@ def _tables(decisions: Decisions, calls: Mapping[str, str] | None = None) -> lis
     return [*tables, Table("Every implementation", ("operator", "implementation", "status", "why"), considered, folded)]
 
 
-def _worker(record: Mapping[str, Any]) -> list[Cell]:
+def _worker(record: Mapping[str, Any]) -> dict[str, Cell]:
     native, undispatched = _counted(record.get("native")), _names(record.get("undispatched"))
-    return [
-        Cell(moment(record["time"])),
-        Cell(str(record["host"])),
-        Cell(str(record["pid"]), note="" if _alive(record) else "has ended"),
-        Cell(str(record["model"])),
-        Cell(", ".join(f"{name} {count} ({operator})" for name, (operator, count) in record["layers"].items())),
-        Cell(native or "none", "" if native else "quiet"),
-        Cell(undispatched or "none", "warn" if undispatched else "quiet"),
-    ]
+    layers = ", ".join(f"{name} {count} ({operator})" for name, (operator, count) in record["layers"].items())
+    return {
+        "when": Cell(moment(record["time"])),
+        "host": Cell(str(record["host"])),
+        "process": Cell(str(record["pid"]), note="" if _alive(record) else "has ended"),
+        "model": Cell(str(record["model"])),
+        "layers through fl_dispatch": Cell(layers),
+        "left to the host": Cell(native or "none", "" if native else "quiet"),
+        "never dispatched": Cell(undispatched or "none", "warn" if undispatched else "quiet"),
+    }
 
 
 def _taken_out(failed: Iterable[Mapping[str, Any]]) -> list[Table]:
     """Show banned implementations, and the reasons."""
     rows = [
-        [
-            Cell(str(one["operator"]), code=True),
-            Cell(str(one["implementation"]), code=True),
-            Cell(str(one["kind"])),
-            Cell(f"{one['fallbacks']:,}"),
-            Cell(str(one["cause"]), "bad"),
-        ]
+        {
+            "operator": Cell(str(one["operator"]), code=True),
+            "implementation": Cell(str(one["implementation"]), code=True),
+            "arguments": Cell(str(one["kind"])),
+            "#calls taken over": Cell(f"{one['fallbacks']:,}"),
+            "cause": Cell(str(one["cause"]), "bad"),
+        }
         for one in failed
     ]
-    headings = ("operator", "implementation", "arguments", "#calls taken over", "cause")
-    return [Table("Implementations out of service", headings, rows)] if rows else []
+    return [Table.of("Implementations out of service", rows)] if rows else []
 
 
 def _alive(record: Mapping[str, Any]) -> bool:

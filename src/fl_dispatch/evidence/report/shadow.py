@@ -48,31 +48,20 @@ def _part(source: Source, found: Mapping[str, Any]) -> Part:
     cost = f"{found.get('share_of_time', 0):.2%} of the process's time"
     lead = [f"A share of {found['share']:g} of the calls also ran {found['second']}, which took {cost}."]
     rows = [
-        [
-            Cell(str(one["operator"]), code=True),
-            Cell(str(one["implementation"]), code=True),
-            Cell(str(one["second"]), code=True),
-            Cell(str(one["kind"])),
-            Cell(f"{one['calls']:,}"),
-            Cell("no number" if one["worst"] is None else f"{one['worst']:.3g}", "bad"),
-            Cell(f"{moment(one['first'])} to {moment(one['last'])}"),
-            Cell(str(one["outcome"])),
-            Cell(str(one["example"])),
-        ]
+        {
+            "operator": Cell(str(one["operator"]), code=True),
+            "implementation": Cell(str(one["implementation"]), code=True),
+            "compared with": Cell(str(one["second"]), code=True),
+            "arguments": Cell(str(one["kind"])),
+            "#calls": Cell(f"{one['calls']:,}"),
+            "#worst, in tolerances": Cell("no number" if one["worst"] is None else f"{one['worst']:.3g}", "bad"),
+            "when": Cell(f"{moment(one['first'])} to {moment(one['last'])}"),
+            "outcome": Cell(str(one["outcome"])),
+            "example": Cell(str(one["example"])),
+        }
         for one in found["findings"]
     ]
-    headings = (
-        "operator",
-        "implementation",
-        "compared with",
-        "arguments",
-        "#calls",
-        "#worst, in tolerances",
-        "when",
-        "outcome",
-        "example",
-    )
-    tables = [Table("What differed, by kind of arguments", headings, rows)] if rows else []
+    tables = [Table.of("What differed, by kind of arguments", rows)] if rows else []
     if not rows:
         lead.append("Nothing differed by more than an operator tolerates.")
     compared = [
