@@ -72,6 +72,24 @@ class Dimensions:
         return self.model_type in NORMALIZED_HEADS
 
 
+def read_json(file: Path, without: str) -> Any:
+    """Read a JSON file.
+
+    Args:
+        file: the file.
+        without: the rest of the sentence "there is no FILE".
+
+    Raises:
+        DispatchError: the file is missing, or cannot be read.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DispatchError(f"there is no {file}{without}") from None
+    except (OSError, ValueError) as error:
+        raise DispatchError(f"{file} cannot be read: {error}") from error
+
+
 def read_model(folder: Path, tensor_parallel: int = 1) -> Dimensions:
     """Read the dimensions of a model in a folder.
 
@@ -80,12 +98,7 @@ def read_model(folder: Path, tensor_parallel: int = 1) -> Dimensions:
             divided among the ranks, or its quantization is none that is served.
     """
     file = folder / "config.json" if folder.is_dir() else folder
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DispatchError(f"there is no {file}; --model names a folder that holds a model's config.json") from None
-    except (OSError, ValueError) as error:
-        raise DispatchError(f"{file} cannot be read: {error}") from error
+    config = read_json(file, "; --model names a folder that holds a model's config.json")
     if not isinstance(config, dict):
         raise DispatchError(f"{file} holds no mapping")
     return dimensions(config, tensor_parallel, str(file))

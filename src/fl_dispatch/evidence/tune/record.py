@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import DispatchError
 from .calls import Key, TunedCase
 from .choice import Choice, Figure, choose, choose_together
+from .model import read_json
 from .race import Outcome
 
 TOGETHER = "together"
@@ -105,12 +106,7 @@ def read_record(file: Path) -> dict[str, Any]:
     Raises:
         DispatchError: the file is missing, or not the evidence of a tuning.
     """
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DispatchError(f"there is no {file}, so the measurements of the tuning beside it are unknown") from None
-    except (OSError, ValueError) as error:
-        raise DispatchError(f"{file} cannot be read: {error}") from error
+    data = read_json(file, ", so the measurements of the tuning beside it are unknown")
     if not isinstance(data, dict) or not isinstance(data.get("cases"), dict):
         raise DispatchError(f"{file} is no evidence of a tuning")
     return data
