@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from ..declaration import Sample
 from ..quantization import FP8
@@ -16,7 +17,25 @@ SCALE = 0.03
 """Scale of an fp8 cache, with which its largest number is about 13."""
 
 
-class _Decodes(Source):
+class Paged(Source):
+    """Source of paged caches: blocks of requests in random order. Hosts point unused entries of a table to block 0."""
+
+    def table(self, lengths: Sequence[int], block_size: int, spare: int, hostile: bool) -> tuple[Tensor, int]:
+        """Return a table of blocks on the CPU, and the number of blocks; ``hostile`` unused entries point outside."""
+        blocks = [-(-length // block_size) for length in lengths]
+        pages: list[int] = (1 + self.order(sum(blocks))).tolist()
+        free = 1 + sum(blocks)
+        table = torch.full((len(lengths), max(blocks, default=0) + 1 + spare), free if hostile else 0).int()
+        for row, count in zip(table, blocks, strict=True):
+            row[:count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
+        return table, free
+
+    def spoil(self, cache: Tensor, unused: Tensor) -> None:
+        """Fill slots with NaN."""
+        cache.index_put_(unused.to(self.device).nonzero(as_tuple=True), cache.new_tensor(math.nan))
+
+
+class _Decodes(Paged):
     """Source of inputs of ``mla_decode``."""
 
     def sample(
@@ -43,21 +62,15 @@ class _Decodes(Source):
         query that is not absorbed. ``paged_attention`` explains ``spare`` and ``hostile``.
         """
         rows, lengths = [new for new, _ in requests], [length for _, length in requests]
-        blocks = [-(-length // block_size) for length in lengths]
-        # Block 0 belongs to no request: hosts point unused entries of the table there.
-        pages: list[int] = (1 + self.order(sum(blocks))).tolist()
-        free, hidden = 1 + sum(blocks), HIDDEN_BLOCKS if hostile else 0
-        table = torch.full((len(requests), max(blocks, default=0) + 1 + spare), free if hostile else 0).int()
-        for row, count in zip(table, blocks, strict=True):
-            row[:count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
+        table, free = self.table(lengths, block_size, spare, hostile)
+        hidden = HIDDEN_BLOCKS if hostile else 0
         tokens = sum(rows) + (padding or 0)
         query = self.normal(tokens, heads, rank if parted else rank + rope)
         query_rope = self.normal(tokens, heads, 2 * rope)[..., rope:] if parted else None
         cache = self.normal(free + hidden, block_size, row_stride or rank + rope)
         cache = (cache if scale is None else (cache.float() / scale).to(FP8))[..., : rank + rope]
         if hostile:
-            unused = ~used_slots(table, lengths, free + hidden, block_size).to(self.device)
-            cache.index_put_(unused.nonzero(as_tuple=True), cache.new_tensor(math.nan))
+            self.spoil(cache, ~used_slots(table, lengths, free + hidden, block_size))
             cache = cache[:free]
         args = (
             query,

@@ -5,7 +5,6 @@ Index scores are sums of small integers, so every implementation gets the same s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from ..declaration import Sample
 from ..quantization import FP8
-from .latent import SCALE
+from .latent import SCALE, Paged
 from .paged import HIDDEN_BLOCKS, used_slots
-from .source import Source, starts
+from .source import starts
 
 GROUP = 128
 """Elements of an index key that share a scale."""
@@ -27,27 +26,13 @@ GLM_5 = (32, 128)
 """Index heads of GLM-5, and their dimension."""
 
 
-class _Paged(Source):
-    """Source of paged caches: blocks of requests in random order; block 0 belongs to no request."""
+class _Paged(Paged):
+    """Source of paged caches and small integers."""
 
     def integers(self, *shape: int) -> Tensor:
         """Return small integers around zero."""
         drawn = torch.randint(-LARGEST_INTEGER, LARGEST_INTEGER + 1, shape, generator=self.generator)
         return drawn.to(self.device, self.dtype)
-
-    def table(self, lengths: Sequence[int], block_size: int, spare: int, hostile: bool) -> tuple[Tensor, int]:
-        """Return a table of blocks on the CPU, and the number of blocks; ``hostile`` unused entries point outside."""
-        blocks = [-(-length // block_size) for length in lengths]
-        pages: list[int] = (1 + self.order(sum(blocks))).tolist()
-        free = 1 + sum(blocks)
-        table = torch.full((len(lengths), max(blocks, default=0) + 1 + spare), free if hostile else 0).int()
-        for row, count in zip(table, blocks, strict=True):
-            row[:count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
-        return table, free
-
-    def spoil(self, cache: Tensor, unused: Tensor) -> None:
-        """Fill slots with NaN."""
-        cache.index_put_(unused.to(self.device).nonzero(as_tuple=True), cache.new_tensor(math.nan))
 
 
 class _Writes(_Paged):
