@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .source import Source, starts
 SPARE_SLOTS = 3
 """Slots that belong to no request of a call."""
 LENGTHS = (64, 5, 1, 130, 17)
+Pair = tuple[int, int]
 STALE = 100.0
 """The numbers in the slot of a request without a state."""
 
@@ -148,90 +150,105 @@ def conv_update_probes(dtype: torch.dtype, device: torch.device, generator: torc
     yield sample("520 requests", 520, 96, bias=True, serving=False)
 
 
-class DeltaRules(States):
-    """Source of inputs of ``gated_delta_rule`` and ``gated_delta_rule_update``."""
+@dataclass(frozen=True)
+class Form:
+    """The form of a sample's operands.
 
-    def rows(
-        self, rows: int, heads: tuple[int, int], dims: tuple[int, int]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return query, key and value as slices of one product, and both gates."""
-        (key_heads, value_heads), (key_dim, value_dim) = heads, dims
-        keys, values = key_heads * key_dim, value_heads * value_dim
-        product = torch.tensor_split(self.normal(rows, 2 * keys + values, scale=2.0), (keys, 2 * keys), dim=1)
-        query, key = (part.view(rows, key_heads, key_dim) for part in product[:2])
-        a, b = self.normal(rows, 2 * value_heads).chunk(2, dim=1)
-        return query, key, product[2].view(rows, value_heads, value_dim), a, b
+    Args:
+        apart: elements between the states of two slots.
+        half_states: whether states have the dtype of the rows.
+        by_key: whether the keys of a value are contiguous in a state, as in some hosts.
+        bare: whether ``d`` and ``dt_bias`` are omitted.
+        by_column: whether each column of a head's state has a decay.
+    """
 
-    def made_states(
-        self, requests: int, heads: int, dims: tuple[int, int], apart: int, half: bool, by_key: bool
-    ) -> Tensor:
-        """Return states of a type; with ``by_key`` the keys of a value are contiguous, as in some hosts."""
-        shape, dtype = (dims[::-1] if by_key else dims), self.dtype if half else self.wide
-        states = self.states(requests, heads, *shape, apart=apart, scale=0.7, dtype=dtype)
-        return states.transpose(2, 3) if by_key else states
+    apart: int = 0
+    half_states: bool = False
+    by_key: bool = False
+    bare: bool = False
+    by_column: bool = False
 
-    def decays(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Return ``a_log`` and ``dt_bias``: some heads forget in a few tokens, some hardly at all."""
-        return torch.linspace(-4.0, 1.5, heads).to(self.device, self.wide), self.normal(heads)
+
+class Recurrences(States):
+    """Source of inputs of an operator for prompts, and of its form for one token per request."""
+
+    def rows(self, rows: int, heads: Pair, dims: Pair, form: Form) -> tuple[Tensor | None, ...]:
+        """Return the operands before the states."""
+        raise NotImplementedError
+
+    def made_states(self, requests: int, heads: Pair, dims: Pair, form: Form) -> Tensor:
+        """Return the states, in float32 or in the dtype of the rows."""
+        raise NotImplementedError
+
+    def last(self, dims: Pair) -> tuple[float, ...]:
+        """Return the operands after all others."""
+        return ()
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of ``a_log`` in models, and of most states."""
+        """Return the dtype of decays in models, and of most states."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def sequences(
         self,
         label: str,
         lengths: Sequence[int],
-        heads: tuple[int, int],
-        dims: tuple[int, int],
+        heads: Pair,
+        dims: Pair,
         *,
         new: Sequence[int] | None = (),
-        apart: int = 0,
         padding: int = 0,
-        half_states: bool = False,
-        by_key: bool = False,
         stale: float = STALE,
         serving: bool = True,
+        **form: Any,
     ) -> Sample:
-        """Make a sample of ragged sequences, with ``new`` as for a convolution and ``padding`` more rows."""
-        rows = sum(lengths) + padding
-        states = self.made_states(len(lengths), heads[1], dims, apart, half_states, by_key)
-        slots = self.slots(len(lengths))
+        """Make a sample of ragged sequences without states for those in ``new``; ``None`` omits ``has_state``.
+
+        Args:
+            label: see :class:`Sample`.
+            lengths: rows of each sequence.
+            heads: heads of keys and of values; or heads and groups.
+            dims: elements of a head's key and value; or of a head and of a state.
+            new: the sequences without a state.
+            padding: rows that no sequence covers.
+            stale: the numbers in the slots of new requests.
+            serving: see :class:`Sample`.
+            form: see :class:`Form`.
+        """
+        states, slots = self.made_states(len(lengths), heads, dims, Form(**form)), self.slots(len(lengths))
         has_state = None if new is None else self.new_requests(states, slots, new, stale)
-        args = (
-            *self.rows(rows, heads, dims),
-            *self.decays(heads[1]),
-            states,
-            slots,
-            starts(lengths).to(self.device),
-            has_state,
-            dims[0] ** -0.5,
-        )
+        rows = self.rows(sum(lengths) + padding, heads, dims, Form(**form))
+        args = (*rows, states, slots, starts(lengths).to(self.device), has_state, *self.last(dims))
         return Sample(label, args, serving)
 
-    def tokens(
-        self,
-        label: str,
-        requests: int,
-        heads: tuple[int, int],
-        dims: tuple[int, int],
-        *,
-        apart: int = 0,
-        half_states: bool = False,
-        by_key: bool = False,
-        serving: bool = True,
-    ) -> Sample:
+    def tokens(self, label: str, requests: int, heads: Pair, dims: Pair, serving: bool = True, **form: Any) -> Sample:
         """Make a sample with one token per request."""
-        states = self.made_states(requests, heads[1], dims, apart, half_states, by_key)
-        args = (
-            *self.rows(requests, heads, dims),
-            *self.decays(heads[1]),
-            states,
-            self.slots(requests),
-            dims[0] ** -0.5,
-        )
-        return Sample(label, args, serving)
+        states = self.made_states(requests, heads, dims, Form(**form))
+        rows = self.rows(requests, heads, dims, Form(**form))
+        return Sample(label, (*rows, states, self.slots(requests), *self.last(dims)), serving)
+
+
+class DeltaRules(Recurrences):
+    """Source of inputs of ``gated_delta_rule`` and ``gated_delta_rule_update``."""
+
+    def rows(self, rows: int, heads: Pair, dims: Pair, form: Form) -> tuple[Tensor | None, ...]:
+        """Return query, key and value as slices of one product, both gates, and ``a_log`` and ``dt_bias``."""
+        (key_heads, value_heads), (key_dim, value_dim) = heads, dims
+        keys, values = key_heads * key_dim, value_heads * value_dim
+        product = torch.tensor_split(self.normal(rows, 2 * keys + values, scale=2.0), (keys, 2 * keys), dim=1)
+        query, key = (part.view(rows, key_heads, key_dim) for part in product[:2])
+        a, b = self.normal(rows, 2 * value_heads).chunk(2, dim=1)
+        # Some heads forget in a few tokens, some hardly at all.
+        a_log = torch.linspace(-4.0, 1.5, value_heads).to(self.device, self.wide)
+        return query, key, product[2].view(rows, value_heads, value_dim), a, b, a_log, self.normal(value_heads)
+
+    def made_states(self, requests: int, heads: Pair, dims: Pair, form: Form) -> Tensor:
+        shape, dtype = (dims[::-1] if form.by_key else dims), self.dtype if form.half_states else self.wide
+        states = self.states(requests, heads[1], *shape, apart=form.apart, scale=0.7, dtype=dtype)
+        return states.transpose(2, 3) if form.by_key else states
+
+    def last(self, dims: Pair) -> tuple[float, ...]:
+        return (dims[0] ** -0.5,)
 
 
 def delta_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:

@@ -3,96 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..declaration import Sample
-from .recurrent import LENGTHS, STALE, States
-from .source import starts
+from .recurrent import LENGTHS, Form, Pair, Recurrences
 
 
-class _StateSpaces(States):
+class _StateSpaces(Recurrences):
     """Source of inputs of ``selective_scan`` and ``selective_state_update``."""
 
-    def rows(
-        self, rows: int, heads: tuple[int, int], dims: tuple[int, int], bare: bool, by_column: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    def rows(self, rows: int, heads: Pair, dims: Pair, form: Form) -> tuple[Tensor | None, ...]:
         """Return the operands before the states: ``x``, ``b`` and ``c`` are slices of one product."""
         (count, groups), (head_dim, state_size) = heads, dims
         values, keys = count * head_dim, groups * state_size
         x, b, c = torch.tensor_split(self.normal(rows, values + 2 * keys), (values, values + keys), dim=1)
         dt = self.normal(rows, count + 8)[:, 8:]
         # Some heads forget in a few tokens, some hardly at all.
-        a = -torch.linspace(-4.0, 1.5, count).exp().to(self.device, torch.promote_types(self.dtype, torch.float32))
-        if by_column:
+        a = -torch.linspace(-4.0, 1.5, count).exp().to(self.device, self.wide)
+        if form.by_column:
             a = a[:, None] * torch.linspace(0.25, 2.0, state_size).to(a)
         by_group = (rows, groups, state_size)
-        d, dt_bias = (None, None) if bare else (self.normal(count), self.normal(count))
+        d, dt_bias = (None, None) if form.bare else (self.normal(count), self.normal(count))
         x, b, c = x.view(rows, count, head_dim), b.view(by_group), c.mul_(state_size**-0.5).view(by_group)
         return x, dt, a, b, c, d, dt_bias
 
-    def slots_of(
-        self, requests: int, heads: tuple[int, int], dims: tuple[int, int], apart: int, half_states: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return states, in float32 or in the model's dtype, and the requests' slots."""
-        dtype = self.dtype if half_states else torch.promote_types(self.dtype, torch.float32)
-        return self.states(requests, heads[0], *dims, apart=apart, dtype=dtype), self.slots(requests)
-
-    def sequences(
-        self,
-        label: str,
-        lengths: Sequence[int],
-        heads: tuple[int, int],
-        dims: tuple[int, int],
-        *,
-        new: Sequence[int] | None = (),
-        apart: int = 0,
-        padding: int = 0,
-        half_states: bool = False,
-        bare: bool = False,
-        by_column: bool = False,
-        stale: float = STALE,
-        serving: bool = True,
-    ) -> Sample:
-        """Make a sample of ragged sequences without states for those in ``new``; ``None`` omits ``has_state``.
-
-        Args:
-            label: see :class:`Sample`.
-            lengths: rows of each sequence.
-            heads: heads and groups.
-            dims: elements of a head, and of a state.
-            new: the sequences without a state.
-            apart: elements between the states of two slots.
-            padding: rows that no sequence covers.
-            half_states: whether states have the dtype of ``x``.
-            bare: whether ``d`` and ``dt_bias`` are omitted.
-            by_column: whether each column of a head's state has a decay.
-            stale: the numbers in the slots of new requests.
-            serving: see :class:`Sample`.
-        """
-        states, slots = self.slots_of(len(lengths), heads, dims, apart, half_states)
-        has_state = None if new is None else self.new_requests(states, slots, new, stale)
-        rows = self.rows(sum(lengths) + padding, heads, dims, bare, by_column)
-        return Sample(label, (*rows, states, slots, starts(lengths).to(self.device), has_state), serving)
-
-    def tokens(
-        self,
-        label: str,
-        requests: int,
-        heads: tuple[int, int],
-        dims: tuple[int, int],
-        *,
-        apart: int = 0,
-        half_states: bool = False,
-        bare: bool = False,
-        by_column: bool = False,
-        serving: bool = True,
-    ) -> Sample:
-        """Make a sample with one token per request."""
-        rows = self.rows(requests, heads, dims, bare, by_column)
-        return Sample(label, (*rows, *self.slots_of(requests, heads, dims, apart, half_states)), serving)
+    def made_states(self, requests: int, heads: Pair, dims: Pair, form: Form) -> Tensor:
+        dtype = self.dtype if form.half_states else self.wide
+        return self.states(requests, heads[0], *dims, apart=form.apart, dtype=dtype)
 
 
 def scan_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
