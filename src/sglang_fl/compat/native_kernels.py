@@ -8,7 +8,7 @@ layers is ours, because the operator would silently never be called.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -34,6 +34,16 @@ def key() -> str:
 def start_triton() -> bool:
     """Whether SGLang's own Triton kernels run."""
     return HOST.name in detect_device().host_kernels and not why_unserved()
+
+
+def unless_triton(form: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that runs our form of a function of SGLang's if its own Triton kernels do not run."""
+
+    @wraps(form)
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return (original if start_triton() else form)(*args, **kwargs)
+
+    return run
 
 
 def capture() -> bool:
@@ -66,12 +76,12 @@ def supports_triton(original: Callable[[str], bool], backend: str) -> bool:
     return (backend != ATTENTION or start_triton()) and bool(original(backend))
 
 
-def last_locations(original: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
-    """Return the slots of the last tokens in the cache, by a Triton kernel or by PyTorch."""
+@unless_triton
+def last_locations(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
+    """Return the slots of the last tokens in the cache."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
-    find = original if start_triton() else get_last_loc_torch
-    return find(req_to_token, req_pool_indices, prefix_lens)
+    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
 
 
 def cap_logits(original: Callable[[Tensor, float], Tensor], logits: Tensor, cap: float) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fl_dispatch.devices import DeviceSpec, detect_device
 
-from .native_kernels import start_triton
+from .native_kernels import start_triton, unless_triton
 
 STATES = "layers with a state for each request"
 
@@ -60,8 +60,8 @@ def name_kernels() -> None:
         vars(mamba).setdefault(name, None)
 
 
+@unless_triton
 def split_groups(
-    original: Callable[..., Any],
     mixed_qkvz: Tensor,
     mixed_ba: Tensor,
     num_heads_qk: int,
@@ -75,8 +75,6 @@ def split_groups(
         Queries, keys and values ``[tokens, channels]``, the norm's gate ``[tokens, heads_v, head_v]``, and the gates of
         the delta rule ``[tokens, heads_v]``: how much is written, and how much decays.
     """
-    if start_triton():
-        return original(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
     of_value = num_heads_v // num_heads_qk
     parts = mixed_qkvz.unflatten(1, (num_heads_qk, -1)).split((head_qk, head_qk, *2 * (of_value * head_v,)), dim=2)
     query, key, value, z = (part.flatten(1) for part in parts)
@@ -84,8 +82,8 @@ def split_groups(
     return torch.cat((query, key, value), dim=1), z.unflatten(1, (num_heads_v, head_v)), b, a
 
 
+@unless_triton
 def split_parts(
-    original: Callable[..., Any],
     mixed_qkvz: Tensor,
     mixed_ba: Tensor,
     num_heads_qk: int,
@@ -94,8 +92,6 @@ def split_parts(
     head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split projections as :func:`split_groups` does, for projections that store one part after the other."""
-    if start_triton():
-        return original(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
     values = num_heads_v * head_v
     mixed_qkv, z = mixed_qkvz.split((mixed_qkvz.shape[1] - values, values), dim=1)
     b, a = mixed_ba.chunk(2, dim=1)
@@ -112,18 +108,13 @@ def gate_attention(
     return attn_output.copy_(product) if inplace else product
 
 
-def gate_shared(original: Callable[..., Tensor], hidden_states: Tensor, gate_weight: Tensor, shared: Tensor) -> Tensor:
+@unless_triton
+def gate_shared(hidden_states: Tensor, gate_weight: Tensor, shared: Tensor) -> Tensor:
     """Return the output of shared experts times the sigmoid of their gate."""
-    if start_triton():
-        return original(hidden_states, gate_weight, shared)
     return shared * (hidden_states @ gate_weight)[:, None].sigmoid()
 
 
-def add_gated_shared(
-    original: Callable[..., None], hidden_states: Tensor, gate_weight: Tensor, shared: Tensor, total: Tensor
-) -> None:
+@unless_triton
+def add_gated_shared(hidden_states: Tensor, gate_weight: Tensor, shared: Tensor, total: Tensor) -> None:
     """Add the result of :func:`gate_shared` to the output of the other experts."""
-    if start_triton():
-        original(hidden_states, gate_weight, shared, total)
-    else:
-        total.add_(shared * (hidden_states @ gate_weight)[:, None].sigmoid())
+    total.add_(shared * (hidden_states @ gate_weight)[:, None].sigmoid())

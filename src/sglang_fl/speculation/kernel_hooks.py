@@ -16,6 +16,7 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.layers.attribute import replaced
 
 from ..compat import native_kernels
+from ..compat.native_kernels import unless_triton
 from . import BY_LOOK_UP, attention, forms, serves
 
 KERNELS = "sglang.kernels.ops.speculative"
@@ -31,15 +32,6 @@ COMPILED = "sgl_kernel"
 def _always(form: Callable[..., Any]) -> Callable[..., Any]:
     """Replace a kernel that SGLang compiles with NVIDIA's compiler at its first call, on any device."""
     return lambda original, *args, **kwargs: form(*args, **kwargs)
-
-
-def _unless_triton(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a kernel if SGLang's own Triton kernels do not run."""
-
-    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return (original if native_kernels.start_triton() else form)(*args, **kwargs)
-
-    return run
 
 
 def move_accepted(
@@ -68,11 +60,11 @@ def share_weights(original: Callable[[Any], None], worker: Any) -> None:
 HOOKED: tuple[tuple[str, Callable[..., Any]], ...] = (
     (f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func", _always(forms.build_tree)),
     (f"{KERNELS}.spec_tree.verify_tree_greedy_func", _always(forms.verify_greedy)),
-    (f"{KERNELS}.reject_sampling.chain_speculative_sampling_triton", _unless_triton(forms.sample_by_rejection)),
-    (f"{KERNELS}.row_argmax.row_argmax", _unless_triton(forms.best)),
-    (f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func", _unless_triton(forms.slots_of_drafts)),
-    (f"{KERNELS}.eagle.fill_bonus_tokens_func", _unless_triton(forms.last_accepted)),
-    ("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", _unless_triton(forms.write_slots)),
+    (f"{KERNELS}.reject_sampling.chain_speculative_sampling_triton", unless_triton(forms.sample_by_rejection)),
+    (f"{KERNELS}.row_argmax.row_argmax", unless_triton(forms.best)),
+    (f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func", unless_triton(forms.slots_of_drafts)),
+    (f"{KERNELS}.eagle.fill_bonus_tokens_func", unless_triton(forms.last_accepted)),
+    ("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", unless_triton(forms.write_slots)),
     (f"{UTILITIES}.move_accept_tokens_to_target_kvcache", move_accepted),
     (f"{FACTORY}._create_backend", attention.create_backend),
     (f"{WORKER}.init_lm_head", share_weights),
