@@ -30,6 +30,7 @@ NORMS = "sglang.kernels.ops.layernorm.norm"
 LATENT_ATTENTION = "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA"
 POOL_SIZES = "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigurator"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
+PREDICTOR = "sglang.srt.models.deepseek_nextn:DeepseekV3ForCausalLMNextN"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 DELTA = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
 ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
@@ -138,6 +139,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{POOL_SIZES}._compute_cell_size", indexer.bytes_of_token, "around")
     yield _hook("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rotations.without_scaling, "around")
     yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
+    yield _hook(f"{PREDICTOR}.get_hf_to_sglang_mapper", latent.names_of_predictor, "replace")
     yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")
     yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")
     yield _hook(f"{OVERRIDES}.supports_mamba_cache_extra_buffer", state_forms.remembers_within, "around")

@@ -42,8 +42,10 @@ LATENT_MODELS = (
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",
+    "DeepseekV3ForCausalLMNextN",
+    "GlmMoeDsaForCausalLMNextN",
 )
-"""Served models with latent attention: for other models SGLang's loader splits a weight with its own code."""
+"""Served models with latent attention, and predictors: for others SGLang's loader splits a weight with its own code."""
 GPT_OSS = "GptOssForCausalLM"
 """The model with experts that ``mxfp4`` quantizes; no other model has them."""
 FP8_CACHE = "fp8_e4m3"

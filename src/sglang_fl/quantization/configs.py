@@ -249,6 +249,10 @@ class AWQConfigFL(Served, AWQConfig):
     """``awq``: 4 bits."""
 
     fl_format = "awq"
+    modules_to_not_convert: list[str]
+
+    def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
+        self.modules_to_not_convert = hf_to_sglang_mapper.apply_list(self.modules_to_not_convert)
 
     def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
         parts = [] if isinstance(layer, FusedMoE) else layer_parts.names_of_parts(prefix, self.packed_modules_mapping)

@@ -53,6 +53,13 @@ def split_plain(
         original(model, weight_names=[name for name in names if name.rpartition(".")[0] not in ours])
 
 
+def names_of_predictor(predictor: type[nn.Module], config: Any) -> Any:
+    """Return how names of a predictor's layer in a checkpoint become SGLang's, for its lists of plain layers."""
+    from sglang.srt.models.utils import WeightsMapper
+
+    return WeightsMapper(orig_to_new_substr={f"model.layers.{config.num_hidden_layers}": "model.decoder"})
+
+
 def split(model: nn.Module) -> None:
     """Give each latent-attention layer the two parts of its quantized weight, in the model's dtype."""
     for prefix, layer, kernel in kernels(model):

@@ -78,6 +78,10 @@ def eight_bits(kind: torch.dtype, per: str, rows: float | None = None, scale_nam
     return write
 
 
+LEAST = 2.0**-24
+"""The smallest number of float16, and so the scale of zeros alone."""
+
+
 def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
     """Return a writer of packed weights of few bits for ``gptq``, ``auto-round``, ``awq`` and ``compressed-tensors``.
 
@@ -89,10 +93,10 @@ def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
         parts, highest, middle = weight.view(columns, -1, group or inner), (1 << bits) - 1, 1 << (bits - 1)
         if zeros:
             low, high = parts.amin(-1, keepdim=True).clamp(max=0), parts.amax(-1, keepdim=True).clamp(min=0)
-            scale = ((high - low) / highest).half().float()
+            scale = ((high - low) / highest).half().float().clamp(min=LEAST)
             zero = (-low / scale).round().clamp(0, highest)
         else:
-            scale = symmetric(parts, middle - 0.5).half().float()
+            scale = symmetric(parts, middle - 0.5).half().float().clamp(min=LEAST)
             zero = torch.full_like(scale, middle)
         numbers = (parts / scale + zero).round().clamp(0, highest)
         dequantized = ((numbers - zero) * scale).view(columns, inner)

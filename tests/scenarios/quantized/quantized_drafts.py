@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import drafters
 import quantized_checkpoints as checkpoints
-from drafting import LONG, SHORT, Drafting, Models
+from drafting import LONG, LOOK_UP, NGRAM, SHORT, Drafting, Models
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from host_engines import Served
-from quantized_checkpoints import SCHEMES
-from quantized_mixture import LATENT
+from host_engines import WRONG, Pass, Served
+from quantized_checkpoints import SCHEMES, Scheme, WithIndexer
+from quantized_mixture import LATENT, sparse
 from quantized_network import Comparison, network
 from variants import unsure
 
 
 class Run(NamedTuple):
-    """The drafting method, the schemes of target and drafter (empty: not quantized), and the drafted tokens."""
+    """The drafting method, the schemes of target and drafter (empty: not quantized), and the drafted tokens.
+
+    Args:
+        sparse: whether the target has sparse latent attention, and a predictor that reads as the model does.
+        ranks: among which both are divided.
+    """
 
     method: str
     target: str
     drafter: str
     tokens: int = 3
+    sparse: bool = False
+    ranks: int = 1
+
+    def written(self, scheme: str) -> Scheme:
+        """Return a scheme as checkpoints have it."""
+        return WithIndexer(**vars(SCHEMES[scheme])) if self.sparse else SCHEMES[scheme]
 
     def __str__(self) -> str:
-        return f"{self.method}, {self.drafter or 'plain'} for {self.target or 'plain'}"
+        how = (", sparse" if self.sparse else "") + (f", {self.ranks} ranks" if self.ranks > 1 else "")
+        return f"{self.method}, {self.drafter or 'plain'} for {self.target or 'plain'}{how}"
 
     def speculation(self, drafter: Path | None) -> dict[str, Any]:
         """Return vLLM's configuration."""
-        return {"method": self.method, "model": str(drafter), "num_speculative_tokens": self.tokens}
+        who = LOOK_UP if drafter is None else {"model": str(drafter)}
+        return {"method": self.method, "num_speculative_tokens": self.tokens, **who}
 
 
 MAKERS: Mapping[str, Callable[[Path, Path], Path]] = {
@@ -44,22 +57,41 @@ MAKERS: Mapping[str, Callable[[Path, Path], Path]] = {
 class QuantizedDrafts(Drafting):
     """Drafts with quantized weights of the target or the drafter."""
 
+    PLACE = {"plugins": ("wrong_plugin",), "deny": "wrong"}
     ENGINE: ClassVar[Mapping[str, Any]]
     """Arguments of both engines."""
+    LISTING: ClassVar[Mapping[str, Any]] = {}
+    """Further ones with sparse latent attention, so that no other request decides whether a step lists tokens."""
+    RANKS: ClassVar[str] = "tensor_parallel_size"
+    """The host's word."""
+    ABSORBED: ClassVar[bool] = False
+    """Whether the host's latent attention is absorbed for prompts too."""
+
+    def cases(self) -> Mapping[str, Sequence[Any]]:
+        return {"listed": [run for run in self.RUNS if run.sparse], **super().cases()}
+
+    def last(self, run: Run) -> Sequence[Pass]:
+        operators = (SCHEMES[run.target].operators[-1], "mla_sparse") if run.sparse else ()
+        return [Pass(orders={operator: WRONG}) for operator in operators]
 
     def drafting(self, run: Run, made: Models) -> Mapping[str, Any]:
         """Return the host's settings for a run's drafts."""
         raise NotImplementedError
+
+    def computed(self, run: Run) -> Scheme:
+        """Return the scheme that the host computes for a target."""
+        return run.written(run.target)
 
     def used(self, report: Mapping[str, Any], scheme: str) -> int:
         """Return the number of an engine's layers with a scheme's kernel."""
         raise NotImplementedError
 
     def options(self, run: Run, made: Models, drafts: bool) -> Mapping[str, Any]:
-        return {**self.ENGINE, **(self.drafting(run, made) if drafts else {})}
+        listing = self.LISTING if run.sparse else {}
+        return {**self.ENGINE, **listing, self.RANKS: run.ranks, **(self.drafting(run, made) if drafts else {})}
 
     def network(self, run: Run, made: Models) -> Any:
-        return network(SCHEMES[run.target] if run.target else None, model=made.plain)
+        return network(run.written(run.target) if run.target else None, model=made.plain)
 
     def models(self, run: Run, folder: Path) -> Models:
         return models(run, folder)
@@ -69,6 +101,12 @@ class QuantizedDrafts(Drafting):
         assert all(self.used(drafted, scheme) > 0 for scheme in (run.target, run.drafter) if scheme)
         assert not run.drafter or self.used(drafted, run.drafter) > self.used(plain, run.drafter)
 
+    def test_a_wrong_implementation_changes_the_tokens(
+        self, listed: Run, served: Callable[[Any], tuple[Served, Served]]
+    ) -> None:
+        first, *_, product, attention = served(listed)[0].answers
+        assert product.tokens != first.tokens != attention.tokens
+
     def test_judged_tokens_are_the_networks_where_rounding_does_not_decide(
         self, judged: Run, made: Mapping[Run, Models], served: Callable[[Any], tuple[Served, Served]]
     ) -> None:
@@ -76,10 +114,11 @@ class QuantizedDrafts(Drafting):
 
         That can change the last place of an input, and its quantization by a whole step.
         """
-        for engine in served(judged):
-            for asked, answer in zip((SHORT, LONG), engine.answers[:2], strict=True):
-                right = {"model": made[judged].plain, "new": asked.max_tokens}
-                compared = Comparison.of(*answer.scored(), SCHEMES[judged.target], 1, **right)
+        engines, passes = (served(judged)[:1], (SHORT,)) if judged.sparse else (served(judged), (SHORT, LONG))
+        for engine in engines:
+            for asked, answer in zip(passes, engine.answers, strict=False):
+                right = {"model": made[judged].plain, "absorbed": self.ABSORBED, "new": asked.max_tokens}
+                compared = Comparison.of(*answer.scored(), self.computed(judged), judged.ranks, **right)
                 assert compared.agrees
                 assert compared.right.decides(asked.prompts, asked.max_tokens)
 
@@ -87,12 +126,17 @@ class QuantizedDrafts(Drafting):
 def models(run: Run, folder: Path) -> Models:
     """Write a run's checkpoints into a new folder."""
     folder.mkdir()
+
+    def quantized(scheme: str, model: Path, target: Path) -> Path:
+        return checkpoints.write_checkpoint(target, run.written(scheme), model=model) if scheme else model
+
+    if run.sparse:
+        make = drafters.repeating if run.method == NGRAM else drafters.with_reader
+        plain = make(sparse(folder / "sure"), folder / "plain")
+        target = quantized(run.target, plain, folder / "target")
+        return Models(plain, target, None if run.method == NGRAM else target)
     family = drafters.TARGETS[run.method]
     sizes = LATENT if family == "deepseek_v3" else {}
     plain = unsure(build_checkpoint(family, folder / "sure", **sizes), folder / "plain")
-
-    def quantized(scheme: str, model: Path, target: Path) -> Path:
-        return checkpoints.write_checkpoint(target, SCHEMES[scheme], model=model) if scheme else model
-
     drafter = quantized(run.drafter, MAKERS[run.method](plain, folder / "plain drafter"), folder / "drafter")
     return Models(plain, drafter if run.method == "mtp" else quantized(run.target, plain, folder / "target"), drafter)

@@ -19,7 +19,7 @@ from serving import STEP, start
 
 import variants
 from processes import free_port
-from running import MAX_TOKENS, PROMPTS, reference_network
+from running import MAX_TOKENS, PROMPTS, expected_tokens, reference_network
 
 pytest.importorskip("sglang")
 
@@ -69,6 +69,13 @@ def steps(other: Path, own: Path, stop: int) -> dict[str, dict[str, Any]]:
             "more": first,
         },
         "second": {"prompts": [PROMPTS[1][CUT:]], "max_tokens": MAX_TOKENS, "more": second},
+        **new_weights(other, own),
+    }
+
+
+def new_weights(other: Path, own: Path) -> dict[str, dict[str, Any]]:
+    """Ways to other weights and back, the last one to an engine that sleeps."""
+    return {
         "disk": {**STEP, "call": ["update_weights_from_disk", {"model_path": str(other)}]},
         "tensors": {**STEP, "weights": str(own)},
         "group": {**STEP, "weights": str(other), "group": free_port()},
@@ -194,6 +201,16 @@ def test_the_first_weights_come_back(
     way: str, result: Callable[[str], dict[str, Any]], expected: Callable[[str], list[list[int]]]
 ) -> None:
     assert result(way)["tokens"] == expected("qwen3")
+
+
+def test_new_weights_reach_sparse_latent_attention(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    own = checkpoint("deepseek_v32")
+    named = new_weights(other := variants.other_weights(own, tmp_path / "other"), own)
+    engine, variables = {"disable_overlap_schedule": True}, {"SGLANG_FL_PREFER": "reference"}
+    answers = start(own, *named.values(), engine=engine, variables=variables).result()["steps"]
+    right = [expected_tokens(model) for model in (other, own)]
+    assert right[0] != right[1]
+    assert [answer["tokens"] for answer in answers] == right * 2
 
 
 def test_every_layer_is_ours(result: Callable[[str], dict[str, Any]]) -> None:

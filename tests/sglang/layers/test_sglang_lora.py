@@ -100,7 +100,7 @@ def test_attention_of_a_model_with_experts_is_adapted(checkpoint: Callable[[str]
     ("family", "said"),
     [
         ("qwen3_moe", r"adapters with experts \(SGLang multiplies their factors by Triton kernels alone"),
-        ("deepseek_v3", "LoRA of latent attention on cpu"),
+        ("deepseek_v32", "LoRA of latent attention on cpu"),
     ],
 )
 def test_layers_whose_adapters_are_triton_only_are_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,14 +36,17 @@ def targeting(**groups: Sequence[str]) -> dict[str, Any]:
     return {**PACKED, "config_groups": made}
 
 
-def bits(config: dict[str, Any], name: str, **model: Any) -> int:
-    """Bits of the weights of a layer of SGLang's; 0 where it is left as it is."""
+def bits(config: dict[str, Any], name: str, layer_name: str = LAYER, names: Any = None) -> int:
+    """Bits of the weights of a layer of SGLang's; 0 where it is left as it is; ``names``: how SGLang maps them."""
     from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     kinds = {"qkv_proj": QKVParallelLinear, "gate_up_proj": MergedColumnParallelLinear}
     layer = layer_of(kinds.get(name.rpartition(".")[2], RowParallelLinear))
-    method = made(config).get_quant_method(layer, f"{LAYER}.{name}")
+    quantization = made(config)
+    if names is not None:
+        quantization.apply_weight_name_mapper(names)
+    method = quantization.get_quant_method(layer, f"{layer_name}.{name}")
     return 0 if isinstance(method, UnquantizedLinearMethod) else method.scheme.fl_bits
 
 
@@ -106,6 +110,22 @@ def test_parts_that_differ_are_refused_in_one_sentence(
     )
     with pytest.raises(ValueError, match=whole):
         bits(config, name)
+
+
+@pytest.mark.parametrize("config", [PACKED, AWQ], ids=["compressed-tensors", "awq"])
+def test_a_predictors_layer_has_the_number_in_lists_that_follows_the_models_last_one(
+    scheduler: None, config: dict[str, Any]
+) -> None:
+    from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
+    from sglang.srt.models.glm4_moe import GlmMoeDsaForCausalLMNextN
+
+    ignored = "modules_to_not_convert" if config is AWQ else "ignore"
+    said = {**config, ignored: ["model.layers.78.self_attn.indexer.wk", "model.layers.7.mlp.down_proj"]}
+    text: Any = SimpleNamespace(num_hidden_layers=78)
+    for predictor in (DeepseekV3ForCausalLMNextN, GlmMoeDsaForCausalLMNextN):
+        names = predictor.get_hf_to_sglang_mapper(text)
+        found = [bits(said, name, "model.decoder", names) for name in ("self_attn.indexer.wk", "mlp.down_proj")]
+        assert found == [0, 4]
 
 
 @pytest.mark.engine

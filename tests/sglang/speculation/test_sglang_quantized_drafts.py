@@ -11,24 +11,30 @@ import pytest
 import torch
 
 from drafting import Models
-from quantized_checkpoints import SCHEMES
+from quantized_checkpoints import SCHEMES, Scheme
 from quantized_drafts import QuantizedDrafts, Run
 from sampling import drawn
 from variants import said
 
-ALGORITHMS = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+ALGORITHMS = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
 RUNS = (
     Run("draft_model", "awq", "compressed-tensors W4A16"),
     Run("draft_model", "", "gptq"),
     Run("eagle", "compressed-tensors W8A16 fp8", ""),
     Run("eagle3", "fp8", ""),
 )
+BLOCKS = "fp8, blocks of 128"
+LISTING = [Run("mtp", BLOCKS, BLOCKS, 2, sparse=True)]
 DRAWN = drawn(RUNS, 1, "quantized, who drafts under SGLang")
 
 
 @pytest.mark.engine
 class TestDrafts(QuantizedDrafts):
-    RUNS = TOLD = DRAWN
+    RUNS = [*DRAWN, *LISTING]
+    TOLD = DRAWN
+    JUDGED = LISTING
+    ABSORBED = True
+    RANKS = "tp_size"
     SAMPLES = 800
     ENGINE = {"max_running_requests": 64, "max_total_tokens": 8192, "random_seed": 3}
 
@@ -47,8 +53,13 @@ class TestDrafts(QuantizedDrafts):
         return {
             "speculative_algorithm": ALGORITHMS[run.method],
             "speculative_draft_model_path": str(made.drafter),
+            **({"speculative_num_steps": run.tokens} if run.sparse else {}),
             **({} if run.drafter or not run.target else {"speculative_draft_model_quantization": "unquant"}),
         }
+
+    def computed(self, run: Run) -> Scheme:
+        """Return the scheme itself: SGLang quantizes the inputs of an indexer's keys like the others."""
+        return SCHEMES[run.target]
 
     def used(self, report: Mapping[str, Any], scheme: str) -> int:
         calls = (count for name, count in report["counts"].items() if name.split()[0] == SCHEMES[scheme].operators[-1])

@@ -36,9 +36,11 @@ RUNS = {
     "several drafts": Run("glm_moe_dsa", "NEXTN", {"speculative_num_steps": 3}),
     "tree": Run("deepseek_v32", "NEXTN", TREE),
     "ngram": Run("glm_moe_dsa", "NGRAM", {"speculative_num_draft_tokens": 5}),
+    "predictor of two ranks": Run("glm_moe_dsa", "NEXTN", {"speculative_num_steps": 2, "tp_size": 2}),
+    "ngram of two ranks": Run("deepseek_v32", "NGRAM", {"speculative_num_draft_tokens": 5, "tp_size": 2}),
 }
 DRAWN = drawn(tuple(RUNS), 2, "drafts beside sparse latent attention under SGLang")
-READERS = [method for method in DRAWN if method != "ngram"]
+READERS = [method for method in DRAWN if RUNS[method].algorithm != "NGRAM"]
 LONG: Mapping[str, Any] = {"prompts": drafters.TURNS, "max_tokens": drafters.LONG}
 PREDICTOR = "model.decoder.self_attn.indexer"
 
@@ -66,8 +68,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("readers")
     plain = {family: build_checkpoint(family, folder / family) for family in {run.family for run in RUNS.values()}}
     readers = {family: drafters.with_reader(model, folder / f"{family} reader") for family, model in plain.items()}
-    looked_up = drafters.repeating(plain[RUNS["ngram"].family], folder / "repeating")
-    return {method: looked_up if method == "ngram" else readers[run.family] for method, run in RUNS.items()}
+    looked_up = {family: drafters.repeating(model, folder / f"{family} repeating") for family, model in plain.items()}
+    return {method: (readers if method in READERS else looked_up)[RUNS[method].family] for method in DRAWN}
 
 
 @pytest.fixture(scope="module")
