@@ -38,6 +38,8 @@ REPEATS = 3
 PLACE = 1 << 30
 """Bytes of the KV cache, the same for both engines: vLLM would take a share of the machine, which hides the weights."""
 READY, FIRST, MEMORY = "seconds until ready", "seconds until ready, first start", "resident memory, MiB"
+FEW = 8
+"""Generated tokens before memory alone is measured."""
 COSTS = (FIRST, READY, MEMORY)
 """Figures that are better if smaller."""
 
@@ -68,7 +70,10 @@ def engine(options: dict[str, Any]) -> None:
 
     for line in sys.stdin:
         requests = json.loads(line)
-        if requests is None:
+        if requests == MEMORY:
+            ids = [drawn.randrange(10, vocabulary) for _ in range(PROMPT)]
+            llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=FEW, ignore_eos=True), use_tqdm=False)
+        if requests is None or requests == MEMORY:
             here = psutil.Process()
             whole = [here, *here.children(recursive=True)]
             answer = sum(process.memory_full_info().pss for process in whole) / 2**20
@@ -78,7 +83,9 @@ def engine(options: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers)
 
 
-def _round(name: str, own: Mapping[str, str], options: dict[str, Any], cache: Path) -> dict[str, float]:
+def _round(
+    name: str, own: Mapping[str, str], options: dict[str, Any], cache: Path, memory_alone: bool = False
+) -> dict[str, float]:
     """Return the figures of one process."""
     variables = {key: value for key, value in own.items() if key != PYTHON}
     quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
@@ -90,6 +97,8 @@ def _round(name: str, own: Mapping[str, str], options: dict[str, Any], cache: Pa
     )
     try:
         found = {READY: float(child.answer())}
+        if memory_alone:
+            return {MEMORY: float(child.ask(MEMORY))}
         for workload, requests in WORKLOADS.items():
             tokens = requests * NEW or PROMPTS * PROMPT
             found[workload] = tokens / float(child.ask(requests))
@@ -129,10 +138,33 @@ def compare(pair: Mapping[str, Mapping[str, str]], model: Path, dtype: str, roun
     }
 
 
+def memory(engines: Mapping[str, Mapping[str, str]], model: Path, dtype: str) -> dict[str, Any]:
+    """Start each engine once; return its resident memory after a prefill and a short decode.
+
+    Args:
+        engines: engine → its variables.
+        model: a checkpoint.
+        dtype: dtype of the computation.
+    """
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for name, own in engines.items():
+            platform, *_ = name.split(",")  # engines of one platform share compiled code
+            found[name] = _round(platform, own, {"model": str(model), "dtype": dtype}, Path(cache), True)[MEMORY]
+            print(f"{dtype}, {name}: {found[name]:.0f} MiB", file=sys.stderr, flush=True)
+    first, *_ = found.values()
+    rows = {name: {"MiB": round(value, 1), "ratio": round(value / first, 3)} for name, value in found.items()}
+    return {"dtype": dtype, "mode": "memory", "clock": "none", "memory": rows}
+
+
 def report(data: dict[str, Any]) -> None:
     """Print the results as a table."""
     from fl_dispatch.cli.output import print_table
 
+    if "memory" in data:
+        rows = [(name, *cells.values()) for name, cells in data["memory"].items()]
+        print_table(f"Resident memory, {data['dtype']}, MiB", ("engine", "MiB", "ratio to the first"), rows)
+        return
     speeds = {f"{workload}, tokens/s": cells for workload, cells in data["results"].items()}
     rows = [
         (figure, *values, ratio, f"{low} to {high}")

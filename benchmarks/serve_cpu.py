@@ -18,6 +18,11 @@ prefill, one and eight requests, seconds until ready in a first and a later star
 
     python benchmarks/serve_cpu.py --as-started [--dtype float32] [--rounds 5] [--large] [--json FILE]
 
+With ``--memory`` instead, each engine starts once and only its resident memory is measured, after a prefill and a short
+decode; a third engine has the plain weights in the given folder on a disk (``VLLM_FL_PAGE_OUT``).
+
+    python benchmarks/serve_cpu.py --memory FOLDER [--dtype float32 bfloat16] [--large] [--json FILE]
+
 With ``--large`` the model has a billion parameters, with ``--tiny`` it is so small that a step costs only the host's
 work, and with ``--experts`` it is a small mixture of experts.
 With ``--scheme NAME`` its weights are quantized by the tests' checkpoint writer (``quantized_checkpoints.py``).
@@ -259,20 +264,25 @@ def in_turns(arguments: argparse.Namespace) -> None:
         if arguments.scheme:
             model = write_checkpoint(Path(folder, "quantized"), SCHEMES[arguments.scheme], model=model)
         how = (arguments.mode, arguments.turns, arguments.steps, arguments.threads, arguments.profile)
-        pair = in_turns.VANILLA if arguments.vanilla or arguments.as_started else in_turns.RUNNERS
+        fresh = arguments.as_started or arguments.memory
+        pair = in_turns.VANILLA if arguments.vanilla or fresh else in_turns.RUNNERS
         if arguments.configs:
             pair = {file.stem: {**in_turns.PLUGIN, "VLLM_FL_CONFIG": str(file.resolve())} for file in arguments.configs}
         elif pair is in_turns.VANILLA and arguments.runner:
             pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
         if arguments.plugin_python and "plugin" in pair:
             pair = {**pair, "plugin": {**pair["plugin"], in_turns.PYTHON: str(arguments.plugin_python)}}
-        if arguments.as_started:
+        if arguments.memory:
+            on_disk = {**pair["plugin"], "VLLM_FL_PAGE_OUT": str(arguments.memory)}
+            engines = {**pair, "plugin, plain weights on a disk": on_disk}
+            found = [as_started.memory(engines, model, dtype) for dtype in arguments.dtype]
+        elif arguments.as_started:
             found = [as_started.compare(pair, model, dtype, arguments.rounds) for dtype in arguments.dtype]
         else:
             found = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
         runs = [{"scheme": arguments.scheme, **run} for run in found]
     for run in runs:
-        (as_started if arguments.as_started else in_turns).report(run)
+        (as_started if fresh else in_turns).report(run)
     if arguments.json:
         new = {_kind(run) for run in runs}
         kept = [old for old in (before["runs"] if before else []) if _kind(old) not in new]
@@ -292,6 +302,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--vanilla", action="store_true", help="vLLM's own CPU platform and ours, in turns")
     parser.add_argument("--as-started", action="store_true", help="the same, each time from fresh processes")
+    parser.add_argument("--memory", type=Path, metavar="FOLDER", help="resident memory of fresh processes, with a disk")
     parser.add_argument("--runners", action="store_true", help="vLLM's model runners V1 and V2 under ours, in turns")
     parser.add_argument("--configs", type=Path, nargs=2, help="our platform under two files of settings, in turns")
     parser.add_argument("--mode", choices=("compiled", "eager"), nargs="+", default=["compiled", "eager"])
@@ -311,7 +322,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="of engines in turns: a table of operators of each")
     arguments = parser.parse_args()
-    if arguments.vanilla or arguments.as_started or arguments.runners or arguments.configs:
+    if arguments.vanilla or arguments.as_started or arguments.memory or arguments.runners or arguments.configs:
         in_turns(arguments)
         return
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

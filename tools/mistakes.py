@@ -132,6 +132,34 @@ MISTAKES = (
         "tests/core/knowledge/test_prepared.py::test_products_are_of_the_weight_as_it_is_also_where_an_older_alias_writes",
     ),
     Mistake(
+        "pages are taken from a buffer that glibc reuses",
+        "fl_dispatch/hosting/memory/paging.py",
+        "    return is_mapped and size",
+        "    return size",
+        "tests/core/hosting/test_paging.py::test_a_header_that_glibc_did_not_write_is_not_taken_for_one",
+    ),
+    Mistake(
+        "pages are dropped, and read as zeros",
+        "fl_dispatch/hosting/memory/paging.py",
+        '_system("mremap", copy, length, length, _MAY_MOVE_TO_ADDRESS, start)',
+        '_system("madvise", start, length, mmap.MADV_DONTNEED)',
+        "tests/core/hosting/test_paging.py::test_every_reader_finds_every_bit",
+    ),
+    Mistake(
+        "a child process writes the pages of its parent",
+        "fl_dispatch/hosting/memory/paging.py",
+        "mmap.MAP_PRIVATE",
+        "mmap.MAP_SHARED",
+        "tests/core/hosting/test_paging.py::test_a_child_process_has_its_own_pages",
+    ),
+    Mistake(
+        "pages are lost to a disk that fails",
+        "fl_dispatch/hosting/memory/paging.py",
+        "            if ctypes.CDLL(None).memcmp(*map(ctypes.c_size_t, (copy, start, length))):",
+        "            if False:",
+        "tests/core/hosting/test_paging.py::test_a_disk_that_fails_leaves_the_weights_in_memory_and_the_log_says_why",
+    ),
+    Mistake(
         "attributes of tensors are not restored",
         "fl_dispatch/run/snapshot.py",
         """        if isinstance(value, torch.Tensor):

@@ -2,7 +2,8 @@
 
 A host *declares* the tensors that stay from call to call. An implementation with a kernel for another form of a weight
 asks :func:`of` for the form, and the first call makes it. The weight stays unchanged for other implementations and for
-code that reads or writes it, so a prepared weight takes its memory twice.
+code that reads or writes it, so a prepared weight takes its memory twice, unless a host moves the pages of the weight
+itself to a disk (:mod:`fl_dispatch.hosting.memory.paging`).
 
 A write by any code is noticed, also through another tensor over the same memory, such as ``weight.data``: the weight's
 storage is marked as copied on write, and PyTorch removes the mark before it hands out an address to write to. The form
@@ -114,6 +115,12 @@ def may_be(weight: Tensor) -> bool:
     """Whether a weight is declared, and was not given up."""
     forms: Forms | None = getattr(weight, ATTRIBUTE, None)
     return forms is not None and not forms.given_up
+
+
+def rests(weight: Tensor) -> bool:
+    """Whether products use a form of a weight that was not written since, so that steps do not read the weight."""
+    forms: Forms | None = getattr(weight, ATTRIBUTE, None)
+    return forms is not None and any(form is not None for form in forms.made.values()) and _unwritten(weight)
 
 
 def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) -> T | None:

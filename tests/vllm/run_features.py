@@ -280,6 +280,18 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def moved(llm: Any, folder: str) -> dict[str, int]:
+    """Bytes of this process that are mapped from files in a folder that have no name, and those of them in memory."""
+    found, ours = {"mapped": 0, "resident": 0}, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            ours = folder in line and line.endswith("(deleted)")
+        elif ours and name in ("Size:", "Rss:"):
+            found["mapped" if name == "Size:" else "resident"] += int(values[0]) << 10
+    return found
+
+
 def _free_on_device() -> int:
     import torch
 
@@ -545,6 +557,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         forms,
         replays,
         sleep,
+        moved,
         wake_up,
         transfer,
         train,

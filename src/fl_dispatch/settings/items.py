@@ -175,6 +175,10 @@ ITEMS: tuple[Item, ...] = (
         "whether weights of MXFP4 become fp8 with a scale for each block of 128, if no number changes",
     ),
     _item(
+        "page_out", "VLLM_FL_PAGE_OUT", values.text, str, values.path,
+        "the folder on a disk to which a CPU's weights move if products use a packed copy of them",
+    ),
+    _item(
         "steps", "VLLM_FL_STEPS", values.whole, int, partial(values.within, 1, 64),
         "the most steps of the model for one scheduling, while all requests decode",
     ),

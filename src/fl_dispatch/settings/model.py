@@ -52,6 +52,7 @@ class Settings:
     fuse_one_token: bool = True
     seal_tactics: bool = True
     mxfp4_as_fp8: bool = False
+    page_out: FilePath | None = None
     steps: int = 1
     steps_ms: float = 30.0
     unused_tensors: Names = frozenset()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from fl_dispatch import bind_op, get_policy, weight_forms
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.layers import layer_kernels
+from fl_dispatch.hosting.memory import paging
 
 from ..compat import layer_classes
 from .forwards import DispatchedLayer
@@ -94,6 +96,13 @@ class Weights:
         """
         found = [(own, forms) for place, name, forms in self._places if (own := place.get(name)) is not None]
         return weight_forms.settled(found, self._held)
+
+    def page_out(self, folder: Path) -> None:
+        """Move the memory of weights that products use in a packed form to a disk."""
+        with self.settled():  # what was written is packed first
+            pass
+        found = [own for place, name, _ in self._places if (own := place.get(name)) is not None]
+        paging.page_out(found, folder)
 
     def try_heads(self) -> None:
         """Multiply once with weights that no dummy batch reaches, to prepare them before the first request."""

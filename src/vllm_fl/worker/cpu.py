@@ -14,8 +14,9 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting.memory import heap
+from fl_dispatch.hosting.memory import heap, paging
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
 
 from .. import cores, environment
 from ..compat import determinism, threads
@@ -43,6 +44,9 @@ class CPUWorkerFL(WorkerFL):
         super().__init__(vllm_config, local_rank, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if (folder := get_settings().page_out) is not None:
+            paging.check(folder)
+            heap.map_buffers()
         threads.leave(gpu_worker)
         compile.leave_to_inductor(self.vllm_config, detect_device())
         super().load_model(*args, **kwargs)
@@ -112,8 +116,21 @@ class CPUWorkerFL(WorkerFL):
                 for tokens in compile.warm_up_sizes(self.vllm_config, WARM_UP_TOKENS):
                     self._run_dummy_batch(tokens)
         self._finish_start()
+        self._page_out()
         heap.keep_buffers()
         return CompilationTimes(language_model=self.compilation_config.compilation_time, encoder=0.0)
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._page_out()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)
+        self._page_out()
+
+    def _page_out(self) -> None:
+        if (folder := get_settings().page_out) is not None:
+            self.fl_weights.page_out(folder)
 
     def sleep(self, level: int = 1) -> None:
         """Release the cache's memory, at level 2 also the weights', except those that the user keeps."""
@@ -124,7 +141,12 @@ class CPUWorkerFL(WorkerFL):
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate memory again; released weights are zeros until they are loaded."""
+        pages_out = get_settings().page_out is not None
+        if pages_out:
+            heap.map_buffers()
         self.fl_memory.take(tags)
+        if pages_out:
+            heap.keep_buffers()
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Release the cache's memory without keeping its contents."""

@@ -362,6 +362,11 @@ def test_config(write: Write) -> None:
     assert str(found.origin("prefer")) == f"{path}, line 1"
 
 
+def test_page_out() -> None:
+    assert load().page_out is None
+    assert load(VLLM_FL_PAGE_OUT="/var/tmp").page_out == Path("/var/tmp")
+
+
 def test_flagcx_path() -> None:
     assert load(FLAGCX_PATH="/opt/flagcx").flagcx_path == Path("/opt/flagcx")
 
@@ -897,7 +902,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variables_are_not_ours() -> None:
     assert not {"VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL"} & set(variable_names())
-    assert len(variable_names()) == len(set(variable_names())) == 37
+    assert len(variable_names()) == len(set(variable_names())) == 38
 
 
 def rows() -> dict[str, list[str]]:

@@ -192,6 +192,7 @@ others: dict[str, Any] = {
     "batch_invariant": st.booleans(),
     "log_level": st.sampled_from(["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]),
     "plugin_modules": st.lists(st.sampled_from(["a", "a.b", "a.b:c"]), min_size=1, max_size=3).map(tuple),
+    "page_out": st.sampled_from(["/var/tmp", "relative"]).map(Path),
     "flagcx_path": st.sampled_from(["/opt/x", "relative", "/o p t/ü"]).map(Path),
     "oplist_path": st.sampled_from(["/tmp/list.txt", "list"]).map(Path),
     "platform": st.sampled_from(["cpu", "ascend"]),  # those whose file has no rules

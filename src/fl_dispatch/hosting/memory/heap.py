@@ -33,11 +33,20 @@ def keep_buffers() -> bool:
     Returns:
         Whether the process keeps them; other C libraries have no such limits.
     """
+    return _set_limits({_MMAP_THRESHOLD: LARGEST_BUFFER, _TRIM_THRESHOLD: KEPT}, f"keeps up to {KEPT // MIB} MiB")
+
+
+def map_buffers() -> bool:
+    """Give each buffer of a MiB or more a mapping of its own, as :func:`keep_buffers` sets or leaves limits."""
+    return _set_limits({_MMAP_THRESHOLD: MIB}, "maps each buffer of a MiB")
+
+
+def _set_limits(limits: dict[int, int], what: str) -> bool:
     own = [name for name, value in os.environ.items() if name.startswith("MALLOC_") or "glibc.malloc" in value]
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if own or mallopt is None:
         logger.info("heap: left as it is (%s)", ", ".join(own) or "not glibc's")
         return False
-    done = bool(mallopt(_MMAP_THRESHOLD, LARGEST_BUFFER) and mallopt(_TRIM_THRESHOLD, KEPT))
-    logger.info("heap: keeps up to %d MiB for buffers of the next step: %s", KEPT // MIB, done)
+    done = all(mallopt(parameter, limit) for parameter, limit in limits.items())
+    logger.info("heap: %s: %s", what, done)
     return done
