@@ -11,6 +11,7 @@ replaces it: vLLM would draw from the target's excess over the draft, which is u
 from __future__ import annotations
 
 import importlib
+from collections import deque
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,9 @@ COUNTS = Attached[Tensor]("fl_damaged_tokens")
 """The count of each request in the V1 runner, from the logits of a step with drafts."""
 MARKS = Attached[Tensor]("fl_marks")
 """The marks of a V2 sampler's requests in host memory, valid once vLLM has waited for the step's tokens."""
+KEPT = 64
+"""The number of schedulings that keep their marks allocated, more than can be under way: vLLM reads the output of one
+rank, and the others drop theirs before their devices have written it."""
 
 
 def install(runner: Any, v2: bool, drafts: bool) -> None:
@@ -68,9 +72,11 @@ def install(runner: Any, v2: bool, drafts: bool) -> None:
 
 
 def warm_up(model_config: ModelConfig, device: torch.device) -> None:
-    """Check a row of logits in the model's dtype, so that no request waits for the kernel to compile."""
+    """Check a row of logits in the model's dtype, so that no request waits for a kernel to compile."""
     if _is_on():
-        damaged_rows(torch.zeros(1, model_config.get_vocab_size(), dtype=model_config.dtype, device=device))
+        logits = torch.zeros(1, model_config.get_vocab_size(), dtype=model_config.dtype, device=device)
+        damaged_rows(logits)
+        mark_in_host_memory(logits)
 
 
 def _is_on() -> bool:
@@ -90,12 +96,14 @@ class Marking:
     """A replacement of vLLM's function that counts by row: marks in host memory and no counts, if that is possible."""
 
     def __init__(self) -> None:
+        self.samples = False
+        """Whether its runner samples; others are vLLM's warm-up, and another engine of the process."""
         self.marks: Tensor | None = None
         """The marks of the step that is being sampled, and of the steps before it in one scheduling."""
+        self.kept: deque[Tensor] = deque(maxlen=KEPT)
 
     def __call__(self, logits: Tensor) -> Tensor | None:
-        fits = self.marks is None or len(self.marks) == len(logits)
-        marks = mark_in_host_memory(logits, self.marks) if fits else None
+        marks = mark_in_host_memory(logits, self.marks) if self.samples else None
         if marks is None:
             return damaged_rows(logits)
         self.marks = marks
@@ -107,9 +115,12 @@ class Marking:
         @wraps(sample)
         def sampled(*args: Any, **kwargs: Any) -> Any:
             self._take()
+            self.samples = True
             found = sample(*args, **kwargs)
+            self.samples = False
             if (marks := self._take()) is not None:
                 MARKS.give(found[0], marks)
+                self.kept.append(marks)
             return found
 
         return sampled
@@ -130,7 +141,9 @@ def _with_marks(get_output: Any) -> Any:
         marks = MARKS.find(self.sampler_output)
         if marks is not None and (seen or marks.numpy().any()):
             seen = True  # from now on, because a request keeps its count until it gets another one
-            output.num_nans_in_logits = dict(zip(output.req_ids, marks.tolist(), strict=False))
+            counts = output.num_nans_in_logits or {}  # of later steps, in which the kernel failed
+            named = zip(output.req_ids, marks.tolist(), strict=False)
+            output.num_nans_in_logits = {name: mark + counts.get(name, 0) for name, mark in named}
         return output
 
     return got

@@ -1,0 +1,79 @@
+"""Marks of damaged logits in host memory become vLLM's counts, of every request and of every step."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_fl.damage import detection
+
+
+def logits(*damaged: int) -> Tensor:
+    rows = torch.zeros(3, 8)
+    rows[list(damaged)] = float("nan")
+    return rows
+
+
+def sampled(count: Any, marking: detection.Marking, *steps: Tensor) -> SimpleNamespace:
+    """What a runner returns that samples these steps, with vLLM's function that counts."""
+
+    def sample() -> tuple[SimpleNamespace]:
+        counts = [found for step in steps if (found := count(step)) is not None]
+        return (SimpleNamespace(num_nans=sum(counts) if counts else None),)
+
+    found: SimpleNamespace = marking.around(sample)()[0]
+    return found
+
+
+class Output:
+    """vLLM's output of a step."""
+
+    def __init__(self, sampler_output: SimpleNamespace) -> None:
+        self.sampler_output = sampler_output
+
+    def get_output(self) -> SimpleNamespace:
+        names, counts = ["a", "b", "c"], self.sampler_output.num_nans
+        given = None if counts is None else dict(zip(names, counts.tolist(), strict=True))
+        return SimpleNamespace(req_ids=names, num_nans_in_logits=given)
+
+
+def test_without_damage_there_are_no_counts_and_afterwards_all_have_one() -> None:
+    marking = detection.Marking()
+    read = detection._with_marks(Output.get_output)
+    steps = ([logits()], [logits(), logits(1)], [logits()])
+    told = [read(Output(sampled(marking, marking, *step))).num_nans_in_logits for step in steps]
+    assert told == [None, {"a": 0, "b": 1, "c": 0}, {"a": 0, "b": 0, "c": 0}]
+
+
+def test_counts_of_steps_whose_kernel_failed_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = detection.mark_in_host_memory
+    monkeypatch.setattr(
+        detection, "mark_in_host_memory", lambda rows, earlier: None if earlier is not None else mark(rows)
+    )
+    marking = detection.Marking()
+    output = Output(sampled(marking, marking, logits(0), logits(2)))
+    assert detection._with_marks(Output.get_output)(output).num_nans_in_logits == {"a": 1, "b": 0, "c": 1}
+
+
+def test_an_engine_is_told_of_its_damage_after_another_one_started_in_its_process() -> None:
+    first, second = detection.Marking(), detection.Marking()
+    output = Output(sampled(second, first, logits(1)))  # the sampler's module has the second engine's function
+    assert detection._with_marks(Output.get_output)(output).num_nans_in_logits == {"a": 0, "b": 1, "c": 0}
+    assert second.marks is None
+
+
+def test_a_rank_whose_output_nobody_reads_keeps_the_memory_that_its_device_may_still_write() -> None:
+    marking = detection.Marking()
+    output = sampled(marking, marking, logits(1))
+    marks = weakref.ref(detection.MARKS.of(output))
+    del output
+    sampled(marking, marking, logits())
+    assert marks() is not None
+    for _ in range(detection.KEPT):
+        sampled(marking, marking, logits())
+    assert marks() is None
