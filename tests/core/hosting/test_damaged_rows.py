@@ -65,6 +65,38 @@ def test_a_device_that_cannot_write_host_memory_marks_nothing_there(monkeypatch:
     assert rows.mark_in_host_memory(logits(torch.float32)) is None
 
 
+def test_marks_of_other_rows_are_not_overwritten() -> None:
+    marks = torch.zeros(len(CHANGES) - 1, dtype=torch.int32)
+    given = logits(torch.float32)
+    assert rows.mark_in_host_memory(given, marks) is None
+    assert not marks.any()
+    assert bool(given[1].isnan().any()), "these rows are not marked, so they keep their damage"
+
+
+@pytest.mark.parametrize("earlier", [len(CHANGES), len(CHANGES) - 1], ids=["of these rows", "of other rows"])
+def test_a_kernel_that_refuses_host_memory_still_marks_on_the_device(
+    earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+
+    def launch(logits: torch.Tensor, marks: torch.Tensor | None) -> torch.Tensor:
+        launched.append(marks is not None)
+        if marks is not None:
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        return torch.ones(len(logits), dtype=torch.int32)
+
+    device = SimpleNamespace(accelerator=True, writes_pinned_memory=True, torch_type="cpu")
+    monkeypatch.setattr(rows, "FAILED", {})
+    monkeypatch.setattr(rows, "detect_device", lambda: device)
+    monkeypatch.setattr(rows, "why_unavailable", lambda: "")
+    monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.damaged_rows_in_one_launch", launch)
+    given = logits(torch.float32)
+    for _ in range(2):
+        assert rows.mark_in_host_memory(given, torch.zeros(earlier, dtype=torch.int32)) is None
+        assert rows.damaged_rows(given).all()
+    assert launched == ([True, False, False] if earlier == len(CHANGES) else [False, False])
+
+
 KERNEL = """
 import json, sys, torch
 sys.path[:0] = {folders!r}
@@ -85,7 +117,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     assert launch(again, marks) is marks and marks[0]
     check([0, *marks[1:].tolist()], before, again)
 assert rows.damaged_rows(given[:0]).tolist() == []
-print(json.dumps([len(launched), rows.FAILED]))
+print(json.dumps([len(launched), list(rows.FAILED)]))
 """
 
 
@@ -96,12 +128,12 @@ def test_the_kernel_does_the_same_in_the_interpreter() -> None:
 
 
 def test_where_the_kernel_fails_pytorchs_operators_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "FAILED", [])
+    monkeypatch.setattr(rows, "FAILED", {})
     monkeypatch.setattr(rows, "why_unavailable", lambda: "")
     given = logits(torch.float32)  # on a CPU, for which Triton has no compiler
     before = given.clone()
     check(rows.damaged_rows(given).tolist(), before, given)
-    assert len(rows.FAILED) == 1
+    assert list(rows.FAILED) == [False]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +154,7 @@ def test_a_kernel_that_found_no_memory_is_tried_again(
         launched.append(logits)
         raise error
 
-    monkeypatch.setattr(rows, "FAILED", [])
+    monkeypatch.setattr(rows, "FAILED", {})
     monkeypatch.setattr(rows, "why_unavailable", lambda: "")
     monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.damaged_rows_in_one_launch", launch)
     for _ in range(3):

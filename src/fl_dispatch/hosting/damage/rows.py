@@ -13,8 +13,9 @@ from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)
 
-FAILED: list[str] = []
-"""The error of the kernel, after which PyTorch's operators replace it; out of memory, only for that call."""
+FAILED: dict[bool, str] = {}
+"""Whether marks lie in host memory → the kernel's error, after which it is not launched for such marks any more; out of
+memory, only for that call."""
 
 
 def damaged_rows(logits: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def damaged_rows(logits: Tensor) -> Tensor:
     Returns:
         1 for each damaged row, else 0, ``[rows]``, int32.
     """
-    marks = _by_kernel(logits, None)
+    marks = _by_kernel(logits, None) if _has_kernel(logits, in_host_memory=False) else None
     if marks is not None:
         return marks
     highest = logits.amax(-1)
@@ -51,31 +52,36 @@ def mark_in_host_memory(logits: Tensor, earlier: Tensor | None = None) -> Tensor
 
     Returns:
         1 for each row that was damaged in one of the steps, else 0, ``[rows]``, int32, in host memory. They are valid
-        once the device has finished the step. ``None`` if this device cannot write them.
+        once the device has finished the step. ``None`` if this device cannot write them, or if ``earlier`` is of other
+        rows.
     """
+    if earlier is not None and len(earlier) != len(logits):
+        return None
     device = detect_device()
     if not device.accelerator:
         marks = damaged_rows(logits)
         return marks if earlier is None else earlier.bitwise_or_(marks)
-    if not device.writes_pinned_memory:
+    if not device.writes_pinned_memory or not _has_kernel(logits, in_host_memory=True):
         return None
     if earlier is None:
         earlier = torch.zeros(len(logits), dtype=torch.int32, pin_memory=True)
     return _by_kernel(logits, earlier)
 
 
+def _has_kernel(logits: Tensor, in_host_memory: bool) -> bool:
+    fits = logits.stride(-1) == 1 and logits.device.type == detect_device().torch_type
+    return fits and in_host_memory not in FAILED and not why_unavailable()
+
+
 def _by_kernel(logits: Tensor, marks: Tensor | None) -> Tensor | None:
-    """Launch the kernel; return ``None`` if this device has none, or if it fails."""
-    torch_type = detect_device().torch_type
-    if logits.stride(-1) != 1 or logits.device.type != torch_type or FAILED or why_unavailable():
-        return None
+    """Launch the kernel; return ``None`` if it fails."""
     try:
         from .rows_kernel import damaged_rows_in_one_launch
 
         return damaged_rows_in_one_launch(logits, marks)
     except Exception as error:
         if not is_out_of_memory(error):  # then Triton compiles no such kernel for this chip
-            FAILED.append(str(error))
+            FAILED[marks is not None] = str(error)
         logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
         return None
 
