@@ -70,7 +70,7 @@ def page_out(weights: Iterable[Tensor], folder: Path) -> int:
 
 def _pages(weight: Tensor) -> tuple[int, int] | None:
     """Return the start and the length of the whole pages of a weight that may be moved."""
-    if not (weight.is_cpu and weight_forms.rests(weight)):
+    if weight.get_device() >= 0 or not weight_forms.rests(weight):  # host memory has no number
         return None
     (address,), size = native.addresses([weight]), weight.untyped_storage().nbytes()
     assert address is not None
