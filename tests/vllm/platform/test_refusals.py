@@ -28,7 +28,7 @@ from fl_dispatch import (
     get_default_manager,
     policy_context,
 )
-from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
+from fl_dispatch.cli.checkpoints import VOCABULARY, configuration
 from fl_dispatch.devices import ASCEND, CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.ops import OPERATORS
@@ -72,10 +72,10 @@ def _describe(family: str) -> Any:
         heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
         return WhisperConfig(vocab_size=VOCABULARY, d_model=64, encoder_layers=2, decoder_layers=2, **heads)
     if family == "deepseek_v3":
-        predicting = FAMILIES[family]()
+        predicting = configuration(family)
         predicting.num_nextn_predict_layers = 2
         return predicting
-    return FAMILIES[family]()
+    return configuration(family)
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_whatever_runs_the_model_is_a_step(method: str, drafts: str | None, monk
     ours: Any = object.__new__(worker.WorkerFL)
     ours.fl_weights = linear.Weights(torch.nn.ModuleList([layer]), compiled=True)
     ours.vllm_config, ours.fl_several_steps = SimpleNamespace(speculative_config=drafts), False
-    ours.fl_watched_steps = SimpleNamespace(begin=bool, step=nullcontext, tell=bool)
+    ours.fl_watched_steps = SimpleNamespace(begin=bool, step=nullcontext, attach_report=bool)
     made: list[Tensor] = []
 
     def run(self: Any, *arguments: Any) -> None:

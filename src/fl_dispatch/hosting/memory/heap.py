@@ -33,7 +33,10 @@ def keep_buffers() -> bool:
     Returns:
         Whether the process keeps them; other C libraries have no such limits.
     """
-    return _set_limits({_MMAP_THRESHOLD: LARGEST_BUFFER, _TRIM_THRESHOLD: KEPT}, f"keeps up to {KEPT // MIB} MiB")
+    return _set_limits(
+        {_MMAP_THRESHOLD: LARGEST_BUFFER, _TRIM_THRESHOLD: KEPT},
+        f"keeps up to {KEPT // MIB} MiB for buffers of the next step",
+    )
 
 
 def map_buffers() -> bool:
