@@ -1,7 +1,7 @@
 """Count damaged logits in vLLM's runners; the counts go to the host with the sampled tokens.
 
-If each request has one row of logits in the V2 runner, the device writes the marks to host memory itself: another copy
-in each step would cost the host more than the check. With damage they become vLLM's counts.
+If each request has one row of logits in the V2 runner, the device writes the marks to host memory itself, so nothing is
+copied. With damage they become vLLM's counts.
 
 With drafts a request has several rows of logits, which vLLM treats as rows of several requests. Here a request has the
 rows from which its tokens were chosen. A draft from damaged logits is never accepted, and the target's own token
@@ -116,8 +116,10 @@ class Marking:
         def sampled(*args: Any, **kwargs: Any) -> Any:
             self._take()
             self.samples = True
-            found = sample(*args, **kwargs)
-            self.samples = False
+            try:
+                found = sample(*args, **kwargs)
+            finally:
+                self.samples = False
             if (marks := self._take()) is not None:
                 MARKS.give(found[0], marks)
                 self.kept.append(marks)
