@@ -29,8 +29,10 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "eager": {**COMMON, "enforce_eager": True},
     "graphs": {**COMMON, "enforce_eager": False},
 }
-KIND = "qwen2_5_vl"
+KINDS = ("qwen2_5_vl", "qwen3_5")
+"""Attention in each layer, and layers with a state between those."""
 each_way = pytest.mark.parametrize("way", WAYS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +41,28 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vision.build(KIND, tmp_path_factory.mktemp("vision") / KIND)
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("vision")
+    return {kind: vision.build(kind, folder / kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def engines(whisper: Path, seeing: Path) -> Runs:
+def engines(whisper: Path, seeing: Mapping[str, Path]) -> Runs:
     """All start at once, in the pool's turns."""
     listen = [
         {"do": "transcribe", "sounds": sounds, "rate": speech.RATE, "max_tokens": MAX_TOKENS}
         for sounds in (speech.sounds(), speech.sounds()[1:])
     ]
     pixels = [np.asarray(picture).tolist() for picture in vision.pictures()]
-    look = {"do": "look", "prompt": vision.PROMPTS[KIND], "pictures": pixels, "text": vision.WITHOUT}
+    look = {"do": "look", "pictures": pixels, "text": vision.WITHOUT, "max_tokens": MAX_TOKENS}
     started = {}
     for way, engine in WAYS.items():
         heard = (whisper, [{"do": "replays"}, *listen, {"do": "replays"}], {**engine, "max_model_len": 128})
         started[f"sound, {way}"] = start_features(heard, **EXACT)
-        seen = (seeing, 2 * [{**look, "max_tokens": MAX_TOKENS}], {**engine, "max_model_len": 256})
-        started[f"pictures, {way}"] = start_features(seen, **EXACT)
+        for kind, checkpoint in seeing.items():
+            twice = 2 * [{**look, "prompt": vision.PROMPTS[kind]}]
+            seen = (checkpoint, twice, {**engine, "max_model_len": 256})
+            started[f"{kind}, {way}"] = start_features(seen, **EXACT)
     return Runs(started)
 
 
@@ -83,9 +88,12 @@ def test_a_decoder_attends_to_itself_and_to_the_encoder_through_our_operators(wa
 
 
 @each_way
-def test_what_is_written_about_pictures_is_hugging_faces(way: str, engines: Runs, seeing: Path) -> None:
-    (run,) = engines[f"pictures, {way}"]["runs"]
-    expected = vision.expected(seeing, KIND, MAX_TOKENS)
+@each_kind
+def test_what_is_written_about_pictures_is_hugging_faces(
+    kind: str, way: str, engines: Runs, seeing: Mapping[str, Path]
+) -> None:
+    (run,) = engines[f"{kind}, {way}"]["runs"]
+    expected = vision.expected(seeing[kind], kind, MAX_TOKENS)
     first, again = run["steps"]
     assert first["tokens"] == again["tokens"] == expected
     assert expected[0] != expected[1]
@@ -93,8 +101,9 @@ def test_what_is_written_about_pictures_is_hugging_faces(way: str, engines: Runs
 
 
 @each_way
-def test_a_model_that_sees_runs_our_operators_behind_its_encoder(way: str, engines: Runs) -> None:
-    (run,) = engines[f"pictures, {way}"]["runs"]
+@each_kind
+def test_a_model_that_sees_runs_our_operators_behind_its_encoder(kind: str, way: str, engines: Runs) -> None:
+    (run,) = engines[f"{kind}, {way}"]["runs"]
     assert ran(run, "paged_attention") == {"default.triton"}
     assert run["report"]["native_layers"] == {}
     assert run["report"]["failed"] == {}
