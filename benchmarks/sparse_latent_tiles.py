@@ -10,15 +10,17 @@ operations at the rate of a matrix product, both measured first. The last line c
 including the making of the list, with dense latent attention to all tokens.
 
     python benchmarks/sparse_latent_tiles.py [--parts attention,lists,dense] [--contexts 32768 131072]
-        [--requests 1 8 32] [--chunk 2048] [--heads 128 16] [--as-it-is] [--hopper-lists] [--json FILE]
+        [--requests 1 8 32] [--chunk 2048] [--heads 128 16] [--index-caches bfloat16 float8_e4m3fn] [--as-it-is]
+        [--hopper-lists] [--json FILE]
 
-``--as-it-is``: no candidates. ``--hopper-lists``: attention by the kernel for Hopper; the plain kernel otherwise. Needs
-a GPU.
+``--index-caches``: types of index keys, in which they are also multiplied with queries. ``--as-it-is``: no candidates.
+``--hopper-lists``: attention by the kernel for Hopper; the plain kernel otherwise. Needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -56,7 +58,10 @@ SMALL = (
     (16, 128, 8, 2),
 )  # fmt: skip
 """Heads, listed rows, warps and stages."""
-SCORING = ((128, 32, 4, 2), (128, 128, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3), (64, 128, 4, 3), (256, 128, 8, 3))
+SCORING = (
+    (256, 128, 8, 3), (256, 128, 8, 4), (256, 128, 8, 2), (256, 64, 8, 3), (128, 128, 4, 2), (128, 128, 4, 4),
+    (128, 128, 8, 3), (64, 128, 4, 3),
+)  # fmt: skip
 SCORING_DECODE = ((64, 1, 4, 1), (128, 1, 4, 1), (128, 1, 4, 2), (256, 1, 4, 2), (256, 1, 8, 1))
 """Tokens, queries, warps and stages."""
 SELECTING = (
@@ -244,7 +249,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--chunk", type=int, default=2048, help="new tokens of a prompt's last chunk; 0: no prompt")
     parser.add_argument("--heads", type=int, nargs="+", default=[128, 16])
-    parser.add_argument("--cache", choices=("bfloat16", "float8_e4m3fn"), default="bfloat16", help="of latent rows")
+    kinds = ("bfloat16", "float8_e4m3fn")
+    parser.add_argument("--cache", choices=kinds, default="bfloat16", help="of latent rows")
+    parser.add_argument("--index-caches", choices=kinds, nargs="+", default=["float8_e4m3fn"], help="of index keys")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--as-it-is", action="store_true", help="no candidates")
     parser.add_argument("--hopper-lists", action="store_true", help="attention by the kernel for Hopper")
@@ -261,8 +268,12 @@ def main() -> None:
         for requests, new, context in sizes:
             if part == "dense" and new > 1:
                 continue
-            for heads in given.heads[:1] if part == "lists" else given.heads:
-                stored = FP8 if part == "lists" else getattr(torch, given.cache)
+            listing = part == "lists"
+            cases = itertools.product(
+                given.heads[:1] if listing else given.heads, given.index_caches if listing else [given.cache]
+            )
+            for heads, kind in cases:
+                stored = getattr(torch, kind)
                 batch = Batch(clock.device, requests, new, context)
                 trial = Trial(clock, part, batch, heads, stored)
                 floors = trial.work.bytes_moved / rates.moved, trial.work.operations / rates.summed
@@ -276,7 +287,7 @@ def main() -> None:
                 print(end="", flush=True)
                 as_it_is = times[AS_IT_IS]
                 if isinstance(as_it_is, float) and new == 1:
-                    for count in given.heads if part == "lists" else [heads]:
+                    for count in given.heads if listing else [heads]:
                         total.setdefault((count, str(batch)), {})[part] = as_it_is
                 found.append({"case": trial.name, "floors": floors, "seconds": times, "fastest": best})
                 del trial

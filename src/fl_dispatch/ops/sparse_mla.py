@@ -114,17 +114,24 @@ def index_key_write(
     if key_scales is None:
         key_cache[block, offset] = new.to(key_cache.dtype)
         return
-    wide = new.to(torch.promote_types(key.dtype, torch.float32))
-    largest = LARGEST["float8_e4m3fn"]
-    groups = key_scales.shape[-1]
-    padded = functional.pad(wide, (0, groups * INDEX_GROUP - wide.shape[-1]))
-    grouped = padded.view(len(wide), groups, INDEX_GROUP)
+    numbers, scales = _in_fp8(new.to(torch.promote_types(key.dtype, torch.float32)))
+    key_cache[block, offset] = numbers.to(key_cache.dtype)
+    key_scales[block, offset] = scales.to(key_scales.dtype)
+
+
+def _in_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in float8_e4m3fn and the scales of their groups, as ``index_key_write`` stores them."""
+    largest, dim = LARGEST["float8_e4m3fn"], rows.shape[-1]
+    grouped = functional.pad(rows, (0, -dim % INDEX_GROUP)).view(*rows.shape[:-1], -(-dim // INDEX_GROUP), INDEX_GROUP)
     least = grouped.abs().amax(-1).clamp(min=LEAST_MAGNITUDE) / largest
     mantissa, exponent = torch.frexp(least)
     scales = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
-    spread = scales.repeat_interleave(INDEX_GROUP, -1)[:, : wide.shape[-1]]
-    key_cache[block, offset] = (wide / spread).clamp(-largest, largest).to(FP8).to(key_cache.dtype)
-    key_scales[block, offset] = scales.to(key_scales.dtype)
+    return (rows / _spread(scales, dim)).clamp(-largest, largest).to(FP8), scales
+
+
+def _spread(scales: Tensor, dim: int) -> Tensor:
+    """Expand scales of groups to one for each element of a row."""
+    return scales.repeat_interleave(INDEX_GROUP, -1)[..., :dim]
 
 
 def _list_fake(query: Tensor, topk: int, out: Tensor | None) -> Tensor:
@@ -176,6 +183,8 @@ def index_topk(
     score of the token at ``j <= p`` is the sum over heads of ``weights * relu(q . k)`` (DeepSeek-AI, arXiv 2512.02556,
     equation 1). Of equal scores the lower position is taken first.
 
+    For a cache in float8_e4m3fn, ``q`` is the query of a head rounded as ``index_key_write`` rounds keys, as published.
+
     Args:
         query: ``[tokens, heads, dim]``, floating point.
         weights: ``[tokens, heads]``, float32: weights of the heads, including any constant factor of the scores.
@@ -208,12 +217,15 @@ def index_topk(
         blocks = block_table[request, : -(-length // block_size)]
         keys = key_cache[blocks].flatten(0, 1)[:length].to(wide)
         if key_scales is not None:
-            units = key_scales[blocks].flatten(0, 1)[:length].to(wide)
-            keys = keys * units.repeat_interleave(INDEX_GROUP, -1)[:, : keys.shape[-1]]
+            keys = keys * _spread(key_scales[blocks].flatten(0, 1)[:length].to(wide), keys.shape[-1])
         step = max(1, SCORES_AT_ONCE // max(1, query.shape[1] * length))
         for row in range(begin, end, step):
             rows = slice(row, min(row + step, end))
-            products = torch.einsum("qhd,kd->qhk", query[rows].to(wide), keys).relu()
+            heads = query[rows].to(wide)
+            if key_scales is not None:
+                rounded, units = _in_fp8(heads)
+                heads = rounded.to(wide) * _spread(units, heads.shape[-1])
+            products = torch.einsum("qhd,kd->qhk", heads, keys).relu()
             scores = torch.einsum("qh,qhk->qk", weights[rows].to(wide), products)
             places = torch.arange(rows.start, rows.stop, device=keys.device) - end + length
             hidden = torch.arange(length, device=keys.device) > places[:, None]

@@ -1,7 +1,8 @@
 """vLLM's indexer of sparse latent attention over ``index_key_write`` and ``index_topk``.
 
-Index keys of half-type models are in fp8 as published, with the scales of a block after its keys. In models in float32,
-on chips without fp8, or with ``indexer_kv_dtype="bf16"``, they have the model's dtype. Queries are not quantized.
+Index keys of half-type models are in fp8 as published, with the scales of a block after its keys, and ``index_topk``
+rounds their queries by the same rule. In models in float32, on chips without fp8, or with ``indexer_kv_dtype="bf16"``,
+keys and queries have the model's dtype.
 """
 
 from __future__ import annotations

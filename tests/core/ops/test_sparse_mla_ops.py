@@ -107,6 +107,39 @@ def test_scores_count_the_scales_of_a_cache_in_fp8() -> None:
     assert REFERENCE.index_topk(*given, 3, None, scales).tolist() == [[1, 2, 3]]
 
 
+def test_queries_of_a_cache_in_fp8_are_rounded_as_keys_are() -> None:
+    """In units of 1, which 448 asks for, 17 lies between 16 and 18, and goes to the even one; so two tokens are equal.
+
+    The scale of another head, which needs a smaller one, does not matter.
+    """
+    query = torch.zeros(1, 2, 128)
+    query[0, 0, :3], query[0, 1, 5] = torch.tensor([448.0, 16.0, 17.0]), 0.3
+    keys = torch.zeros(1, 3, 128)
+    keys[0, 0, 1] = keys[0, 1, 2] = 1.0
+    rest = (ints(0)[None], ints(0, 1), ints(3), 1, 3, 1, None)
+    assert REFERENCE.index_topk(query, torch.ones(1, 2), keys, *rest).tolist() == [[1]]
+    stored, scales = keys.to(torch.float8_e4m3fn), torch.ones(1, 3, 1)
+    assert REFERENCE.index_topk(query, torch.ones(1, 2), stored, *rest, scales).tolist() == [[0]]
+
+
+@pytest.mark.parametrize("dim", [128, 160])
+def test_a_cache_in_fp8_lists_what_queries_and_keys_list_that_were_written_to_one(dim: int) -> None:
+    """Of keys with one scale and with two."""
+    query, key, weights = torch.randn(5, HEADS, dim), torch.randn(30, dim), torch.randn(5, HEADS)
+    groups, rest = -(-dim // 128), (ints(0)[None], ints(0, 5), ints(30), 5, 30, 7, None)
+
+    def written(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cache, scales = torch.zeros(1, *rows.shape).to(torch.float8_e4m3fn), torch.zeros(1, len(rows), groups)
+        REFERENCE.index_key_write(rows, cache, torch.arange(len(rows)), scales)
+        return cache, scales, cache.float() * scales.repeat_interleave(128, -1)[..., :dim]
+
+    cache, scales, keys = written(key)
+    rounded = written(query.flatten(0, 1))[2].view(query.shape)
+    found = REFERENCE.index_topk(query, weights, cache, *rest, scales)
+    assert found.equal(REFERENCE.index_topk(rounded, weights, keys, *rest))
+    assert not rounded.equal(query)
+
+
 def test_attention_over_all_visible_tokens_is_that_of_a_decode() -> None:
     lengths, block_size = ints(21, 9), 4
     table = torch.tensor([[6, 1, 4, 2, 7, 3], [9, 8, 5, 0, 0, 0]], dtype=torch.int32)

@@ -387,7 +387,7 @@ def exact_mla_prefill(query, key, value, starts, key_starts, _, __, scale, out, 
 
 
 def exact_index_key_write(key, cache, slots, scales) -> list[Tensor]:
-    """One token and one group at a time; the exponent of a scale by counting up."""
+    """One token and one group at a time."""
     cache = cache.clone()
     scales = None if scales is None else scales.clone()
     size = cache.shape[1]
@@ -397,18 +397,28 @@ def exact_index_key_write(key, cache, slots, scales) -> list[Tensor]:
             if scales is None:
                 cache[*place, part] = key[token, part]
                 continue
-            largest, scale = max(1e-4, float(key[token, part].abs().max())), 2.0**-40
-            while 448 * scale < largest:
-                scale *= 2
-            scales[*place, group] = scale
-            cache[*place, part] = (key[token, part] / scale).to(torch.float8_e4m3fn).to(cache.dtype)
+            numbers, scales[*place, group] = exact_in_fp8(key[token, part])
+            cache[*place, part] = numbers.to(cache.dtype)
     return [cache] if scales is None else [cache, scales]
+
+
+def exact_in_fp8(group: Tensor) -> tuple[Tensor, float]:
+    """One group's numbers in fp8 and their scale, whose exponent is found by counting up."""
+    largest, scale = max(1e-4, float(group.abs().max())), 2.0**-40
+    while 448 * scale < largest:
+        scale *= 2
+    return (group / scale).to(torch.float8_e4m3fn), scale
 
 
 def exact_index_topk(query, weights, cache, table, starts, lengths, _, __, topk, out, scales) -> list[Tensor]:
     """One query at a time: a token is listed if fewer than ``topk`` come before it."""
     result = query.new_full((len(query), topk), -1).int() if out is None else out.clone()
     size, groups = cache.shape[1], torch.arange(cache.shape[2]) // 128
+    if scales is not None:
+        query = query.clone()
+        for group in (group for head in query.flatten(0, 1) for group in head.split(128)):
+            numbers, unit = exact_in_fp8(group)
+            group.copy_(numbers.double() * unit)
     for request, length in enumerate(lengths.tolist()):
         begin, end = starts[request : request + 2].tolist()
         slots = [(int(table[request, place // size]), place % size) for place in range(length)]

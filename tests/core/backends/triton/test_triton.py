@@ -383,7 +383,6 @@ SMALL = {
         "mixed batch, top 64, fp8",
         "as many tokens as are taken, and one more",
         "one best token, odd sizes",
-        "two groups of an index key",
         "requests without new tokens",
         "empty batch",
         "9,000 tokens, top 512",

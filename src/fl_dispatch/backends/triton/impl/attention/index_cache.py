@@ -1,4 +1,4 @@
-"""Write index keys into their paged cache."""
+"""Write index keys into their paged cache, and quantize index queries as keys are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.quantization import FP8
 from fl_dispatch.ops.sparse_mla import INDEX_GROUP
 
 from ..launch import compiles, power_of_two
@@ -17,6 +18,21 @@ from ..rows.quantization import narrowed
 LARGEST = tl.constexpr(448.0)
 LEAST = tl.constexpr(1e-4)
 MANTISSA = tl.constexpr(0x7FFFFF)
+TOGETHER = 16
+"""Heads of queries that a program quantizes."""
+
+
+@triton.jit
+def _unit_of(largest):
+    """The scale of numbers with this largest magnitude: the mantissa's bits carry into the exponent."""
+    least = tl.maximum(largest, LEAST) / LARGEST
+    return ((least.to(tl.int32, bitcast=True) + MANTISSA) & ~MANTISSA).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_units(number, unit, TYPE: tl.constexpr):
+    """Numbers in units, in a type of fp8."""
+    return narrowed(tl.minimum(tl.maximum(number / unit, -LARGEST), LARGEST), TYPE)
 
 
 @triton.jit
@@ -51,18 +67,46 @@ def _write(
         target = cache + block * CACHE_BLOCK + offset * CACHE_SLOT + dim * CACHE_DIM
         if QUANTIZED:
             x = x.to(tl.float32)
-            least = tl.maximum(tl.max(tl.abs(x), axis=0), LEAST) / LARGEST
-            # The least power of two that is not below: the mantissa's bits carry into the exponent.
-            bits = (least.to(tl.int32, bitcast=True) + MANTISSA) & ~MANTISSA
-            scale = bits.to(tl.float32, bitcast=True)
-            number = narrowed(tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST), cache.dtype.element_ty)
+            scale = _unit_of(tl.max(tl.abs(x), axis=0))
+            number = _in_units(x, scale, cache.dtype.element_ty)
             tl.store(scales + block * SCALE_BLOCK + offset * SCALE_SLOT + group * SCALE_GROUP, scale)
         else:
             number = x.to(cache.dtype.element_ty)
         tl.store(target, number, mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _quantize(
+    query,
+    weights,
+    numbers,
+    scaled,
+    rows,
+    QUERY_TOKEN,
+    QUERY_HEAD,
+    WEIGHT_TOKEN,
+    WEIGHT_HEAD,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: ``TOGETHER`` heads of queries at a time; ``rows`` counts the heads of all queries."""
+    row = (tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)).to(tl.int64)
+    exists = row < rows
+    token, head = row // HEADS, row % HEADS
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    inside = exists[:, None] & (dim < DIM)
+    source = query + (token * QUERY_TOKEN + head * QUERY_HEAD)[:, None] + dim
+    x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    unit = _unit_of(tl.max(tl.abs(x), axis=1))
+    tl.store(numbers + row[:, None] * DIM + dim, _in_units(x, unit[:, None], numbers.dtype.element_ty), mask=inside)
+    weight = tl.load(weights + token * WEIGHT_TOKEN + head * WEIGHT_HEAD, mask=exists, other=0.0).to(tl.float32)
+    tl.store(scaled + row, weight * unit, mask=exists)
+
+
 _launch = Launcher(_write)
+_launch_quantize = Launcher(_quantize)
 
 
 def supports(key_cache: Tensor) -> bool | str:
@@ -86,3 +130,18 @@ def index_key_write(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, key_sc
         (*key.stride(), *key_cache.stride(), *scales.stride(), dim, key_cache.shape[1], quantized, block),
         warps=1,
     )
+
+
+def quantized_queries(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries ``[tokens, heads, dim]`` in fp8, and the weights of heads times the scales of their queries."""
+    numbers = torch.empty(query.shape, dtype=FP8, device=query.device)
+    scaled = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    rows, (heads, dim) = scaled.numel(), query.shape[1:]
+    _launch_quantize(
+        (-(-rows // TOGETHER), 1, 1),
+        (query, weights, numbers, scaled),
+        (query.stride(0), query.stride(1), *weights.stride(), heads, dim, TOGETHER, power_of_two(dim)),
+        sizes=(rows,),
+        warps=4,
+    )
+    return numbers, scaled

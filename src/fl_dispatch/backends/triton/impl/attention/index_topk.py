@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
-from fl_dispatch.ops.sparse_mla import INDEX_GROUP
 
 from ..launch import compiles, power_of_two
+from .index_cache import quantized_queries
 from .requests import request_of, steps
 
 MOST_SCORES = 1 << 26
@@ -57,11 +57,9 @@ def _score(
     CACHE_SLOT,
     SCALE_BLOCK,
     SCALE_SLOT,
-    SCALE_GROUP,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -71,7 +69,7 @@ def _score(
 ):
     """Grid: tiles of ``BLOCK_N`` tokens, tiles of ``BLOCK_M`` queries, requests.
 
-    Rows of ``scores`` are the queries from ``first_row`` on. ``GROUPS`` is 0 for a cache that has no scales.
+    Rows of ``scores`` are the queries from ``first_row`` on. ``SCALED``: each key has a scale.
     """
     request = tl.program_id(2)
     begin = tl.load(query_starts + request)
@@ -91,12 +89,8 @@ def _score(
         source = cache + (page * CACHE_BLOCK + slot * CACHE_SLOT)[:, None] + dim[None, :]
         keys = tl.load(source, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
         unit = tl.full([BLOCK_N], 1.0, dtype=tl.float32)
-        if GROUPS == 1:
+        if SCALED:
             unit = tl.load(scales + page * SCALE_BLOCK + slot * SCALE_SLOT, mask=seen, other=0.0)
-        if GROUPS > 1:
-            units = scales + (page * SCALE_BLOCK + slot * SCALE_SLOT)[:, None] + (dim // GROUP)[None, :] * SCALE_GROUP
-            keys = keys.to(tl.float32) * tl.load(units, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
-        keys = keys.to(query.dtype.element_ty)
         for row in tl.range(first, last):
             token = (begin + row).to(tl.int64)
             q = tl.load(
@@ -234,9 +228,14 @@ def index_topk(
     out: Tensor | None = None,
     key_scales: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.sparse_mla.index_topk`. Declines float64, and rows with strided elements."""
+    """See :data:`fl_dispatch.ops.sparse_mla.index_topk`.
+
+    Declines float64, rows with strided elements, and keys with several scales.
+    """
     if query.dtype is torch.float64:
         raise NotSupported("float64")
+    if key_scales is not None and key_scales.shape[2] > 1:
+        raise NotSupported(f"keys of {query.shape[2]} elements have {key_scales.shape[2]} scales")
     if any(tensor.stride(-1) != 1 for tensor in (query, key_cache)) or (out is not None and out.stride(1) != 1):
         raise NotSupported("the elements of a row do not lie side by side")
     tokens, heads, dim = query.shape
@@ -245,23 +244,24 @@ def index_topk(
     requests = seq_lens.shape[0]
     if not requests or not tokens or not max_query_len or not max_seq_len:
         return out
+    scales, scale_strides = out, (0, 0)
+    if key_scales is not None:
+        query, weights = quantized_queries(query, weights)
+        scales, scale_strides = key_scales, (key_scales.stride(0), key_scales.stride(1))
     wide = query.dtype is torch.float32
     decoding = max_query_len == 1
     keys, queries, warps, stages = SCORING_WIDE if wide else SCORING_DECODE if decoding else SCORING
     width = -(-max_seq_len // keys) * keys
     most = max(1, MOST_SCORES // width)
-    scales = out if key_scales is None else key_scales
-    scale_strides = (0, 0, 0) if key_scales is None else key_scales.stride()
-    groups = 0 if key_scales is None else -(-dim // INDEX_GROUP)
     numbers = (
         query.stride(0), query.stride(1), *weights.stride(), key_cache.stride(0), key_cache.stride(1), *scale_strides,
-        heads, dim, INDEX_GROUP, groups, key_cache.shape[1], max(16, power_of_two(heads)), max(16, power_of_two(dim)),
-        keys, queries, "ieee" if wide else "tf32",
+        heads, dim, key_scales is not None, key_cache.shape[1], max(16, power_of_two(heads)),
+        max(32, power_of_two(dim)), keys, queries, "ieee" if wide else "tf32",
     )  # fmt: skip
     tensors = (query, weights, key_cache, scales, block_table, query_start_loc, seq_lens)
     for first in range(0, tokens, most):
         rows = min(most, tokens - first)
-        scores = query.new_empty((rows, width), dtype=torch.float32)
+        scores = weights.new_empty((rows, width), dtype=torch.float32)
         _launch_score(
             (width // keys, -(-min(rows, max_query_len) // queries), requests),
             (*tensors, scores),
