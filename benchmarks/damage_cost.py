@@ -2,12 +2,14 @@
 
 One vLLM engine in this process decodes a batch. In one stretch of steps vLLM's V2 runner counts damaged logits and the
 scheduler reads the counts (``VLLM_FL_DAMAGED_REQUESTS=recompute``); in the next stretch neither happens (``ignore``).
+With ``--parts`` there are also stretches in which a part of the check runs alone, see :data:`PARTS`.
+
 On a CPU the model is small, a stretch is one step, and the clock is the processor time of the process, so other
 processes do not count. On a GPU the model has a published shape (``--shape``), is compiled and runs from graphs, a
 stretch is 16 steps, and the clock is the wall clock, read when the device has finished.
 
     python benchmarks/damage_cost.py [--rounds 40] [--json FILE]
-    python benchmarks/damage_cost.py --shape llama-3.2-1b [--batch 8] [--rounds 40] [--json FILE]
+    python benchmarks/damage_cost.py --shape llama-3.2-1b [--batch 8] [--rounds 40] [--parts] [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,18 @@ from shapes import SHAPES
 SHAPE = {**SMALL, "vocab_size": 32_000}
 PROMPT, STRETCHES = 128, 8
 """Tokens of each prompt, and stretches of decode steps of a round for each setting."""
+PARTS = {
+    "ignore": "nothing",
+    "scheduler": "the scheduler's part",
+    "function": "the same, and a count function that does nothing",
+    "launch": "the same, and a launch over one column",
+    "kernel": "the same, but over the logits",
+    "marks": "the same, but each step has marks of its own",
+    "recompute": "the same, and they are read",
+}
+"""Settings → what runs in their steps, each of them more than the one before."""
 SETTINGS = ("ignore", "recompute")
+"""The settings without ``--parts``."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +80,67 @@ def on_a_gpu(folder: Path, shape: str) -> Subject:
     return Subject({"model": str(folder), **made}, 16, clock)
 
 
-def take_turns(subject: Subject, batch: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of a decode step under each setting, round by round."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+class Check:
+    """The places of the check in an engine of this process, which run or not.
 
+    Args:
+        runner: vLLM's V2 model runner.
+        batch: the number of requests.
+    """
+
+    def __init__(self, runner: Any, batch: int) -> None:
+        import torch
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.worker.gpu.async_utils import AsyncOutput
+        from vllm.v1.worker.gpu.sample import sampler
+
+        from fl_dispatch.hosting.damage.rows import host_marks
+
+        assert runner.sampler.compute_nans, "the engine contains no damage"
+        self.sampler, self.module, self.count = runner.sampler, sampler, sampler.get_num_nans
+        self.hooks = [
+            ("scheduler", Scheduler, "schedule", Scheduler.schedule),
+            ("scheduler", Scheduler, "update_from_output", Scheduler.update_from_output),
+            ("marks", runner, "sample", runner.sample),
+            ("recompute", AsyncOutput, "get_output", AsyncOutput.get_output),
+        ]
+        column = torch.zeros(batch, 1, dtype=runner.dtype, device=runner.device)
+        memory = host_marks(batch)
+        slot = memory and memory.mark(column)
+        assert slot, "this device does not write its marks to host memory"
+
+        def nothing(logits: Any) -> None:
+            pass
+
+        def launch(logits: Any) -> None:
+            memory.mark(column, slot)
+
+        def kernel(logits: Any) -> None:
+            memory.mark(logits, slot)
+
+        self.functions = {"function": nothing, "launch": launch, "kernel": kernel}
+
+    def become(self, setting: str) -> None:
+        """Let a setting's parts run, and no others."""
+        order = list(PARTS)
+        for first, owner, name, hook in self.hooks:
+            runs = order.index(setting) >= order.index(first)
+            setattr(owner, name, hook if runs else hook.__wrapped__)
+        self.sampler.compute_nans = setting not in ("ignore", "scheduler")
+        self.module.get_num_nans = self.functions.get(setting, self.count)
+
+
+def take_turns(subject: Subject, batch: int, rounds: int, settings: Sequence[str]) -> dict[str, list[float]]:
+    """Return the seconds of a decode step under each setting, round by round."""
     from vllm import LLM, SamplingParams
 
-    sizes = {"max_model_len": 1024, "max_num_seqs": batch, "max_num_batched_tokens": 1024}
+    sizes = {"max_model_len": 2048, "max_num_seqs": batch, "max_num_batched_tokens": 1024}
     llm_engine = LLM(**subject.options, **sizes, kv_cache_memory_bytes=1 << 30).llm_engine
     core = llm_engine.engine_core.engine_core
-    sampler = core.model_executor.driver_worker.worker.model_runner.sampler
-    assert sampler.compute_nans, "the engine contains no damage"
-    containing = Scheduler.schedule, Scheduler.update_from_output
-    bare = Scheduler.schedule.__wrapped__, Scheduler.update_from_output.__wrapped__
-    shuffle, seconds = random.Random(0), {name: list[float]() for name in SETTINGS}
+    check = Check(core.model_executor.driver_worker.worker.model_runner, batch)
+    shuffle, seconds = random.Random(0), {name: list[float]() for name in settings}
     for turn in range(-1, rounds):  # the first one warms up
-        order = [name for _ in range(STRETCHES) for name in shuffle.sample(SETTINGS, len(SETTINGS))]
+        order = [name for _ in range(STRETCHES) for name in shuffle.sample(settings, len(settings))]
         for number in range(batch):
             ids = [shuffle.randrange(10, 4000) for _ in range(PROMPT)]
             tokens = len(order) * subject.stretch + 8
@@ -90,11 +148,9 @@ def take_turns(subject: Subject, batch: int, rounds: int) -> dict[str, list[floa
             llm_engine.add_request(f"{turn}-{number}", {"prompt_token_ids": ids}, sampling)
         for _ in range(2 + batch * PROMPT // sizes["max_num_batched_tokens"]):  # the prompts
             llm_engine.step()
-        spent = dict.fromkeys(SETTINGS, 0.0)
+        spent = dict.fromkeys(settings, 0.0)
         for name in order:
-            contains = name == "recompute"
-            sampler.compute_nans = contains
-            Scheduler.schedule, Scheduler.update_from_output = containing if contains else bare
+            check.become(name)
             began = subject.clock()
             for _ in range(subject.stretch):
                 llm_engine.step()
@@ -108,15 +164,24 @@ def take_turns(subject: Subject, batch: int, rounds: int) -> dict[str, list[floa
     return seconds
 
 
+def interval(values: Sequence[float], digits: int) -> tuple[float, list[float]]:
+    """Return the mean and its interval of 95 %."""
+    half = 1.96 * statistics.stdev(values) / len(values) ** 0.5
+    mean = statistics.mean(values)
+    return round(mean, digits), [round(mean - half, digits), round(mean + half, digits)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--shape", choices=SHAPES, help="on a GPU: the model")
     parser.add_argument("--batch", type=int, default=8, help="requests that decode")
+    parser.add_argument("--parts", action="store_true", help="also measure parts of the check")
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("an interval needs --rounds 2 or more")
+    settings = tuple(PARTS) if arguments.parts else SETTINGS
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "WARNING"}
     os.environ["VLLM_FL_STEPS"] = "1"
@@ -132,25 +197,30 @@ def main() -> None:
     shape = SHAPES[arguments.shape].config if arguments.shape else SHAPE
     with tempfile.TemporaryDirectory() as folder:
         subject = on_a_gpu(Path(folder), arguments.shape) if arguments.shape else on_a_cpu(Path(folder))
-        seconds = take_turns(subject, arguments.batch, arguments.rounds)
-    ratios = [on / off for on, off in zip(seconds["recompute"], seconds["ignore"], strict=True)]
-    half = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
-    mean = statistics.mean(ratios)
-    found = {
-        "step_ms": {name: round(1e3 * statistics.median(values), 3) for name, values in seconds.items()},
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_mean": round(mean, 4),
-        "interval_95": [round(mean - half, 4), round(mean + half, 4)],
-    }
+        seconds = take_turns(subject, arguments.batch, arguments.rounds, settings)
+    step_ms = {name: round(1e3 * statistics.median(values), 3) for name, values in seconds.items()}
+    ratios, more = {}, {}
+    for name, values in seconds.items():
+        pairs = list(zip(values, seconds["ignore"], strict=True))
+        ratios[name] = [value / without for value, without in pairs]
+        more[name] = interval([1e6 * (value - without) for value, without in pairs], 1)
+    rows = []
+    for name in settings:
+        mean, limits = interval(ratios[name], 4)
+        us, of_us = more[name]
+        rows.append((name, PARTS[name], step_ms[name], mean, "{} to {}".format(*limits), us, "{} to {}".format(*of_us)))
     print_table(
         f"Decode steps, {arguments.batch} requests, {shape['vocab_size']} words, {arguments.rounds} rounds in turns",
-        ("damaged requests", "step, ms", "times ignore: median", "mean", "95 %"),
-        [
-            ("ignore", found["step_ms"]["ignore"], 1, 1, ""),
-            ("recompute", found["step_ms"]["recompute"], found["ratio_median"], found["ratio_mean"],
-             "{} to {}".format(*found["interval_95"])),
-        ],
-    )  # fmt: skip
+        ("setting", "what runs of the check", "step, ms", "times ignore", "95 %", "µs more", "95 %"),
+        rows,
+    )
+    found = {
+        "step_ms": step_ms,
+        "ratio_median": round(statistics.median(ratios["recompute"]), 4),
+        "ratio_mean": mean,
+        "interval_95": limits,
+        "more_than_ignore_us": {name: {"mean": us, "interval_95": limits} for name, (us, limits) in more.items()},
+    }
     if arguments.json:
         write(arguments.json, {"shape": shape, "batch": arguments.batch, "rounds": arguments.rounds, **found})
 

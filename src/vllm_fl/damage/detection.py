@@ -11,14 +11,13 @@ replaces it: vLLM would draw from the target's excess over the draft, which is u
 from __future__ import annotations
 
 import importlib
-from collections import deque
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens, mark_in_host_memory
+from fl_dispatch.hosting.damage.rows import HostMarks, Slot, damaged_rows, damaged_tokens, host_marks
 from fl_dispatch.hosting.layers.attribute import Attached
 
 from . import choice
@@ -41,11 +40,8 @@ COPIED_AT_ONCE = 1 << 25
 """Elements of drafts' logits that are copied at a time."""
 COUNTS = Attached[Tensor]("fl_damaged_tokens")
 """The count of each request in the V1 runner, from the logits of a step with drafts."""
-MARKS = Attached[Tensor]("fl_marks")
+MARKS = Attached[Slot]("fl_marks")
 """The marks of a V2 sampler's requests in host memory, valid once vLLM has waited for the step's tokens."""
-KEPT = 64
-"""The number of schedulings that keep their marks allocated, more than can be under way: vLLM reads the output of one
-rank, and the others drop theirs before their devices have written it."""
 
 
 def install(runner: Any, v2: bool, drafts: bool) -> None:
@@ -62,8 +58,8 @@ def install(runner: Any, v2: bool, drafts: bool) -> None:
             users.RejectionSampler.__call__ = _without_damaged_drafts(users.RejectionSampler.__call__)
     elif drafts:
         runner._sample = _verified(runner._sample)
-    elif v2 and runner.batch_sharder is None and not _raises():
-        marking = Marking()
+    elif v2 and runner.batch_sharder is None and not _raises() and (memory := host_marks(runner.max_num_reqs)):
+        marking = Marking(memory)
         importlib.import_module(SAMPLER).get_num_nans = marking  # type: ignore[attr-defined]
         runner.sample = marking.around(runner.sample)
         copies: Any = importlib.import_module(OUTPUT)
@@ -76,7 +72,8 @@ def warm_up(model_config: ModelConfig, device: torch.device) -> None:
     if _is_on():
         logits = torch.zeros(1, model_config.get_vocab_size(), dtype=model_config.dtype, device=device)
         damaged_rows(logits)
-        mark_in_host_memory(logits)
+        if memory := host_marks(1):
+            memory.mark(logits)
 
 
 def _is_on() -> bool:
@@ -95,18 +92,18 @@ def _raises() -> bool:
 class Marking:
     """A replacement of vLLM's function that counts by row: marks in host memory and no counts, if that is possible."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: HostMarks) -> None:
+        self.memory = memory
         self.samples = False
         """Whether its runner samples; others are vLLM's warm-up, and another engine of the process."""
-        self.marks: Tensor | None = None
+        self.slot: Slot | None = None
         """The marks of the step that is being sampled, and of the steps before it in one scheduling."""
-        self.kept: deque[Tensor] = deque(maxlen=KEPT)
 
     def __call__(self, logits: Tensor) -> Tensor | None:
-        marks = mark_in_host_memory(logits, self.marks) if self.samples else None
-        if marks is None:
+        slot = self.memory.mark(logits, self.slot) if self.samples else None
+        if slot is None:
             return damaged_rows(logits)
-        self.marks = marks
+        self.slot = slot
         return None
 
     def around(self, sample: Any) -> Any:
@@ -114,22 +111,16 @@ class Marking:
 
         @wraps(sample)
         def sampled(*args: Any, **kwargs: Any) -> Any:
-            self._take()
             self.samples = True
             try:
                 found = sample(*args, **kwargs)
             finally:
-                self.samples = False
-            if (marks := self._take()) is not None:
-                MARKS.give(found[0], marks)
-                self.kept.append(marks)
+                slot, self.slot, self.samples = self.slot, None, False
+            if slot is not None:
+                MARKS.give(found[0], slot)
             return found
 
         return sampled
-
-    def _take(self) -> Tensor | None:
-        marks, self.marks = self.marks, None
-        return marks
 
 
 def _with_marks(get_output: Any) -> Any:
@@ -140,11 +131,11 @@ def _with_marks(get_output: Any) -> Any:
     def got(self: Any) -> Any:
         nonlocal seen
         output = get_output(self)
-        marks = MARKS.find(self.sampler_output)
-        if marks is not None and (seen or marks.numpy().any()):
+        slot = MARKS.find(self.sampler_output)
+        if slot is not None and (seen or slot.found()):
             seen = True  # from now on, because a request keeps its count until it gets another one
             counts = output.num_nans_in_logits or {}  # of later steps, in which the kernel failed
-            named = zip(output.req_ids, marks.tolist(), strict=False)
+            named = zip(output.req_ids, slot.marks.tolist(), strict=False)
             output.num_nans_in_logits = {name: mark + counts.get(name, 0) for name, mark in named}
         return output
 

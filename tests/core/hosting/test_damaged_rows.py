@@ -53,29 +53,37 @@ def test_pytorchs_operators_mark_and_overwrite_damaged_rows(dtype: torch.dtype) 
 
 def test_marks_in_host_memory_keep_those_of_earlier_steps() -> None:
     first, second = logits(torch.float32), logits(torch.float32).flip(0)
-    marks = rows.mark_in_host_memory(first)
-    assert marks is not None
-    assert rows.mark_in_host_memory(second, marks) is marks
+    memory = rows.HostMarks(len(CHANGES))
+    slot = memory.mark(first)
+    assert slot is not None
+    assert memory.mark(second, slot) is slot
     faults = [fault for _, fault in CHANGES]
-    assert marks.tolist() == [one or other for one, other in zip(faults, reversed(faults), strict=True)]
+    expected = [one or other for one, other in zip(faults, reversed(faults), strict=True)]
+    assert slot.marks.tolist()[: len(CHANGES)] == expected
 
 
-def test_a_device_that_cannot_write_host_memory_marks_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "detect_device", lambda: SimpleNamespace(accelerator=True, writes_pinned_memory=False))
-    assert rows.mark_in_host_memory(logits(torch.float32)) is None
+@pytest.mark.parametrize("device", [{"writes_pinned_memory": False}, {"writes_pinned_memory": True, "triton": False}])
+def test_a_device_that_cannot_write_host_memory_marks_nothing_there(
+    device: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "detect_device", lambda: SimpleNamespace(accelerator=True, **device))
+    monkeypatch.setattr(rows, "why_unavailable", lambda: "" if device.get("triton", True) else "no driver")
+    assert rows.host_marks(8) is None
 
 
-def test_marks_of_other_rows_are_not_overwritten() -> None:
-    marks = torch.zeros(len(CHANGES) - 1, dtype=torch.int32)
-    given = logits(torch.float32)
-    assert rows.mark_in_host_memory(given, marks) is None
-    assert not marks.any()
+@pytest.mark.parametrize("case", ["other rows", "more rows"])
+def test_marks_never_lie_past_the_end_of_their_memory(case: str) -> None:
+    memory, given = rows.HostMarks(4), logits(torch.float32)
+    slot = memory.mark(given[:3].clone()) if case == "other rows" else None
+    before = None if slot is None else slot.marks.clone()
+    assert memory.mark(given, slot) is None
+    assert slot is None or torch.equal(slot.marks, before)
     assert bool(given[1].isnan().any()), "these rows are not marked, so they keep their damage"
 
 
-@pytest.mark.parametrize("earlier", [len(CHANGES), len(CHANGES) - 1], ids=["of these rows", "of other rows"])
+@pytest.mark.parametrize("most", [len(CHANGES), len(CHANGES) - 4], ids=["of these rows", "of fewer rows"])
 def test_a_kernel_that_refuses_host_memory_still_marks_on_the_device(
-    earlier: int, monkeypatch: pytest.MonkeyPatch
+    most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
 
@@ -87,14 +95,16 @@ def test_a_kernel_that_refuses_host_memory_still_marks_on_the_device(
 
     device = SimpleNamespace(accelerator=True, writes_pinned_memory=True, torch_type="cpu")
     monkeypatch.setattr(rows, "FAILED", {})
+    memory = rows.HostMarks(most)
+    memory.on_host = False
     monkeypatch.setattr(rows, "detect_device", lambda: device)
     monkeypatch.setattr(rows, "why_unavailable", lambda: "")
     monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.damaged_rows_in_one_launch", launch)
     given = logits(torch.float32)
     for _ in range(2):
-        assert rows.mark_in_host_memory(given, torch.zeros(earlier, dtype=torch.int32)) is None
+        assert memory.mark(given) is None
         assert rows.damaged_rows(given).all()
-    assert launched == ([True, False, False] if earlier == len(CHANGES) else [False, False])
+    assert launched == ([True, False, False] if most == len(CHANGES) else [False, False])
 
 
 KERNEL = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fl_dispatch.hosting.damage.rows import KEPT, HostMarks
 from vllm_fl.damage import detection
+
+
+def new_marking() -> detection.Marking:
+    return detection.Marking(HostMarks(most_rows=4))
 
 
 def logits(*damaged: int) -> Tensor:
@@ -43,7 +47,7 @@ class Output:
 
 
 def test_without_damage_there_are_no_counts_and_afterwards_all_have_one() -> None:
-    marking = detection.Marking()
+    marking = new_marking()
     read = detection._with_marks(Output.get_output)
     steps = ([logits()], [logits(), logits(1)], [logits()])
     told = [read(Output(sampled(marking, marking, *step))).num_nans_in_logits for step in steps]
@@ -51,29 +55,43 @@ def test_without_damage_there_are_no_counts_and_afterwards_all_have_one() -> Non
 
 
 def test_counts_of_steps_whose_kernel_failed_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = detection.mark_in_host_memory
-    monkeypatch.setattr(
-        detection, "mark_in_host_memory", lambda rows, earlier: None if earlier is not None else mark(rows)
-    )
-    marking = detection.Marking()
+    marking = new_marking()
+    mark = marking.memory.mark
+    monkeypatch.setattr(marking.memory, "mark", lambda rows, slot: mark(rows) if slot is None else None)
     output = Output(sampled(marking, marking, logits(0), logits(2)))
     assert detection._with_marks(Output.get_output)(output).num_nans_in_logits == {"a": 1, "b": 0, "c": 1}
 
 
 def test_an_engine_is_told_of_its_damage_after_another_one_started_in_its_process() -> None:
-    first, second = detection.Marking(), detection.Marking()
+    first, second = new_marking(), new_marking()
     output = Output(sampled(second, first, logits(1)))  # the sampler's module has the second engine's function
     assert detection._with_marks(Output.get_output)(output).num_nans_in_logits == {"a": 0, "b": 1, "c": 0}
-    assert second.marks is None
+    assert second.slot is None
 
 
 def test_a_rank_whose_output_nobody_reads_keeps_the_memory_that_its_device_may_still_write() -> None:
-    marking = detection.Marking()
-    output = sampled(marking, marking, logits(1))
-    marks = weakref.ref(detection.MARKS.of(output))
-    del output
-    sampled(marking, marking, logits())
-    assert marks() is not None
-    for _ in range(detection.KEPT):
-        sampled(marking, marking, logits())
-    assert marks() is None
+    marking = new_marking()
+    places = [detection.MARKS.of(sampled(marking, marking, logits(1))).marks.data_ptr() for _ in range(KEPT + 1)]
+    assert len(set(places)) == KEPT
+    assert places[0] == places[KEPT]
+
+
+def test_a_scheduling_does_not_get_the_marks_of_the_one_that_had_its_memory() -> None:
+    marking = new_marking()
+    read = detection._with_marks(Output.get_output)
+    for _ in range(KEPT):
+        sampled(marking, marking, logits(0, 1, 2))  # dropped
+    assert read(Output(sampled(marking, marking, logits()))).num_nans_in_logits is None
+
+
+def test_a_sampler_that_raises_leaves_no_marks_to_the_next_scheduling() -> None:
+    marking = new_marking()
+
+    def sample() -> None:
+        marking(logits(1))
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        marking.around(sample)()
+    assert not marking.samples
+    assert not detection.MARKS.of(sampled(marking, marking, logits())).found()
