@@ -38,6 +38,8 @@ PLACES = {
 """Whether it is the V2 runner → vLLM's functions that count, under their users' names."""
 COPIED_AT_ONCE = 1 << 25
 """Elements of drafts' logits that are copied at a time."""
+PADDING = 64
+"""vLLM pads a vocabulary to a multiple of it, which is the distance of logits' rows unless their model scales them."""
 COUNTS = Attached[Tensor]("fl_damaged_tokens")
 """The count of each request in the V1 runner, from the logits of a step with drafts."""
 MARKS = Attached[Slot]("fl_marks")
@@ -68,12 +70,14 @@ def install(runner: Any, v2: bool, drafts: bool) -> None:
 
 
 def warm_up(model_config: ModelConfig, device: torch.device) -> None:
-    """Check a row of logits in the model's dtype, so that no request waits for a kernel to compile."""
+    """Check rows of logits in the model's dtype, so that no request waits for a kernel to compile."""
     if _is_on():
-        logits = torch.zeros(1, model_config.get_vocab_size(), dtype=model_config.dtype, device=device)
-        damaged_rows(logits)
-        if memory := host_marks(1):
-            memory.mark(logits)
+        memory, width = host_marks(1), model_config.get_vocab_size()
+        for padded in {width, width + -width % PADDING}:
+            logits = torch.zeros(1, padded, dtype=model_config.dtype, device=device)[:, :width]
+            damaged_rows(logits)
+            if memory:
+                memory.mark(logits)
 
 
 def _is_on() -> bool:

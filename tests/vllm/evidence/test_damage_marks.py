@@ -95,3 +95,17 @@ def test_a_sampler_that_raises_leaves_no_marks_to_the_next_scheduling() -> None:
         marking.around(sample)()
     assert not marking.samples
     assert not detection.MARKS.of(sampled(marking, marking, logits())).found()
+
+
+@pytest.mark.parametrize(("words", "strides"), [(128_256, {128_256}), (50_257, {50_257, 50_304})])
+def test_the_start_compiles_for_logits_of_a_padded_vocabulary_too(
+    words: int, strides: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, marked, counted = HostMarks(1), set(), set()
+    monkeypatch.setattr(detection, "_is_on", lambda: True)
+    monkeypatch.setattr(detection, "host_marks", lambda rows: memory)
+    monkeypatch.setattr(memory, "mark", lambda rows: marked.add((rows.stride(0), *rows.shape)))
+    monkeypatch.setattr(detection, "damaged_rows", lambda rows: counted.add((rows.stride(0), *rows.shape)))
+    model = SimpleNamespace(get_vocab_size=lambda: words, dtype=torch.bfloat16)
+    detection.warm_up(model, torch.device("cpu"))  # type: ignore[arg-type]
+    assert marked == counted == {(stride, 1, words) for stride in strides}
