@@ -96,6 +96,7 @@ def decider_of(operator: Operator) -> tuple[str, bool | None]:
 
 @functools.cache
 def types_of(operator: Operator) -> dict[str, Any]:
+    """Return the type hints of an operator's parameters, and of its result as ``return``."""
     return typing.get_type_hints(operator.reference)
 
 
@@ -108,6 +109,7 @@ def _schema_type(operator: Operator, name: str, hint: Any) -> tuple[str, bool]:
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union; any other type alone."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
@@ -130,4 +132,5 @@ def return_types(operator: Operator, given: bool = False) -> list[str]:
 
 
 def returns_tensors(operator: Operator) -> bool:
+    """Whether an operator returns tensors; others only write into their operands."""
     return bool(return_types(operator, given=True))

@@ -14,9 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fl_dispatch import native
-from fl_dispatch.errors import NotSupported
-
+from .. import native
+from ..errors import NotSupported
 from .cuda import CUDA
 from .detect import detect_device
 from .triton import interpreted
@@ -37,7 +36,7 @@ def _short_way() -> bool:
 
 
 def _hooked() -> bool:
-    """Return whether a profiler hooks launches."""
+    """Whether a profiler hooks launches."""
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 

@@ -25,7 +25,7 @@ ROOT = Path("/")
 
 
 def _signed(*files: str, toolkit: str | None = None, tool: str | None = None) -> Callable[[], bool]:
-    """Return whether PyTorch sees ``cuda`` devices and the machine has a sign of the chip.
+    """Return a check whether PyTorch sees ``cuda`` devices and the machine has a sign of the chip.
 
     A driver's file is a sign. A toolkit's folder and a program are signs too, unless NVIDIA's driver has files there,
     because they may outlast the chip.

@@ -67,7 +67,7 @@ class FailureLog:
             self._failures = {**self._failures, (impl.op_name, impl.impl_id): kinds}
 
     def is_new_problem(self, impl: OpImpl, problem: str) -> bool:
-        """Return whether a kind of problem is new for an implementation; each call's text may differ."""
+        """Whether a kind of problem is new for an implementation, and note it; each call's text may differ."""
         key = (impl.op_name, impl.impl_id, problem)
         news = key not in self._reported
         self._reported.add(key)

@@ -63,7 +63,7 @@ def _watched(
     scope: str | None,
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The function that stands in the table for an implementation, see :attr:`.state.State.wrapper`."""
+    """Return what stands in the table for an implementation, see :attr:`fl_dispatch.state.State.wrapper`."""
     if (known := declared(state, impl)) is None:
         return fn
     operator, convention = known

@@ -76,7 +76,7 @@ class AttentionFLBackend(AttentionBackend):
         self._describe_tree(batch, draft_trees.visible_drafts(slots, number, branches), slots)
 
     def _describe_tree(self, batch: ForwardBatch, sees: Tensor, slots: Tensor) -> None:
-        """Describe new tokens that see some of the drafts; see :mod:`.speculation.trees`."""
+        """Describe new tokens that see some of the drafts; see :mod:`.draft_trees`."""
         longest = int(batch.seq_lens_cpu.max()) + slots.shape[1] if slots.shape[0] else 0
         self.forward_metadata = draft_trees.describe(batch.seq_lens, self._pages(batch, longest), longest, sees, slots)
 
@@ -148,6 +148,7 @@ class AttentionFLBackend(AttentionBackend):
         return True
 
     def keys(self, layer: RadixAttention) -> Tensor:
+        """Return a layer's keys in SGLang's pool, which is where latent attention has all that it stores."""
         keys: Tensor = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         return keys
 

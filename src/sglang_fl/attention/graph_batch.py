@@ -24,6 +24,7 @@ class GraphBatch:
 
     @classmethod
     def make(cls, requests: int, pages: int, device: torch.device | str) -> GraphBatch:
+        """Return a batch of requests with one token each, in page 0."""
         return cls(
             torch.arange(requests + 1, dtype=torch.int32, device=device),
             torch.ones(requests, dtype=torch.int32, device=device),

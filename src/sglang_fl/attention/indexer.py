@@ -91,7 +91,7 @@ class IndexerFL(nn.Module):
             self.cache = torch.zeros(shape, dtype=self.dtype, device=rows.device)
 
     def _reader(self) -> Reader:
-        """The attention that is in force; a drafter has one for each token."""
+        """Return the attention in force; a drafter has one for each token."""
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
         active = get_attn_backend()

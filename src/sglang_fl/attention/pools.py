@@ -96,7 +96,7 @@ class MLAPoolFL(MLATokenToKVPool):
     """Latent keys ``[slots, 1, rank + rope]`` of each layer."""
 
     index_keys: Sequence[Tensor] = ()
-    """What indexers keep of the same slots ``[slots, dim]``."""
+    """The indexers' keys of the same slots ``[slots, dim]``, one tensor for each."""
 
     def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
         if index_head_dim is not None:

@@ -127,7 +127,7 @@ NATIVE = {
     "GemmaFusedAddRMSNormOp": _BEHIND_A_FUNCTION,
     "ClampPositionOp": "positions of a batch, which no layer computes",
     "Fp8ScaledMMOp": "a kernel behind a function; fp8 layers multiply by scaled_linear",
-    "_FusedNormFP4Quant": "a norm that also quantizes to NVFP4, a format that is refused",
+    "_FusedNormFP4Quant": "a norm that also quantizes its result to NVFP4; there is no operator for it",
     "BeamAttentionGateOp": "a gate of attention's output; there is no operator for it",
     "FusedPostExpertNormWeightedSumTRTLLM": "experts with a norm behind each; there is no operator for it",
     "BeamSandwichResidualRMSNormOp": _FUSED,

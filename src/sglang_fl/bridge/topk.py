@@ -39,7 +39,7 @@ def refusal(layer: Any) -> str | None:
 
 
 def _scales_all_weights() -> bool:
-    """Whether this older version of SGLang scales normalized weights of groups, and those by sigmoid on its GPUs."""
+    """Whether SGLang scales all weights; before 0.5.23 it scales normalized ones of groups, and by sigmoid on GPUs."""
     return release(host_version()) >= release("0.5.23")
 
 

@@ -2,8 +2,8 @@
 
 SGLang's layers have several forwards: one in PyTorch, some for kernels, some for devices. The order of precedence is:
 an argument of the call, a backend forced for all layers, the function that we hook, its own priorities. The first two
-would run another forward than the one in our reports, so they are refused; :mod:`sglang_fl.platform.startup` refuses
-the variable that forces a backend.
+would run another forward than the one in our reports, so they are refused; :mod:`sglang_fl.environment` refuses the
+variable that forces a backend.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ NOT_COMPARED = (
 
 
 def capture(original: Callable[..., Any], prompts: PrefillCudaGraphRunner) -> None:
-    """Capture pieces for each number of tokens; nothing, if what comes first in the policy can be in no graph."""
+    """Capture pieces for each number of tokens, unless the policy's first implementation can be in no graph."""
     graphs = PromptGraphs()
     PROMPT_GRAPHS.give(prompts, graphs)
     operators = choices.of_layers(prompts.model_runner)
@@ -47,10 +47,12 @@ def capture(original: Callable[..., Any], prompts: PrefillCudaGraphRunner) -> No
 
 
 def can_run_graph(original: Callable[..., Any], prompts: PrefillCudaGraphRunner, forward_batch: ForwardBatch) -> bool:
+    """Whether a batch can run in the pieces: only if they were captured, and SGLang agrees."""
     return PROMPT_GRAPHS.of(prompts).captured and bool(original(prompts, forward_batch))
 
 
 def execute(original: Callable[..., Any], prompts: PrefillCudaGraphRunner, *args: Any, **kwargs: Any) -> Any:
+    """Run the pieces, and count that."""
     PROMPT_GRAPHS.of(prompts).replays += 1
     return original(prompts, *args, **kwargs)
 

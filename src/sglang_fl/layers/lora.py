@@ -83,7 +83,7 @@ def _unserved(said: Mapping[str, Any], experts: bool) -> Iterator[str]:
     names = set() if isinstance(targets, str) else {target.rpartition(".")[2] for target in targets}
     for name in sorted(names & NOT_PROJECTIONS):
         taken = f"{BACKEND} takes for a projection of all tokens"
-        yield f"'{name}', which {'nobody has tried here' if detect_device().accelerator else taken}"
+        yield f"'{name}', which {'is untested here' if detect_device().accelerator else taken}"
     for key in ("modules_to_save", "use_rslora", "alpha_pattern", "rank_pattern", "layers_to_transform"):
         if said.get(key):
             yield f"{key}={said[key]!r}, which SGLang does not read"

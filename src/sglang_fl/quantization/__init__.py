@@ -1,7 +1,7 @@
 """Quantized checkpoints in SGLang: its configurations and loaders, with our quantized layers and experts.
 
 :mod:`.configs` reads a checkpoint's configuration and gives each layer one of the kinds of :mod:`.layers` or
-:mod:`.experts`; :mod:`fl_dispatch.hosting.quantized` has the products. Importing this package imports nothing of
+:mod:`.expert_method`; :mod:`fl_dispatch.hosting.quantized` has the products. Importing this package imports nothing of
 SGLang.
 """
 

@@ -112,7 +112,7 @@ def reduce_scatterv(
     return COMMUNICATOR.of(group).reduce_scatter(input_, 0, sizes, output)
 
 
-# -- everybody's parts ------------------------------------------------------------------------------------------------
+# -- all ranks' parts -------------------------------------------------------------------------------------------------
 
 
 @_several_ranks

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 NAME = "FL_STEPS"
 """The algorithm's name in SGLang's registry."""
 LARGEST = 16
-"""The largest number of steps: a row of SGLang's table of slots is the longest context, 4 and half the steps long."""
+"""The largest number of steps; a row of SGLang's table holds the slots of the longest context + 4 + half the steps."""
 MOST = Attached[int]("fl_most_steps")
 """The steps that requests and lengths allow a batch."""
 
@@ -55,7 +55,7 @@ def largest() -> int:
 
 
 def is_named(args: ServerArgs) -> bool:
-    """Return whether the arguments name our algorithm, in any case of letters."""
+    """Whether the arguments name our algorithm, in any case of letters."""
     return (args.speculative_algorithm or "").upper() == NAME
 
 

@@ -185,7 +185,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.fl_attend(query, key_cache, value_cache, table, starts, starts.diff(), *rest, *bounds, *scales)
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, Scales]:
-        """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor, and its scales."""
+        """Return keys and values as views ``[blocks, block_size, kv_heads, size]`` of vLLM's tensor, and scales."""
         if kv_cache is not self._split[0]:
             if self.fl_int8:
                 rows = kv_layout.split(self.kv_layout, kv_cache, self.head_size + kv_layout.SCALE_BYTES)

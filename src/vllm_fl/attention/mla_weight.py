@@ -17,7 +17,7 @@ NAME = "get_and_maybe_dequant_weights"
 
 
 def ask_exactly() -> None:
-    """Have vLLM multiply ones that are not rounded as the layer rounds its rows. Idempotent."""
+    """Have vLLM multiply exact ones, which a layer that quantizes its rows would round. Idempotent."""
     hosts = getattr(mla_attention, NAME)
     if not hasattr(hosts, "__wrapped__"):
         setattr(mla_attention, NAME, _exact(hosts))

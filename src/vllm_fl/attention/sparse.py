@@ -35,7 +35,7 @@ class SparseMLAFLImpl(MLAFLImpl):
 
     @property
     def fl_lists(self) -> Tensor | None:
-        """The lists ``[tokens, topk]``; vLLM gives a predictor's indexer its model's buffer once both are loaded."""
+        """Return the lists ``[tokens, topk]``; vLLM gives a predictor's indexer the model's once both are loaded."""
         return self.fl_given if self.fl_indexer is None else self.fl_indexer.topk_indices_buffer
 
     def record_logical_topk_ready(self) -> None:

@@ -32,7 +32,7 @@ INDEX_OPERATORS = ("index_key_write", "index_topk")
 def longest_dense(vllm_config: VllmConfig) -> int:
     """Return the largest number of tokens of a request with dense attention: ``topk``, or 0 if lists are forced.
 
-    They are on demand, and where the first draft of a predictor makes the list for all of a step's drafts.
+    Users can force lists; so does a predictor that makes the lists of a step's drafts with the first of them.
     """
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     shares = getattr(getattr(draft, "hf_config", None), "index_share_for_mtp_iteration", False)

@@ -22,7 +22,7 @@ from .. import checkpoint
 
 
 class CountedLoader:
-    """The part before vLLM's loader of a format. Weights loaded later into a running engine are not counted."""
+    """A loader of a format, before vLLM's own; it counts no weights that are loaded into a running engine."""
 
     fl_account: Account | None = None
 

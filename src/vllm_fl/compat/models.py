@@ -32,5 +32,5 @@ def has_indexer(model: ModelConfig | None) -> bool:
 
 
 def listed(model: ModelConfig | None) -> int | None:
-    """The most tokens that a query of a model with sparse latent attention attends to."""
+    """Return the most tokens that a query of sparse latent attention attends to; ``None`` for other attention."""
     return None if model is None else getattr(model.hf_text_config, "index_topk", None)

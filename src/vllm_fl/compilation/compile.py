@@ -160,7 +160,7 @@ def join_rotations(vllm_config: VllmConfig, own_attention: bool) -> None:
     is ours, and the switch shows the result.
 
     Args:
-        own_attention: whether the layers' attention is :class:`.attention.AttentionFLImpl`.
+        own_attention: whether the layers' attention is :class:`~vllm_fl.attention.dense.AttentionFLImpl`.
     """
     compilation = vllm_config.compilation_config
     if apart := _why_apart(vllm_config, own_attention):

@@ -28,7 +28,7 @@ EXPERT_LAYERS = {
     "UnquantizedFusedMoEMethod": ("fused_moe",),
     "MoERunner": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
 }
-"""The layers that every mixture of experts needs, with their operators (see ``moe``)."""
+"""The layers that every mixture of experts needs, with their operators (see :mod:`vllm_fl.layers.mixture`)."""
 STATE_LAYERS = {
     "QwenGatedDeltaNetAttention": delta_net.OPERATORS,
     "MambaMixer": mamba2.OPERATORS,

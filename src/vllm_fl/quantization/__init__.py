@@ -1,6 +1,6 @@
 """Quantized checkpoints in vLLM: its configurations and loaders, with our kernels of quantized layers.
 
-:mod:`fl_dispatch.hosting.quantized` computes, :mod:`.kernels` and :mod:`.experts` register that with vLLM, and
+:mod:`fl_dispatch.hosting.quantized` computes, :mod:`.kernels` and :mod:`.expert_method` register that with vLLM, and
 :mod:`.configs` keeps vLLM from requesting CUDA kernels. Importing this package imports nothing of vLLM; it is
 registered only for quantized checkpoints.
 """

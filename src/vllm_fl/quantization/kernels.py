@@ -36,13 +36,13 @@ class VllmKernel(layers.QuantizedLayer):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Return whether the device has the type; the reference runs if no other implementation does."""
+        """Whether the device has the type; the reference runs if no other implementation does."""
         lacking = cls.fl_lacking()
         return not lacking, lacking or None
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        """Return whether :func:`fl_dispatch.hosting.quantized.schemes.served` gives this kind for the scheme."""
+        """Whether :func:`fl_dispatch.hosting.quantized.schemes.served` gives this kind for the scheme."""
         try:
             kind = schemes.served(cls.fl_scheme(c), "", refused)
         except ValueError as error:
@@ -121,7 +121,7 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        """Return whether the scheme is served, and a rank's part has whole groups and words."""
+        """Whether the scheme is served, and a rank's part has whole groups and words."""
         served, why = super().can_implement(c)
         if not served:
             return served, why

@@ -84,7 +84,7 @@ def trace_replay(
 
     Args:
         sampled: int64, ``[requests]``, or ``[requests, 1]``; overwritten.
-        traces: int32, ``[states, longest]``: the tokens after the prompt.
+        trace_token_ids: int32, ``[states, longest]``: the tokens after the prompt.
     """
     state = idx_mapping.to(torch.int64)
     real, state = state >= 0, state.clamp(min=0)

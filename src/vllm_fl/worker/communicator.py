@@ -63,7 +63,7 @@ class CommunicatorFL(DeviceCommunicatorBase):
         """Return this rank's part, ``sizes[rank]`` along ``dim``, of the sum over the ranks; equal parts by default."""
         return self.communicator.reduce_scatter(input_, dim, sizes)
 
-    # -- everybody's parts --------------------------------------------------------------------------------------------
+    # -- all ranks' parts ---------------------------------------------------------------------------------------------
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
         """Return all ranks' tensors of one shape, joined along ``dim``."""

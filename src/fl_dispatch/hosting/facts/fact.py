@@ -1,7 +1,7 @@
 """A plugin's names in its host, as rows of data, and a check of whether a version's source still has them.
 
 A host may move any of them. An overriding method is never called once the host's name is gone, and replacing a missing
-attribute has no effect; neither raises an error. So each plugin has a file of facts (:mod:`.fact_file`), and
+attribute has no effect; neither raises an error. So each plugin has a file of facts (:mod:`.yaml_file`), and
 :func:`check` compares them with the installed host, or with a wheel that is not installed.
 """
 

@@ -99,12 +99,14 @@ class Account:
             self.taken |= storage.made()
 
     def _storage(self, tensor: Tensor) -> Storage:
+        """Return the record of a tensor's storage, which the first call makes."""
         found = self._storages.get(key(tensor))
         if found is None:
             found = self._storages[key(tensor)] = Storage(tensor.untyped_storage())
         return found
 
     def _ran(self, kind: Kind, args: Any, kwargs: Any, result: Any) -> None:
+        """Record where the result of an operator that ran, and what it wrote, came from."""
         with self._lock:
             written = [args[index] for index in kind.positions if index < len(args)]
             written += [kwargs[name] for name in kind.names if name in kwargs]
@@ -122,6 +124,7 @@ class Account:
                 self._write(tensor, origin)
 
     def _origin(self, kind: Kind, args: Any, kwargs: Any) -> Origin:
+        """Return the origin of an operator's operands together; parameters have none."""
         found = [
             origin
             for tensor in _tensors((*args, *kwargs.values()))
@@ -136,10 +139,12 @@ class Account:
         return Origin(frozenset[str]().union(*(origin.names for origin in found)))
 
     def _make(self, tensor: Tensor, origin: Origin) -> None:
+        """Record the origin of a new tensor."""
         if key(tensor) not in self._places:
             self._storage(tensor).whole = origin
 
     def _write(self, tensor: Tensor, origin: Origin) -> None:
+        """Record the origin of what an operator wrote into a tensor."""
         places = self._places.get(key(tensor))
         if places is None:
             if origin.names:

@@ -14,6 +14,10 @@ from ...logger_manager import get_logger
 
 logger = get_logger(__name__)
 
+SINGLE = "model.safetensors"
+"""The file of a checkpoint's weights."""
+INDEX = "model.safetensors.index.json"
+"""The list of files of a checkpoint with several."""
 HEAD = r"(.*\.)?lm_head\.weight"
 EMBEDDING = r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight"
 """Names of the head, and of the embedding to which it may be tied."""
@@ -32,6 +36,7 @@ def files_by_name(files: Iterable[str]) -> dict[str, str]:
 
 
 def read(file: str, name: str) -> Tensor:
+    """Return a tensor of a safetensors file."""
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
@@ -69,9 +74,3 @@ def unread_by_engines(folder: str | Path) -> Path | None:
         return None
     named = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
     return None if SINGLE in named else single
-
-
-SINGLE = "model.safetensors"
-"""The file of a checkpoint's weights."""
-INDEX = "model.safetensors.index.json"
-"""The list of files of a checkpoint with several."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_dispatch.logger_manager import get_logger
+from ...logger_manager import get_logger
 
 logger = get_logger(__name__)
 

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fl_dispatch.logger_manager import get_logger
-
+from ...logger_manager import get_logger
 from .configurations import is_of_transformers
 
 logger = get_logger(__name__)
@@ -56,6 +55,7 @@ class Rotation:
         return self.at(torch.arange(first, first + rows))
 
     def at(self, positions: Tensor) -> Tensor:
+        """Return the rows ``[positions, cos | sin]``, float32, of positions ``[positions]`` of any type."""
         angles = positions.to(torch.float32)[:, None] * self.inverse
         return torch.cat((angles.cos(), angles.sin()), -1) * self.scale
 

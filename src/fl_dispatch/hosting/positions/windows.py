@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from fl_dispatch.logger_manager import get_logger
+from ...logger_manager import get_logger
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,7 @@ One thread listens at this engine's address, stores arriving parts, and asks oth
 Another thread sends, one part at a time to each engine, so that a slow or dead engine does not delay others. A peer's
 message is read within bounds, and answered or dropped with a log line; no message of a peer ends a thread.
 
-A link joins the devices of two engines that can both make one (:mod:`.links`). Then a message only announces a part,
+A link joins the devices of two engines that can both make one (:mod:`..links`). Then a message only announces a part,
 the receiver answers when its end is ready, and each end's link carries the bytes. A part without a link, or without
 room on the receiver's device, is sent in the message.
 """
