@@ -17,7 +17,7 @@ from fl_dispatch.hosting.loading import allowed as rules
 from fl_dispatch.hosting.loading.account import Account
 from fl_dispatch.hosting.loading.allowed import Allowed
 from fl_dispatch.hosting.loading.files import head_of_its_own, warn_of_unread
-from fl_dispatch.hosting.loading.refusals import naming, refuse_left, refuse_unfilled
+from fl_dispatch.hosting.loading.refusals import left_over, naming, refuse_left, refuse_unfilled
 from fl_dispatch.hosting.ranks import agreement
 from fl_dispatch.logger_manager import get_logger
 
@@ -99,10 +99,7 @@ def loads(runner: ModelRunner) -> Iterator[None]:
         _LOAD.reset(token)
     if (account := load.account) is None or load.drafts or not config.is_generation:
         return  # pooling models take only the layers of their task
-    text = config.hf_text_config
-    allowed, parallel = (*UNTAKEN, *rules.predictors(text)), get_parallel()
-    if left := account.left(allowed):
-        left = account.left((*allowed, *rules.ignored(config.hf_config)))
+    left, parallel = left_over(account, UNTAKEN, config), get_parallel()
     if parallel.world_group.world_size > 1:
         left = agreement.on_all(parallel.world_group.cpu_group, left)
     refuse_left(account, left)

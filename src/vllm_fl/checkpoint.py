@@ -56,7 +56,7 @@ def close_account(account: Account, model: nn.Module, model_config: Any) -> None
         _loaded.append(account)
 
 
-def refuse_left(model_config: Any, everybody: ProcessGroup) -> None:
+def refuse_left(model_config: Any, all_ranks: ProcessGroup) -> None:
     """Refuse tensors of the checkpoint that no rank took. Every rank must call it after its models are loaded.
 
     Pooling models take the layers of their task, and draft models take their layers from the target's checkpoint.
@@ -64,10 +64,8 @@ def refuse_left(model_config: Any, everybody: ProcessGroup) -> None:
     Raises:
         CheckpointError: there are such tensors.
     """
-    allowed = (*UNTAKEN, *rules.predictors(model_config.hf_text_config))
     accounts, _loaded[:] = list(_loaded), []
     for account in accounts:
-        left = [] if model_config.runner_type == "pooling" else account.left(allowed)
-        if left:
-            left = account.left((*allowed, *rules.ignored(model_config.hf_config)))
-        refusals.refuse_left(account, agreement.on_all(everybody, left))
+        pools = model_config.runner_type == "pooling"
+        left = [] if pools else refusals.left_over(account, UNTAKEN, model_config)
+        refusals.refuse_left(account, agreement.on_all(all_ranks, left))

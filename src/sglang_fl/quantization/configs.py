@@ -202,22 +202,11 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         return isinstance(self._named(prefix), Scheme)
 
 
-ROOTS = ("model", "language_model")
-"""Modules around a model's layers, which checkpoints and hosts nest in different orders."""
-
-
 def _matches(name: str, target: str) -> bool:
     """Whether a target names this layer: by its whole name, or by an expression that matches from the start."""
     if target.startswith(EXPRESSION):
         return re.match(target.removeprefix(EXPRESSION), name) is not None
-    return _below_roots(target) == _below_roots(name)
-
-
-def _below_roots(name: str) -> str:
-    parts = name.split(".")
-    while parts[0] in ROOTS and len(parts) > 1:
-        parts = parts[1:]
-    return ".".join(parts)
+    return layer_parts.below_roots(target) == layer_parts.below_roots(name)
 
 
 class GPTQConfigFL(Served, GPTQConfig):

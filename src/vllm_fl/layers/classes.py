@@ -43,7 +43,6 @@ class LayerClass:
             package above ``module``, where vLLM looks it up (see ``compat.layer_classes``).
         own_kernel: whether it is replaced only if the first choice is not PyTorch's own product, which vLLM's own code
             calls, too.
-        since: the first version of vLLM with this form of the class; empty for all.
         transformers: whether it belongs to vLLM's Transformers backend, which is imported only for models that need it.
         cpu_only: whether it is replaced only on CPUs, because our kernels for it were not measured on other devices.
         creates_context: whether importing ``module`` asks Triton for the current device, which creates a context. A
@@ -56,7 +55,6 @@ class LayerClass:
     mixin: type[DispatchedLayer]
     custom_op: bool = True
     own_kernel: bool = False
-    since: str = ""
     transformers: bool = False
     cpu_only: bool = False
     creates_context: bool = False
@@ -72,18 +70,18 @@ class LayerClass:
         if not issubclass(self.mixin, forwards.ActivationLayer):
             return (self._forward,)
         user = self.mixin.__module__.removeprefix("vllm_fl.")
-        return self._forward, *self.mixin.fl_activation.facts(f"{self.module}:{self.name}", user, self.since)
+        return self._forward, *self.mixin.fl_activation.facts(f"{self.module}:{self.name}", user)
 
     @property
     def _forward(self) -> HostFact:
         why = "The layer would run vLLM's own code."
         forward, user = getattr(self.mixin, "forward_oot", None), self.mixin.__module__.removeprefix("vllm_fl.")
         if forward is None or self.transformers:  # vLLM's own forward runs, or the forward of the base's row
-            return HostFact(self.module, (self.name,), "replaces", user, why, since=self.since)
+            return HostFact(self.module, (self.name,), "replaces", user, why)
         name = "forward_native" if self.custom_op else "forward"
         _, *parameters = (p.replace(annotation=p.empty) for p in signature(forward).parameters.values())
         owner, call = f"{self.module}:{self.name}", f"{name}{Signature(parameters)}"
-        return HostFact(owner, (call,), "overrides", user, why, since=self.since)
+        return HostFact(owner, (call,), "overrides", user, why)
 
     def in_tree(self) -> type | None:
         """Return vLLM's class; ``None`` if this version lacks it."""
@@ -127,7 +125,7 @@ _LINEAR = (
 _ACTIVATIONS = (
     *("SiluAndMul", "GeluAndMul", "MulAndSilu", "FatreluAndMul", "SwigluOAIAndMul", "SiluAndMulWithClamp"),
     *("SwigluStepAndMul", "GeluAndMulSparse", "GELU", "GELUTanh", "NewGELU", "FastGELU", "QuickGELU"),
-    "ReLUSquaredActivation",
+    *("ReLUSquaredActivation", "SituAndMul"),
 )
 """Activations without weights in all tested versions."""
 
@@ -149,7 +147,6 @@ LAYER_CLASSES = (
     LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "Mixer2RMSNormGated", mamba2.StateSpaceNormLayer),
     LayerClass(f"{_LAYERS}.mamba.short_conv", "ShortConv", short_conv.ShortConvLayer),
     *(LayerClass(f"{_LAYERS}.activation", name, forwards.activation_layer(name)) for name in _ACTIVATIONS),
-    LayerClass(f"{_LAYERS}.activation", "SituAndMul", forwards.activation_layer("SituAndMul")),
     LayerClass(f"{_LAYERS}.activation", "XIELU", forwards.XieluLayer),
     LayerClass(f"{_ROPE}.base", "RotaryEmbedding", forwards.RotaryLayer),
     LayerClass(f"{_ROPE}.llama3_rope", "Llama3RotaryEmbedding", forwards.RotaryLayer),

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch import Decision, bind_op, explain
+from fl_dispatch import bind_op, explain
 from fl_dispatch.hosting.layers.attribute import replaced
 from fl_dispatch.hosting.start import warm_batches
-from fl_dispatch.types import BackendImplKind
+from fl_dispatch.hosting.start.first_choices import more_than_references
 
 from .forwards import DispatchedLayer
 
@@ -68,11 +68,6 @@ class Step:
         return cls(*counts, slots, *of_prompts, slots[:single, None], *of_prompts)
 
 
-def has_kernel(decision: Decision) -> bool:
-    """Whether an implementation other than a reference may run."""
-    return any(impl.kind is not BackendImplKind.REFERENCE for impl in decision.candidates)
-
-
 class StateLayer(DispatchedLayer):
     """A layer with a state for each request; it binds its operators by name."""
 
@@ -116,8 +111,8 @@ class StateLayer(DispatchedLayer):
     def _fl_ask(self, without: dict[str, str], operator: str, bound: Callable[..., Tensor], *args: Any) -> Tensor:
         scope = self.fl_scope(self.prefix)
         decision = explain(operator, *args, scope=scope)
-        if has_kernel(explain(operator, scope=scope)) and not has_kernel(decision):  # limits decide, not a rule
-            without[operator] = "; ".join(decision.skipped_reasons())
+        if more_than_references(explain(operator, scope=scope)) and not more_than_references(decision):
+            without[operator] = "; ".join(decision.skipped_reasons())  # limits exclude the kernels, not a rule
         return bound(*args)
 
     def fl_step(self) -> Any:

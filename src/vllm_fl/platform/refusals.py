@@ -9,7 +9,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.devices.triton import why_no_float8, why_unserved
 from fl_dispatch.hosting.quantized import experts as quantized_experts
-from fl_dispatch.hosting.start.first_choices import has_kernel, without_graphs
+from fl_dispatch.hosting.start.first_choices import has_kernel, more_than_references, without_graphs
 from fl_dispatch.settings import get_settings
 
 from .. import quantization
@@ -18,7 +18,7 @@ from ..compat import model_runner, models, versions
 from ..compilation import compile
 from ..extensions import extensions
 from ..host import HOST
-from ..layers import delta_net, mamba2, short_conv, states
+from ..layers import delta_net, mamba2, short_conv
 from . import config, invariance
 
 if TYPE_CHECKING:
@@ -252,16 +252,16 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
         return False
     if not device.accelerator:
         return True
-    return device.is_foreign if why_unserved() else all(map(_has_kernel, STATE_LAYERS[layer]))
+    return device.is_foreign if why_unserved() else all(map(_has_more_than_references, STATE_LAYERS[layer]))
 
 
-def _has_kernel(op_name: str) -> bool:
+def _has_more_than_references(op_name: str) -> bool:
     """Whether an operator has an available implementation besides the reference; ``warm_up`` checks its calls."""
     manager = get_default_manager()
     manager.ensure_initialized()
     if not manager.registry.get_implementations(op_name):
         return False
-    return states.has_kernel(manager.explain(op_name))
+    return more_than_references(manager.explain(op_name))
 
 
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:

@@ -18,6 +18,18 @@ def _requests(idx_mapping: Tensor, count: int) -> Iterator[tuple[int, int]]:
             yield row, state
 
 
+def _spans(idx_mapping: Tensor, starts: list[int], num_rejected: Tensor) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield for each real request its batch row and state row, its first token, its first new token, and the end.
+
+    Tokens before the first new one are read again.
+    """
+    count = len(idx_mapping)
+    rejected = num_rejected[:count].tolist()
+    for row, state in _requests(idx_mapping, count):
+        begin = starts[row] + max(0, rejected[row] - 1)
+        yield row, state, starts[row], begin, begin + starts[row + 1] - starts[row] - rejected[row]
+
+
 def prepare_input_buffers(
     last_token_indices: Tensor,
     draft_input_ids: Tensor,
@@ -39,21 +51,18 @@ def prepare_input_buffers(
 ) -> None:
     """Write tokens, positions and lengths for the first predictor, each request's tokens shifted by one."""
     count = len(idx_mapping)
-    starts, rejected = query_start_loc[: count + 1].tolist(), num_rejected[:count].tolist()
-    for row, state in _requests(idx_mapping, count):
-        start, again = starts[row], max(0, rejected[row] - 1)
-        kept, begin = starts[row + 1] - start - rejected[row], start + again
-        sampled = int(num_sampled[row]) > 0
+    starts = query_start_loc[: count + 1].tolist()
+    for row, state, start, begin, end in _spans(idx_mapping, starts, num_rejected):
+        again, sampled, last = begin - start, int(num_sampled[row]) > 0, end - 1
         draft_seq_lens[row] = target_seq_lens[row] - again
         following = next_prefill_tokens[:, state]
         draft_input_id_overrides[row] = (
             -1 if sampled else following[1:num_speculative_steps].to(draft_input_id_overrides.dtype)
         )
-        draft_input_ids[begin : begin + kept - 1] = target_input_ids[start + 1 : start + kept]
-        last = begin + kept - 1
+        draft_input_ids[begin:last] = target_input_ids[start + 1 : end - again]
         last_token_indices[row] = last
         draft_input_ids[last] = (last_sampled[state] if sampled else following[:1]).to(draft_input_ids.dtype).squeeze()
-        draft_positions[begin : begin + kept] = target_positions[start : start + kept]
+        draft_positions[begin:end] = target_positions[start : end - again]
         if again:
             first = int(target_positions[start])
             draft_input_ids[start:begin] = cached_draft_input_ids[state, num_speculative_steps - 1 - again :].to(
@@ -78,12 +87,10 @@ def prepare_hidden_states(
     num_speculative_steps: int,
 ) -> None:
     """Write the target's hidden states for the first predictor, after those that are read again."""
-    count = len(idx_mapping)
-    starts, rejected = query_start_loc[: count + 1].tolist(), num_rejected[:count].tolist()
-    for row, state in _requests(idx_mapping, count):
-        start, again = starts[row], max(0, rejected[row] - 1)
-        kept, begin = starts[row + 1] - start - rejected[row], start + again
-        draft_input_hidden_states[begin : begin + kept] = target_hidden_states[start : start + kept]
+    starts = query_start_loc[: len(idx_mapping) + 1].tolist()
+    for _, state, start, begin, end in _spans(idx_mapping, starts, num_rejected):
+        again = begin - start
+        draft_input_hidden_states[begin:end] = target_hidden_states[start : end - again]
         if again:
             first = num_speculative_steps - 1 - again
             draft_input_hidden_states[start:begin] = cached_target_hidden_states[state, first:]

@@ -626,9 +626,9 @@ def test_states_are_served_on_an_accelerator_where_triton_is_and_every_operator_
     monkeypatch.setattr(refusals, "why_unserved", lambda: "")
     for absent in (None, *operators):
         having = {operator for operator in operators if operator != absent}
-        monkeypatch.setattr(refusals, "_has_kernel", having.__contains__)
+        monkeypatch.setattr(refusals, "_has_more_than_references", having.__contains__)
         assert refusals._serves_states(model, CUDA) == (absent is None)
-    monkeypatch.setattr(refusals, "_has_kernel", lambda operator: True)
+    monkeypatch.setattr(refusals, "_has_more_than_references", lambda operator: True)
     monkeypatch.setattr(refusals, "why_unserved", lambda: "no driver")
     assert not refusals._serves_states(model, CUDA)
 
@@ -655,10 +655,10 @@ def test_a_reference_is_no_kernel() -> None:
     operator, manager = "gated_delta_rule_update", get_default_manager()
     manager.ensure_initialized()
     with policy_context(SelectionPolicy.from_dict(deny_vendors={"cpu"})):
-        assert not refusals._has_kernel(operator)
+        assert not refusals._has_more_than_references(operator)
         fn = manager.registry.get_implementation(operator, "reference.torch").fn
         manager.registry.register_impl(OpImpl(operator, "default.own", BackendImplKind.DEFAULT, fn))
-        assert refusals._has_kernel(operator)
+        assert refusals._has_more_than_references(operator)
 
 
 def test_a_quantization_is_named_as_the_checkpoint_does(configure: Callable[..., Any]) -> None:

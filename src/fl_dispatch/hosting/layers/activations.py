@@ -21,11 +21,11 @@ class Activation:
     attributes: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
 
-    def facts(self, owner: str, user: str, since: str = "") -> tuple[HostFact, ...]:
+    def facts(self, owner: str, user: str) -> tuple[HostFact, ...]:
         """Return the fact that a host's class (``module:Class``) has these attributes; no fact without attributes."""
         if not self.attributes:
             return ()
-        return (HostFact(owner, self.attributes, "reads", user, "The operator's arguments.", since=since),)
+        return (HostFact(owner, self.attributes, "reads", user, "The operator's arguments."),)
 
 
 ACTIVATIONS = {

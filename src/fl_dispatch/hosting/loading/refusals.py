@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from ...logger_manager import get_logger
 from ...settings import get_settings
 from ..quantized.remedies import OUT_OF_ORDER
 from .account import Account
-from .allowed import COLUMNS, Allowed
+from .allowed import COLUMNS, Allowed, ignored, predictors
 
 logger = get_logger(__name__)
 
@@ -65,6 +66,18 @@ def refuse_unfilled(account: Account, model: nn.Module, allowed: Sequence[Allowe
             f"{said}; it has {_tensor(account, exact[0])}, which the model has no place for: {_advice(account)}"
         )
     raise CheckpointError(f"{said}: the files are not complete, or not of the model that config.json describes")
+
+
+def left_over(account: Account, untaken: Sequence[Allowed], model_config: Any) -> list[str]:
+    """Return the tensors that no parameter of this rank took, and that neither host nor Transformers ignores.
+
+    Args:
+        untaken: the host's rules for tensors that its models may ignore.
+        model_config: a host's ``ModelConfig``.
+    """
+    known = (*untaken, *predictors(model_config.hf_text_config))
+    left = account.left(known)
+    return left and account.left((*known, *ignored(model_config.hf_config)))  # asking Transformers takes time
 
 
 def refuse_left(account: Account, left: Sequence[str]) -> None:

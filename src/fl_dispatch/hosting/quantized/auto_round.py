@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import remedies, schemes
+from .layer_parts import ROOTS, below_roots
 from .schemes import Refused
 
 PACKINGS: Mapping[str, str] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """``packing_format`` → the format with the same order of words."""
 SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 """Characters of expressions; names have none of them."""
-ROOTS = r"(?:(?:model|language_model)\.)*"
-"""Modules around a model's blocks, which checkpoints and hosts nest in different orders."""
 LEAVES = "-:"
 """The prefix of a ``dynamic`` rule for layers that are not quantized."""
 CHANGES = "+:"
@@ -79,4 +78,4 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 def _named(name: str) -> str:
     """Return an expression for the name of a module, with any roots before it."""
-    return ROOTS + re.escape(re.sub(f"^{ROOTS}", "", name))
+    return ROOTS + re.escape(below_roots(name))

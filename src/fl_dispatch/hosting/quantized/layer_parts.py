@@ -1,7 +1,8 @@
-"""A checkpoint's rules for a layer that a host joins from several: the rules name the parts."""
+"""A checkpoint's names of a layer: of the parts that a host joins into it, and below the modules around its blocks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -13,6 +14,13 @@ PARTS: Mapping[str, Sequence[str]] = {
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Joined layers with the same names in many models → a checkpoint's names of their parts."""
+ROOTS = r"(?:(?:model|language_model)\.)*"
+"""An expression for the modules around a model's blocks, which checkpoints and hosts nest in different orders."""
+
+
+def below_roots(name: str) -> str:
+    """Return a layer's name without the modules around the model's blocks."""
+    return re.sub(f"^{ROOTS}", "", name)
 
 
 def names_of_parts(prefix: str, mapping: Mapping[str, object]) -> list[str]:

@@ -27,6 +27,7 @@ from ...devices.triton import why_unserved
 from ...logger_manager import get_logger
 from ...policy import get_policy
 from ...settings import get_settings
+from .agreement import gather
 
 logger = get_logger(__name__)
 
@@ -101,7 +102,7 @@ def _try(
         NotSharedError: on every rank.
     """
     _agree(_refusal(dist.get_world_size(group)), cpu_group)
-    places = _gathered(_place(device), cpu_group)
+    places = gather(cpu_group, _place(device))
     _agree(next(filter(None, (_why_unmappable(device, place) for place in places)), ""), cpu_group)
     shared = _on_all_ranks(cpu_group, lambda: SharedMemory(group, device))
     _on_all_ranks(cpu_group, shared.map_peers)
@@ -135,16 +136,9 @@ def largest_faster(ours: Sequence[float], library: Sequence[float]) -> int:
 # -- agreement --------------------------------------------------------------------------------------------------------
 
 
-def _gathered(value: Any, cpu_group: ProcessGroup) -> list[Any]:
-    """Return every rank's value, in the order of the ranks."""
-    values: list[Any] = [None] * dist.get_world_size(cpu_group)
-    dist.all_gather_object(values, value, group=cpu_group)
-    return values
-
-
 def _agree(reason: str, cpu_group: ProcessGroup) -> None:
     """Raise ``NotSharedError`` if any rank has a reason."""
-    if found := next(filter(None, _gathered(reason, cpu_group)), ""):
+    if found := next(filter(None, gather(cpu_group, reason)), ""):
         raise NotSharedError(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ... import explain, get_default_manager, get_policy
+from ... import Decision, explain, get_default_manager, get_policy
 from ...compiled.manifest import Manifest
 from ...devices import detect_device
 from ...logger_manager import get_logger
@@ -40,14 +40,15 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
     return any(impl.kind is not BackendImplKind.REFERENCE or impl.traits.batch_invariant for impl in first)
 
 
+def more_than_references(decision: Decision) -> bool:
+    """Whether an implementation other than a reference may run."""
+    return any(impl.kind is not BackendImplKind.REFERENCE for impl in decision.candidates)
+
+
 def warn_of_waiting(operators: Iterable[str]) -> None:
     """Log the operators of which only references may run that wait for the device."""
-
-    def waits(op_name: str) -> bool:
-        references = (impl.kind is BackendImplKind.REFERENCE for impl in explain(op_name).candidates)
-        return OPERATORS[op_name].waits and all(references)
-
-    if detect_device().accelerator and (waiting := sorted(filter(waits, {*operators}))):
+    waiting = sorted(op for op in {*operators} if OPERATORS[op].waits and not more_than_references(explain(op)))
+    if detect_device().accelerator and waiting:
         logger.warning("%s: only references, which wait for the device in every layer of a prompt", ", ".join(waiting))
 
 
@@ -59,7 +60,7 @@ def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
     """
     first = get_default_manager().first_choices(joined, tokens=tokens)
     better = bool(first) and all(impl.kind is not BackendImplKind.REFERENCE for impl in first)
-    return better and not {key.partition("@")[0] for key, _ in get_policy().per_op_order} & {*parts}
+    return better and not _ordered() & {*parts}
 
 
 def of_one_backend(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
@@ -67,11 +68,16 @@ def of_one_backend(joined: str, parts: Iterable[str], tokens: int | None = None)
 
     The answer holds for calls of ``tokens`` tokens, or of any number.
     """
-    if joined in {key.partition("@")[0] for key, _ in get_policy().per_op_order}:
+    if joined in _ordered():
         return True
     manager = get_default_manager()
     firsts = [impl for op in (joined, *parts) for impl in manager.first_choices(op, in_layers=True, tokens=tokens)]
     return len({impl.vendor or impl.impl_id for impl in firsts}) == 1
+
+
+def _ordered() -> set[str]:
+    """Return the operators with an order of the user's, for all layers or some."""
+    return {key.partition("@")[0] for key, _ in get_policy().per_op_order}
 
 
 def boundary(op_name: str) -> int | None:
