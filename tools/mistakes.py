@@ -354,7 +354,7 @@ MISTAKES = (
     Mistake(
         "a rejected draft is answered",
         "vllm_fl/runner_kernels/verification.py",
-        "token = torch.where((heat == 0) & ~accepted, best, draft)",
+        "token = torch.where((temperature == 0) & ~accepted, best, draft)",
         "token = draft",
         "tests/vllm/speculation/test_drafts.py::TestDrafts::test_greedy_tokens_are_those_without_drafts",
     ),

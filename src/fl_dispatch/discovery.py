@@ -139,7 +139,7 @@ def imported(target: Target) -> Target | None:
             return None
         return target._replace(load=partial(_raise, error))
     finally:
-        _say_if_slow(target, time.perf_counter() - started)
+        _warn_if_slow(target, time.perf_counter() - started)
     if isinstance(found, ModuleType) and is_incomplete(found):
         return None
     return target._replace(load=lambda: found)
@@ -150,7 +150,7 @@ def slow_imports() -> dict[str, float]:
     return dict(_slow)
 
 
-def _say_if_slow(target: Target, seconds: float) -> None:
+def _warn_if_slow(target: Target, seconds: float) -> None:
     if seconds > SLOW:
         _slow[f"'{target.name}' ({target.source})"] = seconds
         logger.warning("Import of backend '%s' (%s) took %.1f s", target.name, target.source, seconds)

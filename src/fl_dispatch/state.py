@@ -98,7 +98,7 @@ class State:
             notes={impl: f"opaque in compiled code: {why}" for impl, why in self.traces.untraceable().items()},
         )
 
-    def who_may_run(self, decision: Decision, branch: Branch, bans: bool = True) -> list[OpImpl]:
+    def reachable(self, decision: Decision, branch: Branch, bans: bool = True) -> list[OpImpl]:
         """Return a branch's candidates up to the first one that takes every call."""
         runs = []
         for impl in branch.candidates:
@@ -118,7 +118,7 @@ class State:
         """Reduce a decision to the implementations that run, for comparison."""
         found = []
         for branch in decision.branches:
-            runs = self.who_may_run(decision, branch, bans)
+            runs = self.reachable(decision, branch, bans)
             kinds = {(impl.impl_id, kind) for impl in runs for kind in self.failures.kinds(impl, decision.scope)}
             complete = bool(runs) and self.takes_every_call(decision, runs[-1], bans)
             found.append(Choice(branch.rule, tuple(runs), frozenset(kinds if bans else ()), complete))

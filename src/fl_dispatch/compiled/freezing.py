@@ -75,7 +75,7 @@ class Freezer:
     def _try_traces(self) -> None:
         state, found = self._state, 0
         for plan in list(self._tables.root.plans.values()):
-            runs = [impl for branch in plan.decision.branches for impl in state.who_may_run(plan.decision, branch)]
+            runs = [impl for branch in plan.decision.branches for impl in state.reachable(plan.decision, branch)]
             for impl in untried(state, runs, OPERATORS.get(plan.op_name)):
                 found += bool(obstacle(state, impl))
         if found:

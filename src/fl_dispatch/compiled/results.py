@@ -38,7 +38,7 @@ def promised(
 def broken(operator: Operator, plan: Plan, state: State, args: tuple[Any, ...], result: Any) -> BrokenPromiseError:
     """Return the error for results that break a promise to compiled code; it names the possible implementations."""
     branch = plan.decision.branch_for(operator.workload(*args))
-    names = " or ".join(impl.impl_id for impl in state.who_may_run(plan.decision, branch))
+    names = " or ".join(impl.impl_id for impl in state.reachable(plan.decision, branch))
     problem = broken_promise(operator, args, result)
     return BrokenPromiseError(f"{names} of {operator.name}: {problem}; compiled code would read its memory wrongly")
 

@@ -46,7 +46,7 @@ def _signed(*files: str, toolkit: str | None = None, tool: str | None = None) ->
 
 def _like_cuda(name: str, detect: Callable[[], bool], **changes: Any) -> DeviceSpec:
     """Return a chip that the vendor's PyTorch calls ``cuda``, with CUDA's names for everything else."""
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "vendor": name,
         "torch_type": "cuda",
         "dispatch_key": "CUDA",
@@ -63,13 +63,13 @@ def _like_cuda(name: str, detect: Callable[[], bool], **changes: Any) -> DeviceS
         "memory": hook("cuda", "mem_get_info"),
         **functions("cuda"),
     }
-    return DeviceSpec(name=name, detect=detect, **{**told, **changes})
+    return DeviceSpec(name=name, detect=detect, **{**defaults, **changes})
 
 
-def _of_its_own(name: str, torch_type: str, extension: str | None, dist_backend: str, **changes: Any) -> DeviceSpec:
+def _with_own_type(name: str, torch_type: str, extension: str | None, dist_backend: str, **changes: Any) -> DeviceSpec:
     """Return a chip with its own type in PyTorch: it is present if PyTorch counts one."""
     count = counter(torch_type, extension)
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "vendor": name,
         "dispatch_key": "PrivateUse1",
         "platform_config": name,
@@ -81,7 +81,7 @@ def _of_its_own(name: str, torch_type: str, extension: str | None, dist_backend:
         "memory": hook(torch_type, "mem_get_info"),
         **functions(torch_type),
     }
-    given = {**told, **changes}
+    given = {**defaults, **changes}
     return DeviceSpec(name=name, torch_type=torch_type, extension=extension, dist_backend=dist_backend, **given)
 
 
@@ -108,14 +108,14 @@ THEAD = _like_cuda("thead", _signed("dev/alixpu*", tool="ppu-smi"))
 HYGON = _like_cuda("hygon", _is_hygon, visible_devices="HIP_VISIBLE_DEVICES", float64=True)
 AMD = _like_cuda("amd", _is_amd, visible_devices="HIP_VISIBLE_DEVICES", float64=True)
 
-MTHREADS = _of_its_own(
+MTHREADS = _with_own_type(
     "mthreads", "musa", "torch_musa", "mccl", visible_devices="MUSA_VISIBLE_DEVICES", graph_class="MUSAGraph"
 )
-CAMBRICON = _of_its_own(
+CAMBRICON = _with_own_type(
     "cambricon", "mlu", "torch_mlu", "cncl", visible_devices="MLU_VISIBLE_DEVICES", graph_class="MLUGraph"
 )
-ENFLAME = _of_its_own("enflame", "gcu", "torch_gcu", "eccl", visible_devices="TOPS_VISIBLE_DEVICES")
-INTEL = _of_its_own(
+ENFLAME = _with_own_type("enflame", "gcu", "torch_gcu", "eccl", visible_devices="TOPS_VISIBLE_DEVICES")
+INTEL = _with_own_type(
     "intel", "xpu", None, "xccl", dispatch_key="XPU", visible_devices="ZE_AFFINITY_MASK", inductor=TRITON
 )
 

@@ -52,7 +52,7 @@ class Availability:
         try:
             started = time.perf_counter()
             answer = impl.availability()
-            self._say_if_slow(impl, time.perf_counter() - started)
+            self._warn_if_slow(impl, time.perf_counter() - started)
         finally:
             self._asking.discard(asked)
         if answer[1] == NOT_YET:
@@ -61,7 +61,7 @@ class Availability:
         self.unanswered.discard(impl)
         return answers.setdefault(impl, answer)
 
-    def _say_if_slow(self, impl: OpImpl, seconds: float) -> None:
+    def _warn_if_slow(self, impl: OpImpl, seconds: float) -> None:
         if seconds > SLOW and impl.impl_id not in self.slow:
             logger.warning("is_available of '%s' (%s) took %.1f s", impl.impl_id, impl.place, seconds)
         if seconds > SLOW:

@@ -162,7 +162,7 @@ def _new_recipe(state: State, policy: SelectionPolicy, key: Key, decision: Decis
     traced = site.traced(view, decision.candidates)
     others = () if policy.strict or state.frozen else decision.candidates[1:]
     declined = site.traced(None, others)
-    new = undeclared(state, site.who_may_run(), operator) if view is None else []
+    new = undeclared(state, site.reachable(), operator) if view is None else []
     if new:
         traced = site.once_tried(new, traced)
     if rest := undeclared(state, others, operator):

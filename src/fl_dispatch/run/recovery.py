@@ -187,7 +187,7 @@ class _Attempts:
                 if reason := why_not_for_call(state, impl, call):
                     reasons.append(f"{impl.impl_id}: {reason}")
                     continue
-                self._may_fall_back()
+                self._refuse_divergence()
                 updated = call.updated()
                 last = index + 1 == len(impls) or self.policy.strict
                 copies = None if last or not self._needs_copies(impl) else copies_of(updated)
@@ -208,7 +208,8 @@ class _Attempts:
         finally:
             self.failures.clear()
 
-    def _may_fall_back(self) -> None:
+    def _refuse_divergence(self) -> None:
+        """Raise :class:`RankDivergenceError` if this rank alone would go on with another implementation."""
         if not self.state.lockstep:
             return
         for impl, error in self.failures:

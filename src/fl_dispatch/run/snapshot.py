@@ -108,13 +108,14 @@ def put_back(parts: Sequence[Any], copies: Sequence[Any] | None) -> bool:
     """Restore the old values of parts; return whether all succeeded."""
     if copies is None:
         return not parts
-    return all(_has_back(part, copy) for part, copy in zip(parts, copies, strict=True))
+    return all(_restore(part, copy) for part, copy in zip(parts, copies, strict=True))
 
 
-def _has_back(part: Any, copy: Any) -> bool:
+def _restore(part: Any, copy: Any) -> bool:
+    """Restore a part; return whether it has its old value."""
     if isinstance(part, torch.Tensor):
         values, place, held = copy
-        return _place(part) == place and _tensor_has_back(part, values) and _contents_are_back(part, held)
+        return _place(part) == place and _restore_tensor(part, values) and _restore_contents(part, held)
     if _is_array(part):
         array = _plain(part)
         if (array.shape, array.dtype) != (copy.shape, copy.dtype):
@@ -122,10 +123,10 @@ def _has_back(part: Any, copy: Any) -> bool:
         if array.flags.writeable:
             array[...] = copy
         return bool(array.tobytes() == copy.tobytes())
-    return _contents_are_back(part, copy)
+    return _restore_contents(part, copy)
 
 
-def _contents_are_back(part: Any, copy: list[Any]) -> bool:
+def _restore_contents(part: Any, copy: list[Any]) -> bool:
     """Restore what an object held with the methods of Python's own class, because a subclass may redefine them."""
     held = _held(part)
     if len(held) == len(copy) and all(map(operator.is_, held, copy)):
@@ -160,7 +161,8 @@ def _contents_are_back(part: Any, copy: list[Any]) -> bool:
     return True
 
 
-def _tensor_has_back(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+def _restore_tensor(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Copy a tensor's values back; return whether it has them, although it may not be writable."""
     try:
         try:
             with torch.no_grad():

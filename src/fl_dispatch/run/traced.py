@@ -20,7 +20,7 @@ from ..state import Function, State, is_elsewhere
 from ..types import OpImpl
 from . import generated, trial
 
-_TREATED_APART = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, os))
+_HANDLED_BY_DYNAMO = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, os))
 """The folders of PyTorch and of the standard library."""
 
 
@@ -57,9 +57,9 @@ class Site:
             self.operator, impl, convention, self.form, fn, otherwise, unproven, view=view, declined=declined
         )
 
-    def who_may_run(self) -> list[OpImpl]:
+    def reachable(self) -> list[OpImpl]:
         """Return the candidates up to the first one that takes every call, for calls that meet no rule's condition."""
-        return self.state.who_may_run(self.decision, self.decision.branches[-1])
+        return self.state.reachable(self.decision, self.decision.branches[-1])
 
     def needed_view(self) -> Function | None:
         """Return the opaque view that compiled code must call instead of tracing the choice; ``None`` if it may trace.
@@ -71,7 +71,7 @@ class Site:
         operator, state = self.operator, self.state
         if operator is None or Mode.OPAQUE not in operator.modes or state.view is None:
             return None
-        runs = self.who_may_run()
+        runs = self.reachable()
         needed = (
             self.decision.conditional
             or Mode.INLINE not in operator.modes
@@ -85,7 +85,7 @@ class Site:
         failures, scope = self.state.failures, self.decision.scope
         assert self.state.view is not None
         # The layer's name would make every layer's graph different, so the view has it only if a rule needs it.
-        banned_here = any(failures.kinds(impl, scope) != failures.kinds(impl, None) for impl in self.who_may_run())
+        banned_here = any(failures.kinds(impl, scope) != failures.kinds(impl, None) for impl in self.reachable())
         named = banned_here or self.policy.singles_out(operator.name, scope)
         return self.state.view(operator, scope or "" if named else "")
 
@@ -96,20 +96,20 @@ class Site:
         """
         decision, operator = self.decision, self.operator
 
-        def nobody(*args: Any, **kwargs: Any) -> Any:
+        def none_fits(*args: Any, **kwargs: Any) -> Any:
             raise NotSupported(f"no implementation of '{decision.op_name}' fits these arguments")
 
         if view is not None and operator is not None and decision.candidates:
             whole = Convention(takes=tuple(operator.parameters), defaults=False)
-            return generated.direct(operator, decision.candidates[0], whole, self.form, view, nobody, ask=False)
-        function: Function = nobody
+            return generated.direct(operator, decision.candidates[0], whole, self.form, view, none_fits, ask=False)
+        function: Function = none_fits
         for impl in reversed(candidates):
             if not self.state.failures.kinds(impl, decision.scope):
                 first = self.direct(impl, impl.fn, function)
                 if is_elsewhere(impl):
                     function = _on_its_devices(impl, operator.hints if operator else (), first, function)
                 else:
-                    function = first if function is nobody else _or_next(first, function)
+                    function = first if function is none_fits else _or_next(first, function)
         return function
 
     def once_tried(self, impls: Sequence[OpImpl], inline: Function) -> Function:
@@ -178,13 +178,13 @@ def with_other_trace(fn: Function, traced: Function) -> Function:
 
     The result is a copy of ``fn`` if Dynamo would trace into it, so that a call costs no more than before.
     """
-    if isinstance(fn, types.MethodType) and _is_looked_into(fn.__func__):
+    if isinstance(fn, types.MethodType) and _is_traced_into(fn.__func__):
 
         def with_self(_self: Any, *args: Any, **kwargs: Any) -> Any:
             return traced(*args, **kwargs)
 
         return types.MethodType(_copy(fn.__func__, with_self), fn.__self__)
-    if _is_looked_into(fn):
+    if _is_traced_into(fn):
         return _copy(fn, traced)
 
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -193,9 +193,9 @@ def with_other_trace(fn: Function, traced: Function) -> Function:
     return either
 
 
-def _is_looked_into(fn: Any) -> bool:
+def _is_traced_into(fn: Any) -> bool:
     """Whether a function is written in Python, outside the modules that Dynamo handles specially."""
-    return isinstance(fn, types.FunctionType) and not fn.__code__.co_filename.startswith(_TREATED_APART)
+    return isinstance(fn, types.FunctionType) and not fn.__code__.co_filename.startswith(_HANDLED_BY_DYNAMO)
 
 
 def _copy(fn: Any, traced: Function) -> Function:

@@ -125,11 +125,11 @@ class Decision:
             return entry
         return replace(entry, reason=f"{entry.reason}; {note}")
 
-    def noting(self, told: Callable[[OpImpl], str]) -> Decision:
-        """Return a copy of this decision with a remark on each candidate; ``told`` returns empty text for none."""
+    def noting(self, remark: Callable[[OpImpl], str]) -> Decision:
+        """Return a copy of this decision with a remark on each candidate; ``remark`` returns empty text for none."""
         notes = dict(self.notes)
         for impl in self.candidates:
-            if more := told(impl):
+            if more := remark(impl):
                 notes[impl] = "; ".join(filter(None, [notes.get(impl), more]))
         return replace(self, notes=notes)
 

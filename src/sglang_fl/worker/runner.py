@@ -58,7 +58,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     tactics.begin()
     communicator.check_ranks()
     oplist.record(manager, settings, here.tp_rank if several else None)
-    _leave_record(runner, {})
+    _write_record(runner, {})
     return result
 
 
@@ -77,13 +77,13 @@ def forward(
     aten.seal()
     if get_parallel().attn_dp_size == 1:  # otherwise a rank may have had no batch
         communicator.agree_on_tactics()
-    _leave_record(runner, first_pass.missed(runner))
+    _write_record(runner, first_pass.missed(runner))
     if unseen:
         first_pass.judge(first_pass.missed(runner), get_settings().policy.strict)
     return damage.without_damaged_drafts(runner, result)
 
 
-def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
+def _write_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
     """Write the record for commands and ``/metrics``, for the served model only, not its draft model."""
     if runner.is_draft_worker:
         return

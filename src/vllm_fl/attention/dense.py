@@ -76,7 +76,7 @@ class Rotation(NamedTuple):
     positions: torch.dtype
     interleaved: bool
 
-    def of_nothing(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def zeros(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return cosines and sines of one position, all zeros, and that position for each token."""
         table = torch.zeros(1, self.row_stride, dtype=self.table, device=device)
         begin = self.half if self.row_stride >= 2 * self.half else 0
@@ -178,7 +178,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             sizes = [one[0].numel() for one in (query, key, value)]
             cut = query.new_zeros(tokens, sum(sizes)).split_with_sizes(sizes, -1)  # a projection has all three
             parts = [part.view(one.shape) for part, one in zip(cut, (query, key, value), strict=True)]
-            rotation, caches = self.fl_rotation.of_nothing(tokens, device), (key_cache, value_cache)
+            rotation, caches = self.fl_rotation.zeros(tokens, device), (key_cache, value_cache)
             self.fl_rotate_and_write(*parts, *rotation, *caches, slots, self.fl_rotation.interleaved, *scales[:2])
         rest = (max(queries), longest, self.scale, query.new_empty(*query.shape[:2], value.shape[-1]), True)
         bounds = (self.sliding_window, self.softcap, self.alibi_slopes, self.sinks)

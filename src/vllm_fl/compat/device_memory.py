@@ -15,7 +15,7 @@ from fl_dispatch.logger_manager import get_logger
 logger = get_logger(__name__)
 
 ALLOCATOR = "vllm.device_allocator.cumem"
-DOOR = "get_mem_allocator_instance"
+GETTER = "get_mem_allocator_instance"
 USERS = ("vllm.device_allocator", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.lora_model_runner_mixin")
 """The modules with the function that returns vLLM's allocator."""
 ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin"
@@ -51,8 +51,8 @@ def lend_allocator() -> None:
     """Make vLLM use its allocator whatever the platform's name. Idempotent."""
     for name in USERS:
         module = importlib.import_module(name)
-        if hasattr(module, DOOR):  # the mixin's, since vLLM 0.33
-            setattr(module, DOOR, allocator)
+        if hasattr(module, GETTER):  # the mixin's, since vLLM 0.33
+            setattr(module, GETTER, allocator)
 
 
 def keep_adapters() -> None:

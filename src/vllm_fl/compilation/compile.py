@@ -210,7 +210,7 @@ def _why_apart(vllm_config: VllmConfig, own_attention: bool) -> list[str]:
             "no graph can hold the write",
         ),
     ]
-    return [why for speaks, why in found if speaks]
+    return [why for holds, why in found if holds]
 
 
 def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:

@@ -134,7 +134,7 @@ def why_apart(vllm_config: VllmConfig) -> list[str]:
             "a graph of one size expects other strides of positions that have several axes than vLLM gives it",
         ),
     ]
-    return [why for speaks, why in found if speaks]
+    return [why for holds, why in found if holds]
 
 
 def _may_join(product: str) -> bool:

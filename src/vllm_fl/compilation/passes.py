@@ -41,12 +41,12 @@ class ReferenceProducts(VllmInductorPass):
 
 def _multiply(graph: Graph, node: Node, x: Node, weight: Node, bias: Node | None) -> None:
     with graph.inserting_before(node):
-        turned = graph.call_function(aten.permute.default, (weight, [1, 0]))
-        turned.meta["val"] = weight.meta["val"].permute(1, 0)
+        transposed = graph.call_function(aten.permute.default, (weight, [1, 0]))
+        transposed.meta["val"] = weight.meta["val"].permute(1, 0)
         if bias is None:
-            product = graph.call_function(aten.mm.default, (x, turned))
+            product = graph.call_function(aten.mm.default, (x, transposed))
         else:
-            product = graph.call_function(aten.addmm.default, (bias, x, turned))
+            product = graph.call_function(aten.addmm.default, (bias, x, transposed))
     product.meta.update(node.meta)
     node.replace_all_uses_with(product)
     graph.erase_node(node)

@@ -206,16 +206,16 @@ def register(settings: Settings, *, in_worker: bool = False, transformers: bool 
             continue
         if (base := row.in_tree()) is None:
             continue
-        door = row.registry(base)
-        present = door.op_registry_oot.get(row.name)
+        registry = row.registry(base)
+        present = registry.op_registry_oot.get(row.name)
         ours = present is not None and issubclass(present, DispatchedLayer)
         if present is not None and not ours:
             if row.wanted(settings):
                 logger.warning("%s stays with %s, which another plugin registered", row.name, present.__qualname__)
         elif ours and not row.wanted(settings):
-            del door.op_registry_oot[row.name]
+            del registry.op_registry_oot[row.name]
         elif not ours and row.wanted(settings):
-            door.CustomOp.register_oot(name=row.name)(_replacement(row, base))
+            registry.CustomOp.register_oot(name=row.name)(_replacement(row, base))
 
 
 def _warn_of_lists_without_kernels(settings: Settings) -> None:

@@ -245,7 +245,7 @@ def _slots_of(numbers: Sequence[int], slots: dict[int, int]) -> NDArray[np.int32
 # -- requests of logits ------------------------------------------------------------------------------------------------
 
 
-def tell_logits(runner: Any, v2: bool) -> None:
+def track_logits(runner: Any, v2: bool) -> None:
     """Make the runner, with its model loaded, report the request of each row of logits."""
     if not v2:
         runner._get_prompt_logprobs_dict = _one_by_one(runner, runner._get_prompt_logprobs_dict)

@@ -63,12 +63,12 @@ def gumbel_sample(
         logits_cache[cell] = torch.where(real.any(), logits_cache_source[row, :vocab_size], logits_cache[cell])
         if _mixes_columns():
             seed = seed ^ (column << 32)
-    heat = torch.where(real, take(temp, state).float(), 0.0)
+    temperature = torch.where(real, take(temp, state).float(), 0.0)
     values = logits[:, :vocab_size].to(torch.float64 if USE_FP64 else torch.float32)
     if APPLY_TEMPERATURE:
-        values = (logits[:, :vocab_size].float() / torch.where(heat == 0, 1.0, heat)[:, None]).to(values.dtype)
+        values = (logits[:, :vocab_size].float() / divisor(temperature)[:, None]).to(values.dtype)
     place = pos[: len(state)].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
-    values = noised(values, heat, seed, place, temp)
+    values = noised(values, temperature, seed, place, temp)
     best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
 
 
@@ -113,21 +113,26 @@ def remember(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return copied
 
 
-def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
+def divisor(temperature: Tensor) -> Tensor:
+    """Return what to divide logits by: the temperature, or 1 where it is 0, because the largest logit counts there."""
+    return torch.where(temperature == 0, 1.0, temperature)
+
+
+def noised(values: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, all_temperatures: Tensor) -> Tensor:
     """Return logits ``[rows, vocabulary]`` with Gumbel noise in the rows with a temperature other than 0.
 
     Args:
-        heat: ``[rows]``; the temperatures of the rows' requests.
-        temperatures: ``[states]``; not read from the device if the host knows that all are 0.
+        temperature: ``[rows]``, of the rows' requests.
+        all_temperatures: ``[states]``; not read from the device if the host knows that all are 0.
     """
-    numbers = getattr(temperatures, NUMBERS, None)
+    numbers = getattr(all_temperatures, NUMBERS, None)
     if numbers is not None and not numbers.any():
         return values
-    drawn = candidate_rows(heat != 0)
+    drawn = candidate_rows(temperature != 0)
     if not len(drawn):
         return values
     noise = gumbel_noise(seeds[drawn].to(torch.int64), positions[drawn], values.shape[1], values.dtype == torch.float64)
-    return values.index_add(0, drawn, noise.masked_fill((heat[drawn] == 0)[:, None], 0))
+    return values.index_add(0, drawn, noise.masked_fill((temperature[drawn] == 0)[:, None], 0))
 
 
 def best_of_blocks(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) -> None:

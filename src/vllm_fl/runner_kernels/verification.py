@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .rows import rows_of
-from .sampling import WORD, best_of_blocks, in_blocks, noised
+from .sampling import WORD, best_of_blocks, divisor, in_blocks, noised
 
 NEVER = float("-inf")
 ROUNDS = 10
@@ -37,8 +37,8 @@ def gather_draft_sampled(
     index = logits_indices[:num_logits].to(torch.int64)
     place, local = positions[index], expanded_local_pos[:num_logits]
     prompt = prefill_len[expanded_idx_mapping[:num_logits].to(torch.int64)]
-    nobodys = (local > 0) & (place - local < prompt)
-    draft_sampled.copy_(input_ids[index].masked_fill(nobodys, -1))
+    in_prompt = (local > 0) & (place - local < prompt)
+    draft_sampled.copy_(input_ids[index].masked_fill(in_prompt, -1))
     pos.copy_(place)
 
 
@@ -70,9 +70,9 @@ def local_logits_stats(
     best_of_blocks(values, target_local_argmax, target_local_max, BLOCK_SIZE)
     target_local_sumexp.copy_(_sums(values, target_local_max, BLOCK_SIZE))
     if draft_logits is not None:
-        heat = temp[state].float()
+        temperature = temp[state].float()
         step = expanded_local_pos.to(torch.int64).clamp(max=draft_logits.shape[1] - 1)
-        drafts = draft_logits[state, step, :vocab_size].float() / torch.where(heat == 0, 1.0, heat)[:, None]
+        drafts = draft_logits[state, step, :vocab_size].float() / divisor(temperature)[:, None]
         draft_local_max.copy_(in_blocks(drafts, draft_local_max.shape[1], BLOCK_SIZE).amax(-1))
         draft_local_sumexp.copy_(_sums(drafts, draft_local_max, BLOCK_SIZE))
 
@@ -122,7 +122,7 @@ def rejection(
     row = (start[:, None] + step).clamp(max=len(target_logits) - 1)
     draft = draft_sampled[(row + 1).clamp(max=len(draft_sampled) - 1)].to(torch.int64)
     valid, draft = there & (draft >= 0), draft.clamp(min=0)
-    heat = temp[state].float()[:, None]
+    temperature = temp[state].float()[:, None]
     uniform = uniform_float(seed[state][:, None].to(torch.int64), pos[row].to(torch.int64))
     block = target_local_max.nan_to_num(nan=NEVER, posinf=float("inf"), neginf=NEVER).argmax(-1)
     best = target_local_argmax.gather(1, block[:, None])[:, 0][row]
@@ -131,20 +131,20 @@ def rejection(
     draft_logprob = torch.zeros_like(uniform)
     if draft_logits is not None:
         draft_lse = _logsumexp(draft_local_max, draft_local_sumexp)[row]
-        logit = draft_logits[state[:, None], step, draft].float() / torch.where(heat == 0, 1.0, heat)
+        logit = draft_logits[state[:, None], step, draft].float() / divisor(temperature)
         draft_logprob = logit - draft_lse
     if synthetic_conditional_rates is not None:
         accepted = uniform < synthetic_conditional_rates[:steps]
     else:
-        accepted = torch.where(heat == 0, best == draft, target_logprob > uniform.log() + draft_logprob)
+        accepted = torch.where(temperature == 0, best == draft, target_logprob > uniform.log() + draft_logprob)
     accepted &= valid
     length = accepted.to(torch.int64).cumprod(1).sum(1)
-    judged = there & (step <= length[:, None]) & ((heat == 0) | valid)
-    token = torch.where((heat == 0) & ~accepted, best, draft)
+    judged = there & (step <= length[:, None]) & ((temperature == 0) | valid)
+    token = torch.where((temperature == 0) & ~accepted, best, draft)
     sampled[:, :steps] = torch.where(judged, token, sampled[:, :steps])
     rejected_steps.copy_(length)
     last = (judged.sum(1) - 1)[:, None]
-    random = (last >= 0) & (heat != 0)
+    random = (last >= 0) & (temperature != 0)
     for rejected, sums in ((target_rejected_logsumexp, target_lse), (draft_rejected_logsumexp, draft_lse)):
         rejected.copy_(torch.where(random, sums.gather(1, last.clamp(min=0)), 0.0)[:, 0])
 
@@ -185,7 +185,7 @@ def resample(
     length = rejected_step.to(torch.int64)
     row = cu_num_logits[:-1].to(torch.int64) + length
     state = expanded_idx_mapping[row].to(torch.int64)
-    heat = temp[state.clamp(min=0)].float().masked_fill(state < 0, 0.0)
+    temperature = temp[state.clamp(min=0)].float().masked_fill(state < 0, 0.0)
     rejected = draft_sampled[(row + 1).clamp(max=len(draft_sampled) - 1)].to(torch.int64)
     some = (row < cu_num_logits[1:] - 1) & (rejected >= 0)
     values = target_logits[row, :vocab_size].float()
@@ -195,12 +195,12 @@ def resample(
         target = values - target_rejected_logsumexp[:, None]
         step = length.clamp(max=draft_logits.shape[1] - 1)
         drafts = draft_logits[state.clamp(min=0), step, :vocab_size].float()
-        drafts = drafts / torch.where(heat == 0, 1.0, heat)[:, None]
+        drafts = drafts / divisor(temperature)[:, None]
         ratio = (drafts - draft_rejected_logsumexp[:, None] - target).exp()
         left = torch.where(ratio < 1.0, target + torch.log1p(-ratio), NEVER)
     values = torch.where(some[:, None], left, values).to(resampled_local_max.dtype)
     seed, place = seed[state.clamp(min=0)].masked_fill(state < 0, 0), pos[row].to(torch.int64)
-    values = noised(values, heat, seed, place, temp)
+    values = noised(values, temperature, seed, place, temp)
     best_of_blocks(values, resampled_local_argmax, resampled_local_max, BLOCK_SIZE)
 
 
@@ -217,8 +217,8 @@ def insert_resampled(
     """Append the drawn token of each request and count it; a greedy one keeps its token if a draft was replaced."""
     length = num_sampled.to(torch.int64)
     row = cu_num_logits[:-1].to(torch.int64) + length
-    heat = temp[expanded_idx_mapping[row].to(torch.int64)].float()
-    drawn = (heat != 0) | (row == cu_num_logits[1:] - 1)
+    temperature = temp[expanded_idx_mapping[row].to(torch.int64)].float()
+    drawn = (temperature != 0) | (row == cu_num_logits[1:] - 1)
     largest = resampled_local_max[:, :resample_num_blocks]
     best = largest.nan_to_num(nan=NEVER, posinf=float("inf"), neginf=NEVER).argmax(-1)
     token = resampled_local_argmax.gather(1, best[:, None])

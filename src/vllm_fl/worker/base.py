@@ -92,7 +92,7 @@ class WorkerFL(Worker):
         if self.vllm_config.lora_config is not None:
             from ..layers import lora
 
-            lora.tell_logits(self.model_runner, self.use_v2_model_runner)
+            lora.track_logits(self.model_runner, self.use_v2_model_runner)
         if not self.use_v2_model_runner:
             generators.rewind(self.model_runner, detect_device())
         elif self.vllm_config.speculative_config is not None and models.has_states(self.model_config):
@@ -110,7 +110,7 @@ class WorkerFL(Worker):
         self.fl_survey.refuse_native_run(get_settings())
         aten.replace(get_settings(), detect_device())
         tactics.begin()
-        self._leave_record()
+        self._write_record()
         drafts = self.vllm_config.speculative_config is not None
         damage.install(self.model_runner, self.use_v2_model_runner, drafts)
         self.fl_watched_steps = watched_steps.WatchedSteps(self.vllm_config, self.fl_models(), self.model_runner)
@@ -133,7 +133,7 @@ class WorkerFL(Worker):
         kv_layout.refuse_unlike_groups(kv_cache_config)
         super().initialize_from_config(kv_cache_config)
 
-    def _leave_record(self) -> None:
+    def _write_record(self) -> None:
         """Write the record for ``fl doctor``, and the list of operators that FlagGems runs."""
         parallel, host = self.parallel_config, f"vLLM {versions.host_version()}"
         rank = self.rank + parallel.data_parallel_rank * parallel.world_size
@@ -179,7 +179,7 @@ class WorkerFL(Worker):
         ranks.agree_on_tactics()
         aten.seal()
         if aten.is_active():
-            self._leave_record()  # with the calls so far
+            self._write_record()  # with the calls so far
         self.fl_eager_steps = eager_steps.of_worker(self.vllm_config, self.fl_models(), self.model_runner)
         set_random_seed(self.model_config.seed)
 

@@ -54,8 +54,8 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> _Allocator:
     monkeypatch.setitem(sys.modules, device_memory.ALLOCATOR, module)
     for name in device_memory.USERS:
         user = importlib.import_module(name)
-        if hasattr(user, device_memory.DOOR):
-            monkeypatch.setattr(user, device_memory.DOOR, getattr(user, device_memory.DOOR))
+        if hasattr(user, device_memory.GETTER):
+            monkeypatch.setattr(user, device_memory.GETTER, getattr(user, device_memory.GETTER))
     return found
 
 

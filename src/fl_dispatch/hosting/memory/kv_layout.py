@@ -170,7 +170,7 @@ def state(layout: KVLayout, block_size: int) -> None:
     for op, impl in wanted:
         instead = now[op].first_choices
         if impl not in instead:
-            why = _unstated(impl) or next(entry.reason for entry in now[op].considered if entry.impl is impl)
+            why = _why_unmet(impl) or next(entry.reason for entry in now[op].considered if entry.impl is impl)
             logger.warning("'%s' of '%s' does not run: %s; %s runs", impl.impl_id, op, why, _named(instead))
     for op, other in (OPERATORS, OPERATORS[::-1]):
         mine, theirs = now[op].first_choices, now[other].first_choices
@@ -200,7 +200,7 @@ def _preference_of(impl: OpImpl) -> Preference:
     return Preference(layout, multiple, block, layout is not None and LAYOUT not in impl.requires)
 
 
-def _unstated(impl: OpImpl) -> str:
+def _why_unmet(impl: OpImpl) -> str:
     """Return why an implementation's requirements cannot be met; empty if they can."""
     try:
         _preference_of(impl)

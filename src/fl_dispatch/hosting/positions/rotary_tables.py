@@ -101,8 +101,8 @@ def rotation(config: Any, layer: int | None = None, length: int | None = None) -
     size = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
     size = size or config.hidden_size // config.num_attention_heads
     if kind == "default":
-        turned = int(size * stated.get("partial_rotary_factor", 1.0))
-        steps = torch.arange(0, turned, 2, dtype=torch.int64).to(torch.float32) / turned
+        rotated = int(size * stated.get("partial_rotary_factor", 1.0))
+        steps = torch.arange(0, rotated, 2, dtype=torch.int64).to(torch.float32) / rotated
         return Rotation(kind, 1.0 / stated["rope_theta"] ** steps, 1.0)
     if kind not in ROPE_INIT_FUNCTIONS:
         return None

@@ -18,8 +18,8 @@ WINDOWED: Mapping[str, bool] = {
     "full_attention": False,
 }
 """Kinds of layers in ``layer_types`` → whether a layer has the window."""
-BESIDE_ITSELF = ("cohere2", "cohere2_moe")
-"""Models that see the token itself in addition to the window, according to both hosts, as in their training."""
+PLUS_ITSELF = ("cohere2", "cohere2_moe")
+"""Models with windows that do not count the token itself, according to both hosts, as in their training."""
 
 
 def declares_window(config: Any) -> bool:
@@ -47,7 +47,7 @@ def windows(config: Any) -> Sequence[int | None] | None:
     if not declares_window(config):
         return None
     size, layers = config.sliding_window or None, int(config.num_hidden_layers)
-    if size is not None and config.model_type in BESIDE_ITSELF:
+    if size is not None and config.model_type in PLUS_ITSELF:
         size += 1
     types = getattr(config, "layer_types", None) if _declares(config, "layer_types") else None
     if types is None:  # Mistral's layers all have the window, whatever kinds its file lists

@@ -203,7 +203,7 @@ class SharedMemory:
     def warm_up(self) -> None:
         """Compile the kernel for each type, in calls that do not wait for the other rank."""
         for dtype in DTYPES:
-            self.calls.fill_(self.kernel.WAITS_FOR_NOBODY)
+            self.calls.fill_(self.kernel.NO_WAIT)
             self.add(torch.zeros(VECTOR, dtype=dtype, device=self.memory.device))
             torch.get_device_module(self.memory.device).synchronize(self.memory.device)
 

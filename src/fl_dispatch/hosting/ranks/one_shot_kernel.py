@@ -19,7 +19,7 @@ BLOCKS = 64
 TILE = 4096
 """Elements that a program adds at a time."""
 WARPS = 8
-WAITS_FOR_NOBODY = -(1 << 40) - 1
+NO_WAIT = -(1 << 40) - 1
 """A count of calls below every flag, so that the next call waits for no rank; the next count is even, for the first
 place."""
 VECTOR = tl.constexpr(8)
