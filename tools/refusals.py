@@ -11,7 +11,7 @@ plugin's list. Each commit's sources run in a separate process. The environment 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -51,7 +51,10 @@ def scheme_of(config: Mapping[str, Any]) -> Any:
         return scheme_of(part("quark").as_compressed(config, refused))
     if method == "auto-round":
         return scheme_of(part("auto_round").as_packed(config, refused)[1])
-    schemes.check(method, config, refused)
+    is_apart = (
+        importlib.util.find_spec("fl_dispatch.hosting.quantized.configurations") is not None
+    )  # not in old commits
+    (part("configurations") if is_apart else schemes).check(method, config, refused)
     if method == "compressed-tensors":
         from compressed_tensors.quantization import QuantizationArgs
 

@@ -28,6 +28,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.quantized import auto_round, layer_parts, quark, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized.configurations import check
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
 from fl_dispatch.hosting.quantized.schemes import EXPRESSION, LEFT, Scheme
 from fl_dispatch.hosting.start.first_choices import without_graphs
@@ -59,7 +60,7 @@ class Served:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        schemes.check(cls.fl_format, config, refused)
+        check(cls.fl_format, config, refused)
         return super().from_config(config)  # type: ignore[misc]
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:

@@ -41,6 +41,7 @@ from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.scalar_type import scalar_types
 
 from fl_dispatch.hosting.quantized import auto_round, layer_parts, orders, quark, remedies, schemes, stored_experts
+from fl_dispatch.hosting.quantized.configurations import check
 from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
 
 from . import refused
@@ -61,7 +62,7 @@ class Served:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        schemes.check(cls.fl_format, config, refused)
+        check(cls.fl_format, config, refused)
         return super().from_config(config)  # type: ignore[misc]
 
     @classmethod

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from . import remedies, schemes
+from . import configurations, remedies, schemes
 from .layer_parts import ROOTS, below_roots
 from .schemes import Refused
 
@@ -39,11 +39,11 @@ def as_packed(config: Mapping[str, Any], refused: Refused) -> tuple[str, dict[st
     """
     if (numbers := config.get("data_type", "int")) != "int":
         raise refused(f"'auto-round' with numbers of '{numbers}'", remedies.AUTO_ROUND_FLOATS)
-    schemes.check("auto-round", config, refused)
+    configurations.check("auto-round", config, refused)
     packing, own = config.get("packing_format", "auto_round:auto_gptq"), config.get("extra_config") or {}
     if (bits := config.get("act_bits", WHOLE)) < WHOLE:
         raise refused(f"'auto-round' with inputs of {bits} bits", remedies.AUTO_ROUND_FLOATS)
-    if wrong := [name for name in own if SPECIAL.search(name) and not schemes.is_rule((name, {}))]:
+    if wrong := [name for name in own if SPECIAL.search(name) and not configurations.is_rule((name, {}))]:
         raise refused(f"'extra_config': {wrong[0]!r}, not an expression, in 'quantization_config'")
     if packing not in PACKINGS:
         raise refused(f"'auto-round' with packing_format '{packing}'", remedies.AUTO_ROUND)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import remedies
-from .schemes import Refused, check
+from .configurations import check
+from .schemes import Refused
 
 WEIGHTS = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
 """Settings of weights, and of inputs with either kind of scales."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fl_dispatch.hosting.quantized import quark, schemes
+from fl_dispatch.hosting.quantized import configurations, quark
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
@@ -36,7 +36,7 @@ def refused(what: str, remedy: str = "") -> Exception:
     ],
 )
 def test_what_tools_write_passes(method: str, config: Mapping[str, Any]) -> None:
-    schemes.check(method, config, refused)
+    configurations.check(method, config, refused)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_tools_write_passes(method: str, config: Mapping[str, Any]) -> None
 )
 def test_a_malformed_value_is_named_with_its_key(method: str, config: Mapping[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="quantization_config") as found:
-        schemes.check(method, config, refused)
+        configurations.check(method, config, refused)
     assert str(found.value) == f"{said} in 'quantization_config'"
 
 
