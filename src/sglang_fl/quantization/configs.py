@@ -305,11 +305,11 @@ class ModelOpt(Served):
 
 
 class ModelOptFp8ConfigFL(ModelOpt, ModelOptFp8Config):
-    pass
+    """``modelopt`` in fp8."""
 
 
 class ModelOptFp4ConfigFL(ModelOpt, ModelOptFp4Config):
-    pass
+    """``modelopt`` in NVFP4."""
 
 
 class ModelOptMxfp8ConfigFL(ModelOpt, ModelOptFp8Config):

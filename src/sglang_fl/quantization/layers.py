@@ -253,14 +253,16 @@ class _Grouped(Layer, layers.GroupedLayer):
 
 
 class Int4Layer(_Grouped, layers.Int4Layer):
-    pass
+    """Integers of 4 bits, each in a byte."""
 
 
 class Mxfp8Layer(_Grouped, layers.Mxfp8Layer):
-    pass
+    """MXFP8: fp8 with a power of two for each group."""
 
 
 class Float4Layer(_Grouped, layers.Float4Layer):  # type: ignore[misc]  # SGLang has one more size
+    """MXFP4 and NVFP4."""
+
     def __init__(self, scheme: Scheme) -> None:
         super().__init__(scheme)
         self.fl_given, self.fl_joins = self.fl_rounding == layers.NVFP4, not self.fl_factors

@@ -1,4 +1,7 @@
-"""vLLM's quantization configurations, as far as vLLM's code requests CUDA kernels before ours are chosen."""
+"""vLLM's quantization configurations, changed where vLLM requests CUDA kernels before ours are chosen.
+
+Each assigns kinds of :mod:`.kernels` to linear layers and of :mod:`.expert_method` to experts.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +73,11 @@ class Served:
         return DTYPES
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """Return the method of a layer; ``None`` for vLLM's own.
+
+        Raises:
+            ValueError: a quantized head, or a kind of weights, is not served.
+        """
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
         method = self.fl_method(layer, prefix)
@@ -135,6 +143,8 @@ class Fp8MethodFL(fp8.Fp8LinearMethod):
 
 
 class Fp8ConfigFL(Served, fp8.Fp8Config):
+    """``fp8``: a scale for each weight, or for each block of one."""
+
     fl_format = "fp8"
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
@@ -159,10 +169,12 @@ class WithoutMarlin:
 
 @register_weight_loader_v2_supported_method
 class GPTQMethodFL(WithoutMarlin, auto_gptq.AutoGPTQLinearMethod):
-    pass
+    """Linear layers of ``gptq``."""
 
 
 class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
+    """``gptq``: symmetric, also of 2 and 3 bits, and with other bits and groups for some layers."""
+
     fl_format = "gptq"
     TYPE_MAP: ClassVar[dict[tuple[int, bool], Any]] = {
         **auto_gptq.AutoGPTQConfig.TYPE_MAP,
@@ -200,6 +212,8 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
 
 @register_weight_loader_v2_supported_method
 class AWQMethodFL(WithoutMarlin, auto_awq.AutoAWQMarlinLinearMethod):
+    """Linear layers of ``awq``."""
+
     def create_weights(
         self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], *args: Any, **kwargs: Any
     ) -> None:
@@ -208,6 +222,8 @@ class AWQMethodFL(WithoutMarlin, auto_awq.AutoAWQMarlinLinearMethod):
 
 
 class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
+    """``awq``: 4 bits with zero points."""
+
     fl_format = "awq"
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
@@ -329,15 +345,15 @@ class ModelOpt(Served):
 
 
 class ModelOptFp8ConfigFL(ModelOpt, modelopt.ModelOptFp8Config):
-    pass
+    """``modelopt`` in fp8."""
 
 
 class ModelOptMxfp8ConfigFL(ModelOpt, modelopt.ModelOptMxFp8Config):
-    pass
+    """``modelopt`` in MXFP8."""
 
 
 class ModelOptNvfp4ConfigFL(ModelOpt, modelopt.ModelOptNvFp4Config):
-    pass
+    """``modelopt`` in NVFP4."""
 
 
 MAKERS: dict[Kind, tuple[Any, str]] = {
@@ -351,6 +367,8 @@ MAKERS: dict[Kind, tuple[Any, str]] = {
 
 
 class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConfig):
+    """``compressed-tensors``: each layer by the first target that covers it, with vLLM's parameters and our kernels."""
+
     fl_format = "compressed-tensors"
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
@@ -463,6 +481,7 @@ def _with_rows(create: Callable[..., None], scheme: Any, rounding: str, **named:
 
 
 def _load(scheme: Any, kernel: str, layer: Any) -> None:
+    """Let a scheme's kernel prepare a loaded layer."""
     getattr(scheme, kernel).process_weights_after_loading(layer)
 
 
