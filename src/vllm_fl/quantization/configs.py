@@ -5,7 +5,6 @@ Each assigns kinds of :mod:`.kernels` to linear layers and of :mod:`.expert_meth
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from fractions import Fraction
 from functools import partial
@@ -13,15 +12,9 @@ from types import NoneType
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor import parameter
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    LinearMethodBase,
-    UnquantizedLinearMethod,
-    register_weight_loader_v2_supported_method,
-)
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import (
     auto_awq,
     auto_gptq,
@@ -40,14 +33,13 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import is_layer_gp
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
-from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.scalar_type import scalar_types
 
 from fl_dispatch.hosting.quantized import auto_round, layer_parts, orders, quark, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.configurations import check
 from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
 
-from . import refused
+from . import methods, refused
 from .blocks import create_in_blocks
 from .expert_method import QuantizedMethod
 from .kernels import GROUPED
@@ -97,7 +89,7 @@ class Served:
         method = self.fl_method(asked, prefix)
         scheme = getattr(asked, "scheme", method)
         by_columns = getattr(getattr(scheme, "strategy", None), "value", None) == schemes.CHANNEL
-        fp8s = isinstance(scheme, Fp8MethodFL | vllms.CompressedTensorsW8A8Fp8)
+        fp8s = isinstance(scheme, methods.Fp8MethodFL | vllms.CompressedTensorsW8A8Fp8)
         known = fp8s and (scheme.weight_block_size or by_columns)
         if not known and not isinstance(method, (UnquantizedLinearMethod, NoneType)):
             raise refused(f"index keys with such a quantized weight ({prefix})", remedies.INDEX_KEYS)
@@ -121,27 +113,6 @@ class Served:
         raise NotImplementedError
 
 
-@register_weight_loader_v2_supported_method
-class Fp8MethodFL(fp8.Fp8LinearMethod):
-    """Method that keeps the scales of merged layers; vLLM would requantize their weights to one scale.
-
-    With ``VLLM_BATCH_INVARIANT`` vLLM multiplies directly, with weights in its own form, which these are not.
-    """
-
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        block = self.weight_block_size[0] if self.weight_block_size else 0
-        create_in_blocks(super().create_weights, block, "weight_scale_inv", layer, *args, **kwargs)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        self.fp8_linear.process_weights_after_loading(layer)
-        # Latent attention gets a weight without blocks from a product; otherwise vLLM expects it transposed.
-        self.use_marlin = not self.block_quant
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        result: torch.Tensor = self.fp8_linear.apply_weights(layer, x, bias)
-        return result
-
-
 class Fp8ConfigFL(Served, fp8.Fp8Config):
     """``fp8``: a scale for each weight, or for each block of one."""
 
@@ -152,24 +123,12 @@ class Fp8ConfigFL(Served, fp8.Fp8Config):
         if type(method) is not fp8.Fp8LinearMethod:
             return method
         schemes.served(schemes.fp8(self.activation_scheme, self.weight_block_size), prefix, refused)
-        return Fp8MethodFL(self)
+        return methods.Fp8MethodFL(self)
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
         if _skipped(self, prefix, self.ignored_layers, self.ignored_layers_match_mode):
             return LEFT
         return schemes.fp8(self.activation_scheme, self.weight_block_size)
-
-
-class WithoutMarlin:
-    """Methods that choose among the registered kernels; vLLM's own ``__init__`` checks whether Marlin runs."""
-
-    def __init__(self, quant_config: Any) -> None:
-        self.quant_config, self.quant_type, self.input_dtype = quant_config, quant_config.quant_type, None
-
-
-@register_weight_loader_v2_supported_method
-class GPTQMethodFL(WithoutMarlin, auto_gptq.AutoGPTQLinearMethod):
-    """Linear layers of ``gptq``."""
 
 
 class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
@@ -191,7 +150,7 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
         found = self._scheme(prefix, layer_parts.names_of_parts(prefix, mapping))
         if found == LEFT or not is_layer_gptq_quantized(prefix, self.modules_in_block_to_quantize, mapping):
             return UnquantizedLinearMethod()
-        return GPTQMethodFL(self._of_layer(found, prefix))
+        return methods.GPTQMethodFL(self._of_layer(found, prefix))
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
         return self._scheme(prefix, _products(layer, prefix))
@@ -210,17 +169,6 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
         return made
 
 
-@register_weight_loader_v2_supported_method
-class AWQMethodFL(WithoutMarlin, auto_awq.AutoAWQMarlinLinearMethod):
-    """Linear layers of ``awq``."""
-
-    def create_weights(
-        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], *args: Any, **kwargs: Any
-    ) -> None:
-        _refuse_cut_words(layer, output_partition_sizes, self.quant_config.weight_bits)
-        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **kwargs)
-
-
 class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
     """``awq``: 4 bits with zero points."""
 
@@ -231,9 +179,9 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
             if self._leaves(prefix, layer_parts.names_of_parts(prefix, self.packed_modules_mapping)):
                 return UnquantizedLinearMethod()
             schemes.served(self._scheme(), prefix, refused)
-            return AWQMethodFL(self)
+            return methods.AWQMethodFL(self)
         method = super().fl_method(layer, prefix)
-        return AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
+        return methods.AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
         return LEFT if self._leaves(prefix, []) else self._scheme()
@@ -273,46 +221,6 @@ class Mxfp4ConfigFL(Served, mxfp4.GptOssMxfp4Config):
         return schemes.mxfp4()
 
 
-@register_weight_loader_v2_supported_method
-class GroupedMethodFL(LinearMethodBase):
-    """Kinds of :data:`GROUPED`: a method of vLLM, and a scheme of its ``compressed-tensors``.
-
-    vLLM's own methods request CUDA kernels, or leave inputs unquantized.
-
-    Args:
-        scheme: one layer's scheme.
-        kind: its kind.
-        prefix: the layer's prefix.
-    """
-
-    def __init__(self, scheme: Scheme, kind: Kind, prefix: str) -> None:
-        self.kernel = GROUPED[kind](scheme)
-        if lacking := self.kernel.fl_lacking():
-            raise refused(f"the weights of {prefix} ({lacking})")
-        self.kernel.fl_read(scheme)
-        self.apply_weights = self.apply  # the attribute name that a scheme has
-
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable[..., None],
-        **named: Any,
-    ) -> None:
-        parts = list(output_partition_sizes)
-        self.kernel.create_weights(layer, parameter, input_size_per_partition, parts, params_dtype, weight_loader)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        self.kernel.process_weights_after_loading(layer)
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self.kernel.apply_weights(layer, x, bias)
-
-
 class ModelOpt(Served):
     """``modelopt``: fp8 with a scale per weight and one for inputs, MXFP8, NVFP4 with such or unquantized inputs."""
 
@@ -333,8 +241,8 @@ class ModelOpt(Served):
             return method
         scheme = self._scheme()
         if (kind := schemes.served(scheme, prefix, refused)) in GROUPED:
-            return GroupedMethodFL(scheme, kind, prefix)
-        return Fp8MethodFL(fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="static"))
+            return methods.GroupedMethodFL(scheme, kind, prefix)
+        return methods.Fp8MethodFL(fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="static"))
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
         host: Any = self
@@ -394,7 +302,7 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
             return None
         kind = schemes.served(found, prefix, refused)
         if kind in GROUPED:
-            return GroupedMethodFL(found, kind, prefix)
+            return methods.GroupedMethodFL(found, kind, prefix)
         scheme: Any = super().get_scheme(layer, layer_name)
         maker, kernel = MAKERS[kind]
         if not isinstance(scheme, maker):
@@ -406,13 +314,13 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         if block:
             scheme.create_weights = partial(create_in_blocks, create, block[0], "weight_scale")
         if isinstance(scheme, vllms.CompressedTensorsW8A8Int8):
-            scheme.create_weights = partial(_with_scale_of_each_input, create)
+            scheme.create_weights = partial(methods.with_scale_of_each_input, create)
         if kind is Kind.COMPRESSED and not found.weights.symmetric:
-            create = partial(_with_whole_words, create, found.weights.bits)
+            create = partial(methods.with_whole_words, create, found.weights.bits)
         if kind is Kind.COMPRESSED:
-            scheme.create_weights = partial(_with_rows, create, scheme, found.rounding)
+            scheme.create_weights = partial(methods.with_rows, create, scheme, found.rounding)
         # vLLM's code for fp8 transposes weights and requantizes merged layers; ours takes them as loaded.
-        scheme.process_weights_after_loading = partial(_load, scheme, kernel)
+        scheme.process_weights_after_loading = partial(methods.load, scheme, kernel)
         return scheme
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
@@ -445,44 +353,6 @@ def _skipped(config: Any, prefix: str, names: list[str], match_mode: Any) -> boo
     """Whether a checkpoint's configuration leaves a layer unquantized."""
     mapping = config.packed_modules_mapping
     return bool(is_layer_skipped(prefix, names, mapping, match_mode=match_mode))
-
-
-def _with_scale_of_each_input(
-    create: Callable[..., None], layer: Any, output_partition_sizes: list[int], **named: Any
-) -> None:
-    """Register parameters as vLLM does; each merged layer keeps its input scale, where vLLM keeps only the last."""
-    create(layer=layer, output_partition_sizes=output_partition_sizes, **named)
-    if layer.input_scale is not None:
-        scales = torch.full((len(output_partition_sizes),), orders.UNSET)
-        layer.input_scale = PerTensorScaleParameter(data=scales, weight_loader=named["weight_loader"])
-
-
-def _with_whole_words(
-    create: Callable[..., None], bits: int, layer: Any, output_partition_sizes: list[int], **named: Any
-) -> None:
-    """Register parameters as vLLM does, with zero points of several columns in a word."""
-    _refuse_cut_words(layer, output_partition_sizes, bits)
-    create(layer=layer, output_partition_sizes=output_partition_sizes, **named)
-
-
-def _refuse_cut_words(layer: Any, parts: list[int], bits: int) -> None:
-    """Raise ``ValueError`` if a word has columns of two parts of a joined layer: vLLM's loader loses some."""
-    if any(size % (orders.WORD // bits) for size in parts):
-        raise refused(
-            f"parts of {parts} columns of a joined layer on a rank, not all multiples of a word's {orders.WORD // bits}"
-            f" ({getattr(layer, 'prefix', '')})"
-        )
-
-
-def _with_rows(create: Callable[..., None], scheme: Any, rounding: str, **named: Any) -> None:
-    """Register parameters as vLLM does, and set the kernel's rounding of rows, which vLLM omits."""
-    create(**named)
-    scheme.kernel.fl_rounding = rounding
-
-
-def _load(scheme: Any, kernel: str, layer: Any) -> None:
-    """Let a scheme's kernel prepare a loaded layer."""
-    getattr(scheme, kernel).process_weights_after_loading(layer)
 
 
 CONFIGS: dict[str, type[QuantizationConfig]] = {
