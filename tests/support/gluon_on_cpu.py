@@ -243,7 +243,7 @@ class Machine:
         found = self._names()
         for name in names:
             source = (directory / f"{name}.py").read_text()
-            source = re.sub(r"^from (triton|\.)[^(\n]*(\([^)]*\))?$", "", source, flags=re.MULTILINE)
+            source = re.sub(r"^(import triton|from (triton|\.))[^(\n]*(\([^)]*\))?$", "", source, flags=re.MULTILINE)
             exec(compile(source.replace(".type.layout", ".layout"), name, "exec"), found)
         return found
 
@@ -300,6 +300,8 @@ class Machine:
             "gluon": SimpleNamespace(jit=jit, constexpr_function=jit),
             "aggregate": aggregate,
             "gl": language,
+            "triton": SimpleNamespace(jit=jit),
+            "tl": language,
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=nothing, init=self._init, arrive=self._arrive, wait=self._wait, expect=self._expect,
             ),

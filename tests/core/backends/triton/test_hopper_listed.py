@@ -45,7 +45,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
 
     def set_up(processors: int, seed: int = 0) -> None:
         machine = Machine(1, seed)
-        kernel = machine.load(FILES, (*NAMES, "latent_decode/listed"))["listed_attention"]
+        kernel = machine.load(FILES, (*NAMES, "../attention/requests", "latent_decode/listed"))["listed_attention"]
 
         def launch(grid: Any, tensors: Any, numbers: Any, *, sizes: Any, warps: int) -> None:
             machine.programs = grid[0]

@@ -1,4 +1,4 @@
-"""Find the request of a token, for kernels with a program for each token."""
+"""Find the request of a token, for kernels in Triton and in Gluon with a program for each token."""
 
 from __future__ import annotations
 

@@ -35,17 +35,3 @@ def load_token(covered, counts, token):
     inside = token < gl.load(covered)
     length = gl.load(counts + token, mask=inside, other=0).to(gl.int32)
     return Request(token, inside.to(gl.int32), length, length * 0)
-
-
-@gluon.jit
-def request_of(query_starts, token, requests, STEPS: gl.constexpr):
-    """The request that a token belongs to, found by halving ``STEPS`` times; the last one for tokens behind it."""
-    low = requests * 0
-    high = requests
-    for _ in gl.static_range(STEPS):
-        middle = (low + high) // 2
-        begins = gl.load(query_starts + middle) <= token
-        inside = (high - low) > 1
-        low = gl.where(inside & begins, middle, low)
-        high = gl.where(inside & (begins == 0), middle, high)
-    return low

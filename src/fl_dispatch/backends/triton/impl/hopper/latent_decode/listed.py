@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...attention.requests import request_of
 from ..aggregates import aggregate
 from ..pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from ..requests import request_of
 from ..rows import Rows
 from .consumer import Partial, consume
 from .kernel import alloc
