@@ -48,10 +48,10 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_265, tokens=11_950),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=5_020, tokens=65_150),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_265, tokens=124_000),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_940, tokens=51_170),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_948, tokens=51_230),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_810, tokens=61_400),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_625, tokens=32_700),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_330, tokens=87_320),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_334, tokens=87_390),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_960),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_815, tokens=45_100),
 }

@@ -148,8 +148,8 @@ MISTAKES = (
     Mistake(
         "a child process writes the pages of its parent",
         "fl_dispatch/hosting/memory/paging.py",
-        "mmap.MAP_PRIVATE",
-        "mmap.MAP_SHARED",
+        "access, mmap.MAP_PRIVATE",
+        "access, mmap.MAP_SHARED",
         "tests/core/hosting/test_paging.py::test_a_child_process_has_its_own_pages",
     ),
     Mistake(

@@ -29,11 +29,13 @@ def check(device: DeviceSpec) -> None:
 
 def without_effect(device: DeviceSpec) -> list[str]:
     """Return settings without effect under this host, each as a sentence."""
-    if get_settings().native_platform:
-        return [
-            f"{get_settings().origin('native_platform')}: has no effect under SGLang, because it has no such platform"
-        ]
-    return []
+    settings = get_settings()
+    reasons = {"native_platform": "it has no such platform", "page_out": "weights move to a disk under vLLM only"}
+    return [
+        f"{settings.origin(name)}: has no effect under SGLang, because {reason}"
+        for name, reason in reasons.items()
+        if getattr(settings, name)
+    ]
 
 
 def refuse_ways_around() -> None:

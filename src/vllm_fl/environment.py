@@ -34,10 +34,14 @@ def check(device: DeviceSpec) -> None:
 
 def without_effect(device: DeviceSpec) -> list[str]:
     """Return settings without effect on this device, each as a sentence."""
-    if get_settings().native_platform and HOST.name not in device.native_platforms:
-        origin = get_settings().origin("native_platform")
-        return [f"{origin}: has no effect, because vLLM has no platform of its own for {device.name} that we extend"]
-    return []
+    settings, found = get_settings(), []
+    if settings.native_platform and HOST.name not in device.native_platforms:
+        reason = f"vLLM has no platform of its own for {device.name} that we extend"
+        found.append(f"{settings.origin('native_platform')}: has no effect, because {reason}")
+    if settings.page_out is not None and device.accelerator:
+        reason = f"products on {device.name} pack no weights in main memory"
+        found.append(f"{settings.origin('page_out')}: has no effect, because {reason}")
+    return found
 
 
 def cache_space() -> int | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -233,9 +236,41 @@ def test_pinned_memory_is_counted() -> None:
     assert paging._pinned() == "0 kB"
 
 
-def test_a_folder_in_memory_or_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_memory_or_without_permission_is_refused(tmp_path: Path) -> None:
     paging.check(tmp_path)
     with pytest.raises(ValueError, match="VLLM_FL_PAGE_OUT: /dev/shm is in main memory"):
         paging.check(Path("/dev/shm"))
     with pytest.raises(ValueError, match="is no folder that can be written"):
         paging.check(tmp_path / "absent")
+
+
+CHECKED_IN_LAYERS = """
+for name in base upper work merged; do mkdir "$1/$name"; done
+mount -t overlay overlay -o "lowerdir=$1/base,upperdir=$1/upper,workdir=$1/work" "$1/merged" && echo mounted || exit
+exec "$2" -c 'import sys; from pathlib import Path; from fl_dispatch.hosting.memory import paging
+paging.check(Path(sys.argv[1]))' "$1/merged"
+"""
+
+
+def test_layers_of_a_container_are_in_memory_if_the_writable_one_is(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        for folder, says in ((str(tmp_path), ""), (memory, "is in main memory")):
+            command = ["unshare", "--mount", "--map-root-user", "sh", "-c", CHECKED_IN_LAYERS, "sh", folder]
+            checked = subprocess.run([*command, sys.executable], check=False, capture_output=True, text=True)
+            if "mounted" not in checked.stdout:
+                pytest.skip(f"this system mounts no layers: {checked.stderr.strip()}")
+            assert says in checked.stderr
+            assert (checked.returncode == 0) == (says == "")
+
+
+def test_a_system_that_calls_everything_resident_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = paging._system
+
+    def says_all(name: str, *arguments: int) -> int:
+        if name != "mincore":
+            return call(name, *arguments)
+        ctypes.memset(arguments[2], 1, arguments[1] // PAGE)
+        return 0
+
+    monkeypatch.setattr(paging, "_system", says_all)
+    paging.check(tmp_path)

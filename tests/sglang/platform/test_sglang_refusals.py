@@ -18,6 +18,8 @@ pytest.importorskip("sglang")
 
 from fl_dispatch import SelectionPolicy, policy_context
 from fl_dispatch.devices import ASCEND, CPU, CUDA, DeviceSpec
+from fl_dispatch.settings import Settings
+from sglang_fl import environment
 from sglang_fl.platform import refusals
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -237,3 +239,13 @@ def test_sparse_latent_attention_is_refused_with_the_hosts_file(kind: str) -> No
 
     with pytest.raises(ValueError, match="does not support sparse latent attention yet: .*dsa_indexer.py"):
         POOLS[kind](index_head_dim=128)
+
+
+def test_settings_of_vllm_alone_have_no_effect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = Settings.of(native_platform=True, page_out=tmp_path)
+    monkeypatch.setattr(environment, "get_settings", lambda: given)
+    platform, folder = environment.without_effect(CPU)
+    assert platform.endswith("has no effect under SGLang, because it has no such platform")
+    assert folder.endswith("has no effect under SGLang, because weights move to a disk under vLLM only")
+    monkeypatch.setattr(environment, "get_settings", Settings)
+    assert environment.without_effect(CPU) == []

@@ -799,6 +799,14 @@ def test_a_cache_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPat
             environment.cache_space()
 
 
+def test_a_folder_for_weights_has_no_effect_on_an_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert environment.without_effect(ASCEND) == []
+    _set_variable(monkeypatch, "VLLM_FL_PAGE_OUT", str(tmp_path))
+    (said,) = environment.without_effect(ASCEND)
+    assert f"VLLM_FL_PAGE_OUT: has no effect, because products on {ASCEND.name} pack no weights" in said
+    assert environment.without_effect(CPU) == []
+
+
 def test_switching_every_layer_off_is_refused_before_the_model_loads(configure: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="VLLM_FL_OOT_ENABLED=0"):
         configure(compilation_config={"custom_ops": ["none"]})

@@ -28,7 +28,8 @@ logger = get_logger(__name__)
 
 VARIABLE = "VLLM_FL_PAGE_OUT"
 PAGE, MIB = mmap.PAGESIZE, 1 << 20
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+TRIED = 4 * MIB
+"""Bytes of the file by which a folder is tried."""
 _MAY_MOVE_TO_ADDRESS = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _WORD, _MAPPED, _FLAGS = ctypes.sizeof(ctypes.c_size_t), 2, 7  # of the header of glibc's buffers
 
@@ -39,10 +40,12 @@ def check(folder: Path) -> None:
     Raises:
         ValueError: the folder cannot be written, or is in main memory.
     """
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{VARIABLE}: {folder} is no folder that can be written")
-    if (kind := _file_system(folder)) in MEMORY_FILE_SYSTEMS:
-        raise ValueError(f"{VARIABLE}: {folder} is in main memory ({kind}); name a folder on a disk")
+    try:
+        in_memory = _stays_in_memory(folder)
+    except OSError as error:
+        raise ValueError(f"{VARIABLE}: {folder} is no folder that can be written: {error}") from error
+    if in_memory:
+        raise ValueError(f"{VARIABLE}: {folder} is in main memory; name a folder on a disk")
 
 
 def page_out(weights: Iterable[Tensor], folder: Path) -> int:
@@ -134,12 +137,21 @@ def _pinned() -> str:
     return lines.get("VmPin", "0 kB").strip()
 
 
-def _file_system(folder: Path) -> str:
-    """Return the kind of a folder's file system, or an empty string if the system's table does not have it."""
-    device = folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, rest = line.partition(" - ")
-        if mount.split()[2] == number:
-            return rest.split()[0]
-    return ""
+def _stays_in_memory(folder: Path) -> bool:
+    """Whether a file of a folder stays in memory after the system was asked to drop it.
+
+    The first page of the file is written and the last one is not. A system that says of both that they are in memory
+    does not tell.
+    """
+    pages = (ctypes.c_ubyte * (TRIED // PAGE))()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(PAGE))
+        file.truncate(TRIED)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mapped = _system("mmap", 0, TRIED, mmap.PROT_READ, mmap.MAP_PRIVATE, file.fileno(), 0)
+        try:
+            _system("mincore", mapped, TRIED, ctypes.addressof(pages))
+        finally:
+            _system("munmap", mapped, TRIED)
+    return bool(pages[0] & 1) and not pages[-1] & 1
