@@ -4,11 +4,13 @@ vLLM receives a request in a separate thread, and its engine sees it at the next
 process asks here whether to end its steps earlier.
 
 Some of vLLM's parsers send broken calls of tools if a piece of a stream has several tokens. Only the server knows
-which streams are parsed, so it marks the sampling parameters.
+which streams are parsed, so it marks the sampling parameters. A server for tokens marks streams that ``vllm launch
+render`` prepared, because that process parses them and need not have this plugin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from functools import wraps
@@ -23,6 +25,7 @@ SERVED = {
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
 }
 """Module → its class of requests, which may name tools."""
+TOKENS = "vllm.entrypoints.scale_out.token_in_token_out.serving"
 TOOLS = "fl_streams_tools"
 """The key of a sampling parameter's ``extra_args`` that marks a stream with calls of tools."""
 
@@ -52,17 +55,35 @@ def mark_tools() -> None:
         request: Any = getattr(importlib.import_module(module), name)
         if not hasattr(request.to_sampling_params, "__wrapped__"):
             request.to_sampling_params = _marking(request.to_sampling_params)
+    with contextlib.suppress(ImportError):  # without packages of the server no tokens are served
+        server: Any = importlib.import_module(TOKENS).ServingTokens
+        if not hasattr(server.serve_tokens, "__wrapped__"):
+            server.serve_tokens = _marking_rendered(server.serve_tokens)
 
 
 def _marking(make: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]:
     @wraps(make)
     def marked(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
         sampling = make(self, *args, **kwargs)
-        if self.stream and self.tools and self.tool_choice != "none":
-            sampling.extra_args = {**(sampling.extra_args or {}), TOOLS: True}
+        _mark(sampling, self.stream, self)
         return sampling
 
     return marked
+
+
+def _marking_rendered(serve: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(serve)
+    def marked(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if request.parse_context is not None:
+            _mark(request.sampling_params, request.stream, request.parse_context)
+        return serve(self, request, *args, **kwargs)
+
+    return marked
+
+
+def _mark(sampling: SamplingParams, streams: bool | None, asked: Any) -> None:
+    if streams and asked.tools and asked.tool_choice != "none":
+        sampling.extra_args = {**(sampling.extra_args or {}), TOOLS: True}
 
 
 def streams_tools(sampling: SamplingParams) -> bool:

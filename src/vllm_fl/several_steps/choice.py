@@ -63,6 +63,8 @@ def describe(vllm_config: VllmConfig) -> str:
 
 def why_single(vllm_config: VllmConfig) -> str:
     """Return why an engine cannot make several steps; empty if it can."""
+    from vllm import envs
+
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     runner = model_runner.choice(vllm_config)
     parser = vllm_config.structured_outputs_config.reasoning_parser
@@ -82,6 +84,7 @@ def why_single(vllm_config: VllmConfig) -> str:
             model.logits_processors or entry_points(group=PROCESSORS)
         ),
         f"vLLM's parser '{parser}' of reasoning reads a stream token by token": parser in READ_SINGLY,
+        "vLLM's server in Rust does not say which streams call tools": envs.VLLM_USE_RUST_FRONTEND,
         "masks of sampling are returned": getattr(model, "return_sampling_mask", False),
         "tokens are replayed": getattr(model, "enable_trace_replay", False),
         "pipeline stages hand over each step": parallel.pipeline_parallel_size > 1,

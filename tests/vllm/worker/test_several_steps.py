@@ -277,3 +277,37 @@ def test_a_server_marks_a_response_that_streams_tool_calls() -> None:
     tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": False}
     request = ResponsesRequest.model_validate({"input": "a", "stream": True, "tools": [tool]})
     assert arrivals.streams_tools(request.to_sampling_params(8, {}))
+
+
+@pytest.mark.parametrize(
+    ("stream", "context", "marked"),
+    [
+        (True, {"tools": [TOOL], "tool_choice": "auto"}, True),
+        (True, {"tools": [TOOL], "tool_choice": "none"}, False),
+        (False, {"tools": [TOOL], "tool_choice": "auto"}, False),
+        (True, {"tools": None, "tool_choice": "none"}, False),
+        (True, None, False),  # its user renders and parses
+    ],
+)
+def test_a_server_of_tokens_marks_a_stream_whose_tool_calls_a_render_server_parses(
+    stream: bool, context: dict[str, Any] | None, marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    server = pytest.importorskip(arrivals.TOKENS).ServingTokens
+    monkeypatch.setattr(server, "serve_tokens", lambda self, request, raw_request: (request, raw_request))
+    arrivals.mark_tools()
+    sampling = SamplingParams(extra_args={"of a user": 1})
+    parsed = context and SimpleNamespace(**context)
+    request = SimpleNamespace(sampling_params=sampling, stream=stream, parse_context=parsed)
+    assert server.serve_tokens(None, request, "raw") == (request, "raw")
+    assert arrivals.streams_tools(sampling) is marked
+    assert sampling.extra_args["of a user"] == 1
+
+
+def test_a_server_in_rust_that_marks_no_stream_makes_single_steps(
+    newest: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    why = choice.why_single(_config())  # type: ignore[arg-type]
+    assert why == "vLLM's server in Rust does not say which streams call tools"
