@@ -34,6 +34,9 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
     assert heap.map_buffers()
+    held = [torch.empty(MIB, dtype=torch.uint8)]  # free places that earlier tests left in the heap, so none is taken
+    while not paging._is_mapped_alone(held[-1].data_ptr(), MIB) and len(held) < 8192:
+        held.append(torch.empty(MIB, dtype=torch.uint8))
     yield
     ctypes.CDLL(None).mallopt(heap._MMAP_THRESHOLD, 32 * MIB)  # the largest that glibc chooses by itself
 
