@@ -79,6 +79,7 @@ def all_hooks() -> tuple[Hook, ...]:
 
 
 def _hooks() -> tuple[Hook, ...]:
+    """Return all hooks, for every supported version."""
     from . import checkpoint
     from .compat import backend_choice
     from .layers import classes, lora

@@ -51,6 +51,11 @@ def facts() -> Iterator[HostFact]:
 
 
 def _load(point: EntryPoint) -> Extension:
+    """Load an extension.
+
+    Raises:
+        PluginLoadError: it does not load.
+    """
     try:
         found: Extension = point.load()
     except Exception as error:

@@ -73,6 +73,7 @@ class Freezer:
                 self.manifest = replace(self.manifest, tactics=tactics)
 
     def _try_traces(self) -> None:
+        """Try whether Dynamo can trace the implementations that may run; those that it cannot trace run as views."""
         state, found = self._state, 0
         for plan in list(self._tables.root.plans.values()):
             runs = [impl for branch in plan.decision.branches for impl in state.reachable(plan.decision, branch)]

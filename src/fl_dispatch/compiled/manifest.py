@@ -139,6 +139,7 @@ def _as_words(untraceable: Mapping[str, str]) -> dict[str, str]:
 
 
 def _versions(impls: set[OpImpl]) -> dict[str, str]:
+    """Return the versions of the packages with these implementations: package → version."""
     versions = {"fl_dispatch": __version__, "torch": str(torch.__version__)}
     distributions = metadata.packages_distributions()
     roots = {function.partition(".")[0] for function in replaced_operators().values()}

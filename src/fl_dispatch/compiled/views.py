@@ -152,6 +152,7 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
 
 
 def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
+    """Return a function that makes a view's results without computing them."""
     if operator.fake is None:
         raise ValueError(f"operator {operator.name} has no fake function, so it has no opaque view")
     compute = operator.fake

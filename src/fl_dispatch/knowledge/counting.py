@@ -47,6 +47,7 @@ class CallCounter:
 
 
 def _counted(fn: Callable[..., Any], cells: dict[int, int]) -> Callable[..., Any]:
+    """Return a function that counts its calls by thread."""
     get_ident = threading.get_ident
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -182,6 +182,8 @@ def _predicated(
     otherwise: Callable[..., Any],
     declined: Callable[..., Any],
 ) -> Callable[..., Any]:
+    """Return a function that asks ``supports`` first; if that raises an error, it calls ``otherwise``."""
+
     def predicated(*args: Any, **kwargs: Any) -> Any:
         try:
             answer = supports(*args, **kwargs)

@@ -151,6 +151,7 @@ class TableKeeper:
         return keys_of(op_name, self._state.scopes.get(op_name, ()))
 
     def _fill(self, table: DispatchTable) -> None:
+        """Publish the plans of all operators in a table."""
         if table is self.root:
             table.policy = GLOBAL.get()
         registry, impls = self._state.registry, None
@@ -164,6 +165,7 @@ class TableKeeper:
             table.publish(plans, recipes)
 
     def _refresh(self, table: DispatchTable, op_names: list[str]) -> None:
+        """Publish new plans of some operators in a table."""
         keys = [key for op in op_names for key in self._keys(op)]
         recipes = {place: recipe for place, recipe in table.recipes.items() if place[0] not in op_names}
         fresh = build(self._state, self.policy_of(table), keys, recipes, self._shared)

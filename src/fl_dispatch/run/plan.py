@@ -152,10 +152,12 @@ def _recipe(
 
 
 def _parts(decision: Decision) -> tuple[Any, ...]:
+    """Return what entries read of a decision."""
     return decision.branches, tuple(decision.refusals.items()), tuple(decision.notes.items())
 
 
 def _new_recipe(state: State, policy: SelectionPolicy, key: Key, decision: Decision) -> _Recipe:
+    """Make the recipe of a decision in a key's form of call."""
     operator = OPERATORS.get(key.op_name)
     site = Site(state, policy, decision, operator, key.form)
     view = site.needed_view()
@@ -294,6 +296,7 @@ def _kind_checked(
 
 
 def _conditional(recipe: _Recipe, operator: Operator, scope: str | None, careful: Function) -> Function:
+    """Return an entry that runs the first branch with a rule that the call meets; the last branch has no rule."""
     site = replace(recipe.site, form=BOUND)  # all arguments are passed
     branches = [
         (branch.rule, _first_candidate(recipe, site, branch, scope, careful, None)) for branch in site.decision.branches

@@ -106,6 +106,7 @@ def _bare(state: State, fn: Callable[..., Any], plan: Plan) -> OpImpl:
 def _after_fast_path(
     state: State, policy: SelectionPolicy, decision: Decision, call: Call, failed: OpImpl, error: Exception
 ) -> Any:
+    """Go on after an implementation failed on the fast path: raise its error, or try the other candidates."""
     candidates = call.branch(decision).candidates
     try:
         # Tensors on another device are declined, not failed: the fast path does not look at devices.
@@ -268,6 +269,7 @@ class _Attempts:
             del error
 
     def _raise_first(self, reasons: Sequence[str]) -> None:
+        """Raise the first failure, with notes on the others."""
         op_name, first = self.call.op_name, self.failures[0][1]
         for impl, other in self.failures[1:]:
             add_note(first, f"fl_dispatch: '{impl.impl_id}' of '{op_name}' failed too: {text_of(other)}")

@@ -33,6 +33,8 @@ def obstacle(state: State, impl: OpImpl) -> str:
 
 
 def _tried(state: State, impl: OpImpl, operator: Operator) -> str:
+    """Trace an implementation with samples; return why Dynamo cannot trace it, empty if it can."""
+
     def otherwise(*args: Any, **kwargs: Any) -> Any:
         raise NotSupported("it does not take all of these parameters")
 

@@ -47,6 +47,7 @@ def difference(operator: Operator, call: Call, result: Any, second: Call, other:
 
 
 def _of_tensors(operator: Operator, args: tuple[Any, ...], where: str, one: Any, wanted: Any) -> Difference:
+    """Compare two results: the largest error in tolerances, and where it is."""
     if not (isinstance(one, Tensor) and isinstance(wanted, Tensor)):
         return Difference(0.0 if one is wanted else math.inf, f"{where} is {type(one).__name__}")
     if one.shape != wanted.shape or one.dtype != wanted.dtype:

@@ -146,6 +146,7 @@ STATES = (
 
 
 def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of models with layers that keep a state."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     found = mambaish_config(runner.model_config)
@@ -169,6 +170,7 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
 
 
 def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of sparse latent attention."""
     config, args, sparse = runner.model_config.hf_config, runner.server_args, "sparse latent attention"
     if indexer.topk_of(runner.model_config.hf_text_config) is None:
         return []
@@ -182,6 +184,7 @@ def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
 
 
 def _predictors(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of predictors."""
     config = runner.model_config.hf_config
     if not runner.is_draft_worker or not any(name.endswith("NextN") for name in config.architectures):
         return []
@@ -193,6 +196,7 @@ def _predictors(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str
 
 
 def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of quantized checkpoints."""
     model, version = runner.model_config, host_version()
     method = model.quantization
     if method is None:

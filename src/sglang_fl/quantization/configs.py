@@ -106,6 +106,7 @@ class Served:
 
     @staticmethod
     def _bound(kind: Any, prefix: str) -> Any:
+        """Bind a kind of layer or experts for a prefix, or refuse what this device lacks."""
         device = detect_device()
         if isinstance(kind, QuantizedExperts) and device.accelerator and without_graphs(OPERATORS):
             raise refused(

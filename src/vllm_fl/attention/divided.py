@@ -104,6 +104,7 @@ class DividedAttention:
         longest: int,
         causal: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        """Attend over gathered keys and values, repeated for all heads; return the result and its log-sum-exp."""
         key, value = (rows.expand(-1, query.shape[1], -1).contiguous() for rows in (key, value))
         found: tuple[Tensor, Tensor] = self._attend(
             query, key, value, *firsts, most, longest, self._scale, None, causal, *hosts

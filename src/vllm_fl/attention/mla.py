@@ -132,6 +132,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             self._write(kv_c_normed, k_pe, kv_cache, slot_mapping, self._scale())
 
     def _write(self, latents: Tensor, rotary: Tensor, kv_cache: Tensor, slots: Tensor, scale: float | None) -> None:
+        """Write new latents and rotary keys into the cache; its two views are kept from call to call."""
         if kv_cache is not self._split[0]:
             rows = self._stored(kv_cache).unsqueeze(2)
             self._split = (kv_cache, rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])

@@ -120,6 +120,7 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None = None,
     ) -> MLAFLDecodeMetadata:
+        """Describe the decoding requests of a batch, with host numbers if those are known."""
         lengths = self.seq_lens_host and self.seq_lens_host[: seq_lens_device.shape[0]]  # decoding requests come first
         return MLAFLDecodeMetadata(
             block_table=block_table_tensor,

@@ -24,6 +24,8 @@ def ask_exactly() -> None:
 
 
 def _exact(hosts: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return vLLM's function with a layer's rows as they are while it multiplies ones."""
+
     @wraps(hosts)
     def weight(layer: Any, *args: Any, **named: Any) -> Tensor:
         kernel = KERNEL.find(layer)

@@ -101,6 +101,7 @@ class SparseMLAFLImpl(MLAFLImpl):
         most: int,
         scale: float | None,
     ) -> Tensor:
+        """Attend over the listed tokens; return latents ``[tokens, heads, kv_lora_rank]``."""
         absorbed, rope = query if isinstance(query, tuple) else (query, None)
         cache = self._stored(kv_cache)
         rest = (most, self.scale, self.kv_lora_rank, None, scale, rope)

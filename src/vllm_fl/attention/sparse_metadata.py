@@ -78,6 +78,7 @@ class SparseMLAFLMetadataBuilder(MLAFLMetadataBuilder):
         return self._listing(common_attn_metadata)
 
     def _listing(self, batch: CommonAttentionMetadata) -> SparseMLAFLMetadata:
+        """Describe a batch in which each query attends to its list."""
         return SparseMLAFLMetadata(
             num_reqs=batch.num_reqs,
             max_query_len=batch.max_query_len,
@@ -135,6 +136,7 @@ class IndexFLMetadataBuilder(AttentionMetadataBuilder[IndexFLMetadata]):
         return self._built(common_attn_metadata, True)
 
     def _built(self, batch: CommonAttentionMetadata, lists: bool) -> IndexFLMetadata:
+        """Describe a batch for an indexer; ``lists``: whether it lists tokens, or only keeps keys."""
         return IndexFLMetadata(
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=batch.max_query_len,

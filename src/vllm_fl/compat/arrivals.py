@@ -62,6 +62,8 @@ def mark_tools() -> None:
 
 
 def _marking(make: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]:
+    """Return the method that makes a request's parameters, with the mark of streamed calls of tools."""
+
     @wraps(make)
     def marked(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
         sampling = make(self, *args, **kwargs)

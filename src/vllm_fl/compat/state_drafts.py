@@ -39,6 +39,8 @@ def put_in_order(runner: Any) -> None:
 
 
 def _prompts_last(sort: Callable[..., list[str]], runner: Any) -> Callable[..., list[str]]:
+    """Return vLLM's sort of a batch, followed by one that moves prompts behind decoding requests."""
+
     @wraps(sort)
     def sorted_ids(num_tokens: dict[str, int], drafts: dict[str, list[int]], *rest: Any) -> list[str]:
         requests = runner.req_states  # vLLM makes them anew with the caches
@@ -56,6 +58,8 @@ def _prompts_last(sort: Callable[..., list[str]], runner: Any) -> Callable[..., 
 
 
 def _filled_up_decode(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's method with filled-up prompts, which have drafts, marked as decoding; new ones get empty states."""
+
     @wraps(prepare)
     def prepared(
         self: Any,

@@ -36,6 +36,8 @@ def _loading(hosts: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 
 
 def _finished(pytorchs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return PyTorch's loader of a compiled function, with the method that vLLM calls afterwards."""
+
     @wraps(pytorchs)
     def loaded(*args: Any, **kwargs: Any) -> Any:
         model = pytorchs(*args, **kwargs)

@@ -55,6 +55,7 @@ imported."""
 launched = torch.ops.higher_order.triton_kernel_wrapper_functional
 """The operator that launches a Triton kernel in a graph."""
 BUFFERS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
+"""Operators that allocate the results of a launched kernel."""
 
 
 # -- before anything is compiled --------------------------------------------------------------------------------------
@@ -89,6 +90,7 @@ def joined_products(vllm_config: VllmConfig) -> frozenset[str]:
 
 
 def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the weights of linear layers, plain or packed."""
     for module in model.modules():
         for name in ("weight", "weight_packed", "qweight"):
             weight = vars(module)["_parameters"].get(name)
@@ -187,6 +189,7 @@ def join(graph: Graph, products: frozenset[str]) -> int:
 
 
 def _join(graph: Graph, node: Any, name: str) -> bool:
+    """Fuse one product with its norm and gate, or with its gate alone; return whether an implementation takes that."""
     product = _product(node, name)
     if product is None or not _is_row(product.row):
         return False

@@ -40,6 +40,7 @@ class ReferenceProducts(VllmInductorPass):
 
 
 def _multiply(graph: Graph, node: Node, x: Node, weight: Node, bias: Node | None) -> None:
+    """Replace a view of our product by PyTorch's product."""
     with graph.inserting_before(node):
         transposed = graph.call_function(aten.permute.default, (weight, [1, 0]))
         transposed.meta["val"] = weight.meta["val"].permute(1, 0)

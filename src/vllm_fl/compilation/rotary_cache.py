@@ -99,6 +99,7 @@ def join(graph: Graph) -> int:
 
 
 def _join(graph: Graph, write: Node) -> bool:
+    """Replace a write and the rotation of its keys by one operator; return whether that is possible."""
     key, value, layer = write.args
     rotation = _rotation_of(key)
     if rotation is None or not isinstance(layer, Node):

@@ -269,6 +269,8 @@ def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _located(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the V2 runner's method so that logits of a prompt know their place in the batch."""
+
     def computed(logits_of: Callable[[Tensor], Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         def logits(rows: Tensor) -> Tensor:  # a slice of the batch's hidden states
             start = (rows.storage_offset() - hidden_states.storage_offset()) // hidden_states.stride(0)

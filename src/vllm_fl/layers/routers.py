@@ -32,6 +32,11 @@ def _plain(router: FusedTopKRouter) -> Route:
 
 
 def _biased(router: FusedTopKBiasRouter) -> Route:
+    """Return the route with a bias for the choice.
+
+    Raises:
+        ValueError: the router does what no operator does.
+    """
     if router.scoring_func not in ("softmax", "sigmoid"):
         raise ValueError(f"routing by '{router.scoring_func}'")
     if router._hash_indices_table is not None or router.bias_vl is not None:
@@ -43,6 +48,11 @@ def _biased(router: FusedTopKBiasRouter) -> Route:
 
 
 def _grouped(router: GroupedTopKRouter) -> Route:
+    """Return the route by groups of experts.
+
+    Raises:
+        ValueError: the router does what no operator does.
+    """
     groups, experts = router.num_expert_group, router.global_num_experts
     if experts <= groups or experts % groups:
         raise ValueError(f"{experts} experts in {groups} groups")

@@ -90,6 +90,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
 
 
 def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of an engine, each with whether it is asked for."""
     parallel, compiled = vllm_config.parallel_config, compile.is_compiled(vllm_config)
     lacking = compile.lacked_by_compiled_models(vllm_config) if compiled else []
     speculation = getattr(vllm_config.speculative_config, "method", None)
@@ -159,6 +160,7 @@ def _speculation(method: str | None) -> str:
 
 
 def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of a KV cache."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     cache_type = f"a KV cache of type {cache.cache_dtype}"
     quantized = cache.cache_dtype in kv_layout.QUANTIZED_DTYPES
@@ -180,6 +182,7 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
 
 
 def _sparse_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of sparse latent attention."""
     from vllm.platforms import current_platform
 
     if not models.has_indexer(vllm_config.model_config):
@@ -207,6 +210,7 @@ def _attends_over_int8(device: DeviceSpec) -> bool:
 
 
 def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of drafts by a model."""
     speculation = vllm_config.speculative_config
     if speculation is None or speculation.method not in model_runner.DRAFTS:
         return []
@@ -265,6 +269,7 @@ def _has_more_than_references(op_name: str) -> bool:
 
 
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of a model, or of a draft model."""
     from vllm.platforms import current_platform
 
     return [
@@ -291,6 +296,7 @@ def _experts_wait() -> bool:
 
 
 def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of a quantized checkpoint."""
     from vllm.platforms import current_platform
 
     if model.quantization is None or not current_platform.is_out_of_tree():  # vLLM's own platform has its own kernels
@@ -308,6 +314,7 @@ def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple
 
 
 def _refuse_native_layers(model: ModelConfig) -> None:
+    """Refuse lists that leave layers to vLLM for which it has no code here."""
     settings = get_settings()
     needed = [("experts", one) for one in EXPERT_LAYERS.items() if model.is_moe]
     if (layer := STATE_MODELS.get(model.architecture)) is not None:
@@ -321,6 +328,7 @@ def _refuse_native_layers(model: ModelConfig) -> None:
 
 
 def _check_attention_class(path: str) -> None:
+    """Refuse a name that is not one of a class of attention; ``path``: the class's full name."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backend import AttentionBackend
 
@@ -336,6 +344,7 @@ def _check_attention_class(path: str) -> None:
 
 
 def _refuse_layers_switched_off(vllm_config: VllmConfig) -> None:
+    """Refuse ``custom_ops`` that leave every layer to vLLM."""
     settings, asked = get_settings(), set(vllm_config.compilation_config.custom_ops)
     if (
         "none" in asked

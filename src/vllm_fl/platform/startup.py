@@ -104,6 +104,7 @@ def warn_of_untested_host() -> None:
 
 
 def _prepare_host() -> None:
+    """Prepare vLLM for this device before its engine starts."""
     warn_of_untested_host()  # before anything that such a version may lack
     runners = detect_device().model_runners
     if "v2" not in runners or why_unserved():

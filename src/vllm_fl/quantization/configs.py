@@ -95,6 +95,7 @@ class Served:
             raise refused(f"index keys with such a quantized weight ({prefix})", remedies.INDEX_KEYS)
 
     def _experts(self, layer: Any, prefix: str) -> Any:
+        """Return the method of a layer's experts."""
         kind, scheme = type(layer), self.fl_experts(layer, prefix)
         if isinstance(scheme, str):
             return UnquantizedFusedMoEMethod(layer.moe_config)

@@ -54,6 +54,8 @@ def clear_as_tensors(zeroer: Any) -> None:
 
 
 def _with_caches(init: Callable[..., None]) -> Callable[..., None]:
+    """Return vLLM's ``__init__``, followed by keeping the caches as views of blocks."""
+
     @wraps(init)
     def made(
         self: Any,

@@ -142,6 +142,7 @@ class WorkerFL(Worker):
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
     def _sizes(self) -> runs.Sizes:
+        """Return the sizes of the engine's steps, for the record."""
         scheduler, graphs = self.vllm_config.scheduler_config, self.vllm_config.compilation_config.cudagraph_mode
         return runs.Sizes(
             str(self.model_config.dtype).removeprefix("torch."),

@@ -53,6 +53,7 @@ class EagerSteps:
 
     @contextmanager
     def _eager(self) -> Iterator[None]:
+        """Run a step without compiled code and graphs, in which every call may be compared, and charge its time."""
         sampling = self.sampling
         began, compared = sampling.clock(), sampling.seconds
         sampling.every_call = True

@@ -115,6 +115,7 @@ def check(facts: Iterable[HostFact], tree: SourceTree, version: str) -> Findings
 
 
 def _difference(fact: HostFact, name: str, tree: SourceTree) -> str | None:
+    """Return what a version has instead of a fact's name, in words; ``None`` if the fact holds."""
     module, _, owner = fact.owner.partition(":")
     if tree.module(module) is None:
         return "is gone: there is no such module"

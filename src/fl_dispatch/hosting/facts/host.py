@@ -61,6 +61,7 @@ class HostLayers:
         return [self._judgement(cls, tree) for cls in tree.subclasses(package, self.roots)]
 
     def _judgement(self, cls: Class, tree: SourceTree) -> Judgement:
+        """Judge a class by the first base with a reason; bases count as far as a class only wraps them."""
         for base in tree.ancestors(cls) if self.inherited else [cls]:
             if base.path in self.replaced:
                 return Judgement(cls, "replaced")

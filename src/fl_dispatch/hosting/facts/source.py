@@ -144,6 +144,7 @@ class SourceTree:
     def _follow(
         self, module: Module, name: str, rest: str, seen: frozenset[tuple[str, str]]
     ) -> tuple[Module, Definition] | None:
+        """Follow a name, and ``rest`` after it, through imports; ``seen``: names on the way, which end a circle."""
         if (module.name, name) in seen:
             return None
         seen |= {(module.name, name)}
@@ -153,6 +154,7 @@ class SourceTree:
     def _follow_one(
         self, module: Module, bound: Definition | Import, rest: str, seen: frozenset[tuple[str, str]]
     ) -> tuple[Module, Definition] | None:
+        """Follow one of the meanings of a name."""
         if not isinstance(bound, Import):
             return (module, bound) if not rest else None
         submodule = self.module(f"{bound.module}.{bound.name}" if bound.name else bound.module)
@@ -241,6 +243,7 @@ class SourceTree:
 
 
 def _bound(body: list[ast.stmt], package: str) -> Bound:
+    """Return the names that statements bind, each with its possible meanings, the last one first."""
     found: Bound = {}
 
     def bind(name: str, *meanings: Definition | Import) -> None:

@@ -96,6 +96,7 @@ def parse(text: str) -> tuple[Section, ...]:
 
 
 def _section(owner: str, entries: list[dict[str, str]]) -> Section:
+    """Return the facts of one owner; a first entry of versions alone holds for all others."""
     own = entries[0] if not entries[0].keys() - {"since", "until"} else {}
     facts = []
     for entry, key in ((entry, key) for entry in entries for key in ("since", "until") if key in entry):

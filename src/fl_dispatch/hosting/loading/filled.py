@@ -33,6 +33,7 @@ class Place:
         return tuple((0, size) for size in self.shape)
 
     def _box(self, view: Tensor) -> Box | None:
+        """Return the box of a parameter that a view covers; ``None`` if it is no box."""
         rest, found = int(view.storage_offset()) - self.offset, [(0, 1)] * len(self.shape)
         if view.element_size() != self.dtype.itemsize or rest < 0:
             return None

@@ -34,6 +34,7 @@ _CASTS = {"aten::_to_copy", "aten::clone", "aten::copy_", "aten::lift_fresh", "a
 
 @cache
 def _kind(func: Any) -> Kind:
+    """Return the kind of an operator, by its schema."""
     schema = func._schema
     written = [
         (index, argument.name)
@@ -110,6 +111,7 @@ def _pools_are_watched() -> Iterator[None]:
 
 
 def _watched(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Submit a call that is watched in its thread, too, as the submitting one is."""
     mode = _get_current_dispatch_mode()
     if not isinstance(mode, Watch):
         return _submit(pool, call, *args, **kwargs)  # the iterator reads files

@@ -45,6 +45,7 @@ def map_buffers() -> bool:
 
 
 def _set_limits(limits: dict[int, int], what: str) -> bool:
+    """Set limits of glibc's heap unless the user chose any; return whether they are set."""
     own = [name for name, value in os.environ.items() if name.startswith("MALLOC_") or "glibc.malloc" in value]
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if own or mallopt is None:

@@ -71,6 +71,7 @@ class QuantizedExperts(QuantizedKernel):
         return next(filter(None, reasons), "")
 
     def _waiting(self, layer: Any, dtype: torch.dtype, activation: str, tokens: int) -> str:
+        """Return the reason of :meth:`waiting` for calls of this many tokens."""
         first = explain(self.fl_operator, scope=self.fl_scope).chosen
         weight = self.weight_of(layer, "w2")[0]
         x, ids = (

@@ -107,6 +107,7 @@ def _used(manager: OpManager) -> set[str]:
 
 
 def _layers_apart(manager: OpManager) -> dict[str, Any]:
+    """Return the layers with other choices than their operator, with these choices."""
     plans, apart = dict(manager.table_keeper.root.plans), {}
     for key, plan in plans.items():
         common = plans.get(plan.op_name)
@@ -119,6 +120,7 @@ def _layers_apart(manager: OpManager) -> dict[str, Any]:
 
 
 def _shadow(manager: OpManager, sampling: Sampling) -> dict[str, Any]:
+    """Return the state of shadow mode as plain data."""
     options, findings = sampling.options, manager.shadow.findings
     return {
         "share": options.share,

@@ -187,6 +187,7 @@ def _place() -> str:
 
 
 def _read(path: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Read a file of tactics; a damaged one counts as empty."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
