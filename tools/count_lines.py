@@ -51,9 +51,9 @@ PARTS = {
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_948, tokens=51_230),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_810, tokens=61_400),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_625, tokens=32_700),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_350, tokens=87_520),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_350, tokens=87_490),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_960),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_815, tokens=45_100),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_805, tokens=45_030),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

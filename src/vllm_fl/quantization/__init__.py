@@ -1,8 +1,8 @@
 """Quantized checkpoints in vLLM: its configurations and loaders, with our kernels of quantized layers.
 
 :mod:`fl_dispatch.hosting.quantized` computes, :mod:`.kernels` and :mod:`.expert_method` register that with vLLM, and
-:mod:`.configs` keeps vLLM from requesting CUDA kernels. Importing this package imports nothing of vLLM; it is
-registered only for quantized checkpoints.
+:mod:`.configs` and :mod:`.methods` keep vLLM from requesting CUDA kernels. Importing this package imports nothing of
+vLLM; it is registered only for quantized checkpoints.
 """
 
 from __future__ import annotations
