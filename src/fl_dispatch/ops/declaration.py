@@ -32,7 +32,7 @@ class Access(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """The ways in which an operator may run (see docs/guide/architecture.md, Compiled code)."""
+    """The ways in which an operator may run (see docs/evidence/core.md, Compiled code)."""
 
     INLINE = "inline"
     OPAQUE = "opaque"
