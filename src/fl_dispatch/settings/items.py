@@ -114,7 +114,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     Item(
         "op_tuned", (), "op_tuned", dict[str, list[values.Rule]], values.op_rules,
-        "an operator's order for calls with a dtype, a number of tokens, a phase",
+        "an operator's order for calls with a dtype, a number of tokens or a phase",
     ),
     _name_list(
         "allow_vendors", "VLLM_FL_ALLOW_VENDORS", names.check_vendor,
@@ -145,7 +145,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     _flag(
         "chip_features", "VLLM_FL_CHIP_FEATURES",
-        "whether our kernels for one kind of chip alone are taken; off, the hardware-neutral ones are",
+        "whether our kernels for a single kind of chip run; if off, the portable ones do",
         yaml="chip_features",
     ),
     _flag("oot_enabled", "VLLM_FL_OOT_ENABLED", "whether layers are registered with the host"),
@@ -160,27 +160,27 @@ ITEMS: tuple[Item, ...] = (
     _flag("native_platform", "VLLM_FL_NATIVE_PLATFORM", "whether the host keeps its own platform for this device"),
     _flag(
         "fuse_rope_kvcache", "VLLM_FL_FUSE_ROPE_KVCACHE",
-        "whether compiled graphs rotate queries and keys and write the cache by one operator",
+        "whether compiled graphs rotate queries and keys and write the cache by one fused operator",
     ),
     _flag(
         "fuse_one_token", "VLLM_FL_FUSE_ONE_TOKEN",
-        "whether graphs of one token join products with the norm before them and the gate behind them",
+        "whether graphs of one token fuse products with the norm before and the gate after them",
     ),
     _flag(
         "seal_tactics", "VLLM_FL_SEAL_TACTICS",
-        "whether kernels choose nothing by timing any more once a start is over",
+        "whether kernels stop choosing by timing once the start is over",
     ),
     _flag(
         "mxfp4_as_fp8", "VLLM_FL_MXFP4_AS_FP8",
-        "whether weights of MXFP4 become fp8 with a scale for each block of 128, if no number changes",
+        "whether MXFP4 weights become fp8 with a scale for each block of 128, if that changes no number",
     ),
     _item(
         "page_out", "VLLM_FL_PAGE_OUT", values.text, str, values.path,
-        "the folder on a disk to which a CPU's weights move if products use a packed copy of them",
+        "the folder on a disk to which a CPU's plain weights move if products use packed copies",
     ),
     _item(
         "steps", "VLLM_FL_STEPS", values.whole, int, partial(values.within, 1, 64),
-        "the most steps of the model for one scheduling, while all requests decode",
+        "the largest number of decode steps for one scheduling, while all requests decode",
     ),
     _item(
         "steps_ms", "VLLM_FL_STEPS_MS", values.number, float, partial(values.within, 0.0, 1e4),
@@ -194,7 +194,7 @@ ITEMS: tuple[Item, ...] = (
     Item(
         "log_level",
         (Variable("VLLM_FL_LOG_LEVEL", values.text), Variable("VLLM_LOGGING_LEVEL", values.host_level, ours=False)),
-        None, str, partial(values.choice, "log level", LEVELS), "how much we log",
+        None, str, partial(values.choice, "log level", LEVELS), "how much this project logs",
     ),
     _flag("dispatch_debug", "VLLM_FL_DISPATCH_DEBUG", "every decision is logged with its reasons; calls are counted"),
     _item(
@@ -221,11 +221,11 @@ ITEMS: tuple[Item, ...] = (
     ),
     _name_list(
         "shadow_operators", "VLLM_FL_SHADOW_OPERATORS", names.check_operator,
-        "the only operators with calls that are compared", yaml="shadow_operators",
+        "the only operators to compare", yaml="shadow_operators",
     ),
     _item(
         "shadow_second", "VLLM_FL_SHADOW_SECOND", values.text, str, values.token,
-        "the implementation that calls are compared with, as a token", yaml="shadow_second",
+        "the implementation to compare calls with, as a token", yaml="shadow_second",
     ),
     _item(
         "shadow_action", "VLLM_FL_SHADOW_ACTION", values.text, str,
@@ -235,12 +235,12 @@ ITEMS: tuple[Item, ...] = (
     ),
     _item(
         "shadow_budget", "VLLM_FL_SHADOW_BUDGET", values.number, float, partial(values.within, 0.0, 1.0),
-        "the most that comparing may cost, as a share of a process's time", yaml="shadow_budget",
+        "the maximum cost of comparing, as a share of a process's time", yaml="shadow_budget",
     ),
     _item(
         "damaged_requests", "VLLM_FL_DAMAGED_REQUESTS", values.text, str,
         partial(values.choice, "treatment of damaged requests", values.DAMAGE_ACTIONS),
-        "what becomes of requests with NaN or infinity, or with keys and values of a wrong implementation",
+        "how requests with NaN or infinity, or with keys and values of a wrong implementation, are handled",
         yaml="damaged_requests",
     ),
 )  # fmt: skip
