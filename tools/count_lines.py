@@ -57,35 +57,35 @@ PARTS = {
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {
-    "operators have a declaration that implementations are checked against": ("signatures.py",),
-    "a layer may come first": (
+    "implementations are checked against a declaration": ("signatures.py",),
+    "a call may pass a layer first": (
         "run/layer_form.py",
         "run/generated.py:_read_attributes",
         "run/keys.py:key_of",
         "manager/calls.py:_entry_for",
     ),
-    "an operator that nobody declared may write whatever it reaches": (
+    "an undeclared operator may overwrite its arguments": (
         "run/generated.py:_predicated",
         "run/snapshot.py:mutable_parts _held _slots _members _is_open _is_array _is_scalar",
     ),
-    "what was overwritten comes back before another implementation runs": (
+    "overwritten arguments are restored": (
         "knowledge/proofs.py",
         "run/snapshot.py",
         "run/arguments.py:Call.updated Call.holds_state Call._reached Call._is_shared Call._others _share_memory",
         "run/recovery.py:_Attempts._needs_copies",
         "state.py:State.prove State.watch",
     ),
-    "a call falls back, and nothing is retried that must not be": (
+    "a call falls back where that is safe": (
         "run/recovery.py",
         "run/plan.py:_careful",
         "knowledge/error_kinds.py",
         "run/arguments.py",
     ),
-    "a failure bans for its kind of arguments": (
+    "a ban covers one kind of arguments": (
         "knowledge/failures.py:ArgumentKind Failure FailureLog",
         "run/plan.py:_kind_checked",
     ),
-    "a choice may depend on dtype, tokens and phase": (
+    "a choice by dtype, tokens and phase": (
         "run/plan.py:_conditional",
         "selection/decision.py:admits condition_of _is_unconditional Decision.branch_for Decision.conditional",
         "run/arguments.py:Call.branch",
@@ -111,13 +111,13 @@ PROMISES = {
         "aten_replacement/__init__.py",
         "registry.py:OpRegistry.register_replacement",
     ),
-    "policies hold in contexts": (
+    "a policy may apply to one context": (
         "policy.py:_Entered policy_context _changed with_strict_mode with_preference with_allowed_vendors",
         "policy.py:with_denied_vendors",
         "run/keeper.py:TableKeeper.table_for TableKeeper.adopt",
         "manager/process.py:table_for",
     ),
-    "there may be managers besides the process's": (
+    "several managers in one process": (
         "run/keeper.py:PrivateTable TableKeeper.retire",
         "run/dispatch.py",
         "manager/op_manager.py:OpManager.call",
@@ -130,25 +130,25 @@ PROMISES = {
         "manager/process.py:_after_fork_in_child",
         "knowledge/availability.py:Availability.forget_who_asks",
     ),
-    "a change that is interrupted has not happened": (
+    "an interrupted change has no effect": (
         "manager/op_manager.py:OpManager.on_policy_change",
         "manager/process.py:change_policy",
         "global_policy.py:GlobalPolicy.restore",
         "knowledge/failures.py:FailureLog.restore",
     ),
-    "an implementation may keep a weight in a form of its own": ("weight_forms.py",),
-    "a product may know which weight comes next": ("successors.py",),
+    "an implementation may keep a repacked copy of a weight": ("weight_forms.py",),
+    "a product can prefetch the next weight": ("successors.py",),
     "calls are counted": (
         "knowledge/counting.py",
         "manager/op_manager.py:OpManager.set_counting OpManager.reset_counts OpManager.call_counts",
     ),
-    "hosts state facts, and rules without effect are named": (
+    "facts of hosts; rules without effect are reported": (
         "manager/checks.py",
         "selection/refusals.py:_holds _in_words",
         "manager/op_manager.py:OpManager.set_facts OpManager.first_choices",
         "manager/op_manager.py:OpManager.unmatched_scopes OpManager.warn_of_unmatched_scopes",
     ),
-    "backends and plugins are found, and load whole or not at all": (
+    "backends and plugins load completely or not at all": (
         "discovery.py",
         "builtin_ops.py",
         "manager/start.py",
@@ -156,9 +156,9 @@ PROMISES = {
         "locking.py:ForkableLock.within",
         "registry.py:OpRegistry.commit OpRegistry._replace",
     ),
-    "native code gets addresses of data that is there": ("native.py", "cpp.py"),
-    "availability is asked once": ("knowledge/availability.py", "types.py:OpImpl.availability"),
-    "errors say what to do, and the log can be configured": ("errors.py", "logger_manager.py"),
+    "native code gets valid addresses only": ("native.py", "cpp.py"),
+    "availability is checked once": ("knowledge/availability.py", "types.py:OpImpl.availability"),
+    "errors say what to do; the log can be configured": ("errors.py", "logger_manager.py"),
     "the documented import paths": ("__init__.py", "manager/__init__.py"),
 }
 """Promise → its parts of the core proper. A part counts for the first promise that names it; a file counts without its
