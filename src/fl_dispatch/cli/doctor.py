@@ -47,7 +47,7 @@ def doctor(
     everything: Annotated[bool, typer.Option("--all", help="Print every table, not one screen.")] = False,
     run: PidOption = None,
 ) -> None:
-    """Check this installation, or with --run the workers of an engine. Exit code 1 where something is broken."""
+    """Check this installation, or with --run the workers of an engine. The exit status is 1 if there is a problem."""
     if run is not None:
         run_view.doctor(named(run), json)
         return

@@ -47,7 +47,7 @@ def prove(
     json: AsJson = False,
     out: Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")] = None,
 ) -> None:
-    """Prove untrusted candidates for an operator, time the right ones, and pack the fastest.
+    """Prove untrusted candidates for an operator, time the correct ones, and package the fastest.
 
     Each runs in a process of its own: no network, limits of time and memory, on a CPU no other process and no file to
     write. This process makes the inputs and compares the results. A file may hold functions of tensors alone.

@@ -23,7 +23,7 @@ def p2p_proxy(
         float, typer.Option(help="Seconds that an engine may take for a prompt before another one gets it.", min=1)
     ] = 300.0,
 ) -> None:
-    """Send each request to a vLLM engine that reads its prompt, then to one that writes the answer.
+    """Send each request to a prefill engine for its prompt, then to a decode engine for the answer.
 
     docs/guide/commands/p2p.md has the whole setup. Engines come and go with their heartbeats; GET /health lists them.
     """

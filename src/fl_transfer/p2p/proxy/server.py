@@ -1,4 +1,4 @@
-"""The HTTP server in front of engines: each request goes to one that reads its prompt, then to one that writes.
+"""The HTTP server in front of engines: each request goes to a prefill engine, then to a decode engine.
 
 The server knows the engines from their heartbeats. A request gets an id that names both engines, under which the second
 one receives the prompt's KV cache from the first. If no engine reads prompts, or it fails, the writing engine also
