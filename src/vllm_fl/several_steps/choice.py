@@ -6,6 +6,7 @@ from functools import wraps
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from fl_dispatch.devices import detect_device
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
@@ -74,11 +75,13 @@ def why_single(vllm_config: VllmConfig) -> str:
         f"the V1 model runner is taken ({runner.why})": runner.runner == "V1",
         "a draft already makes several tokens": vllm_config.speculative_config is not None,
         "scheduler_cls names another scheduler": vllm_config.scheduler_config.scheduler_cls is not None,
+        "worker_cls names another worker": not _is_ours(parallel.worker_cls),
         "the model generates nothing": model.runner_type != "generate",
         "the model generates several tokens in a step (diffusion)": getattr(model, "is_diffusion", False),
         "the model has an encoder and a decoder": model.is_encoder_decoder,
         "the model has layers that keep a state": models.has_states(model),
         "the model has sparse latent attention": models.has_indexer(model),
+        "positions have several axes": model.uses_mrope,
         "the model takes embeddings": model.supports_multimodal_inputs or model.enable_prompt_embeds,
         "processors of logits may need the host for each token": bool(
             model.logits_processors or entry_points(group=PROCESSORS)
@@ -103,3 +106,7 @@ def why_single(vllm_config: VllmConfig) -> str:
         "prompts are read by a part of the layers": cache.kv_sharing_fast_prefill,
     }
     return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _is_ours(worker: str | type) -> bool:
+    return str(worker).startswith("vllm_fl.") or worker in detect_device().workers.values()

@@ -14,6 +14,7 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from fl_dispatch.devices import detect_device
 
@@ -46,13 +47,17 @@ class StepsRunner(GPUModelRunner):
         self.fl_queue = Queue(device, detect_device().accelerator) if alone else None
 
     def fl_take(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """Remove the placeholders from a scheduling; the rest is its first step."""
+        """Remove the placeholders from a scheduling; the rest is its first step.
+
+        A model class with a state of its own may prepare something between steps, so it makes only the first.
+        """
         placeholders = scheduler_output.scheduled_spec_decode_tokens
         self.fl_steps = 1
         if not placeholders:
             return scheduler_output
         scheduled = scheduler_output.num_scheduled_tokens
-        self.fl_steps += min(len(placeholders.get(name, ())) for name in scheduled)
+        if type(self.model_state) is DefaultModelState:
+            self.fl_steps += min(len(placeholders.get(name, ())) for name in scheduled)
         counts = {name: count - len(placeholders.get(name, ())) for name, count in scheduled.items()}
         return replace(
             scheduler_output,

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+MANY_SCORES = 128
+"""Log-probabilities of a token from which the steps of one scheduling would need too much memory for them."""
+
 
 class StepsScheduler(Scheduler):
     """vLLM's scheduler with several steps for one scheduling."""
@@ -48,7 +51,7 @@ class StepsScheduler(Scheduler):
         """Return ``None``, because placeholders are not drafts."""
 
     def _most_steps(self) -> int:
-        """The steps that requests, blocks and limits allow; 0 if a request waits, reads a prompt or needs the host."""
+        """The steps that requests, blocks and limits allow; 0 if a request waits, reads a prompt or is single."""
         running, config = self.running, self.scheduler_config
         waiting = self.get_request_counts()[1]
         if not running or (waiting and len(running) < self.max_num_running_reqs):
@@ -58,7 +61,7 @@ class StepsScheduler(Scheduler):
             room.append(config.long_prefill_token_threshold)
         wanted = 0
         for request in running:
-            if request.is_prefill_chunk or not request.num_output_tokens or _needs_host(request):
+            if request.is_prefill_chunk or not request.num_output_tokens or _is_single(request):
                 return 0
             left = request.max_tokens - request.num_output_tokens - request.num_output_placeholders
             if left > 0:
@@ -80,9 +83,14 @@ class AsyncStepsScheduler(StepsScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler with several steps for one scheduling."""
 
 
-def _needs_host(request: Request) -> bool:
-    """Whether the host must see a token before the next one: grammars, stop strings, tools, prompts in chunks."""
+def _is_single(request: Request) -> bool:
+    """Whether a request keeps single steps.
+
+    The host must see each token for grammars, stop strings, tools and prompts in chunks. Scores of the whole vocabulary
+    (-1) or of much of it would take the memory of several steps.
+    """
     sampling = request.sampling_params
     if request.use_structured_output or request.resumable or sampling is None:
         return True
-    return bool(sampling.stop) or arrivals.streams_tools(sampling)
+    scores = sampling.num_logprobs or 0
+    return bool(sampling.stop) or arrivals.streams_tools(sampling) or not 0 <= scores < MANY_SCORES

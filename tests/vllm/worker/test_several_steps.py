@@ -140,11 +140,13 @@ def _config(**given: Any) -> SimpleNamespace:
             "is_hybrid": False,
             "is_attention_free": False,
             "hf_text_config": SimpleNamespace(),
+            "uses_mrope": False,
             "supports_multimodal_inputs": False,
             "enable_prompt_embeds": False,
             "logits_processors": None,
         },
         "parallel_config": {
+            "worker_cls": "vllm_fl.worker.cpu.CPUWorkerFL",
             "pipeline_parallel_size": 1,
             "data_parallel_size": 1,
             "decode_context_parallel_size": 1,
@@ -176,10 +178,12 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ""),
         ({"speculative_config": SimpleNamespace()}, "a draft already makes several tokens"),
         ({"scheduler_cls": "a.b"}, "scheduler_cls names another scheduler"),
+        ({"worker_cls": "a.b"}, "worker_cls names another worker"),
         ({"runner_type": "pooling"}, "the model generates nothing"),
         ({"is_encoder_decoder": True}, "the model has an encoder and a decoder"),
         ({"is_hybrid": True}, "the model has layers that keep a state"),
         ({"hf_text_config": SimpleNamespace(index_topk=20)}, "the model has sparse latent attention"),
+        ({"uses_mrope": True}, "positions have several axes"),
         ({"logits_processors": ["a"]}, "processors of logits may need the host for each token"),
         ({"pipeline_parallel_size": 2}, "pipeline stages hand over each step"),
         ({"data_parallel_size": 2}, "data-parallel ranks run each step together"),
@@ -207,6 +211,45 @@ def test_a_package_with_processors_of_logits_makes_single_steps(newest: None, mo
 def test_an_older_host_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "host_version", lambda: "0.32")
     assert choice.why_single(_config()) == "vLLM 0.32 is older than 0.33"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "single"),
+    [
+        ({}, False),
+        ({"logprobs": 20}, False),
+        ({"logprobs": 128}, True),
+        ({"logprobs": -1}, True),
+        ({"stop": "a"}, True),
+    ],
+)
+def test_a_request_with_stop_strings_or_scores_of_many_tokens_keeps_single_steps(
+    asked: dict[str, Any], single: bool
+) -> None:
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_fl.several_steps.scheduler import _is_single
+
+    sampling = SamplingParams(**asked)
+    request: Any = SimpleNamespace(use_structured_output=False, resumable=False, sampling_params=sampling)
+    assert _is_single(request) is single
+
+
+@pytest.mark.parametrize(("state", "steps"), [("DefaultModelState", MOST), ("another", 1)])
+def test_a_model_class_with_a_state_of_its_own_makes_the_first_step_alone(state: str, steps: int) -> None:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    from vllm_fl.several_steps.runner import StepsRunner
+
+    given = SchedulerOutput.make_empty()
+    given.num_scheduled_tokens = {"a": MOST}
+    given.scheduled_spec_decode_tokens = {"a": [-1] * (MOST - 1)}
+    known = object.__new__(DefaultModelState)
+    runner: Any = SimpleNamespace(model_state=known if state == "DefaultModelState" else object())
+    taken = StepsRunner.fl_take(runner, given)
+    assert (taken.num_scheduled_tokens, taken.scheduled_spec_decode_tokens) == ({"a": 1}, {})
+    assert runner.fl_steps == steps
 
 
 def test_the_steps_of_a_scheduling_fit_the_time_that_a_step_was_seen_to_take() -> None:
