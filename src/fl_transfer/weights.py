@@ -109,6 +109,13 @@ class _Reloading(WeightTransferEngine[Any, Parameters]):
 
         initialize_layerwise_reload(self.model)
 
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a part of the weights, although a predictor's loader expects all of them at once."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with disable_mtp_completeness_check():
+            super().update_weights(update_info)
+
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

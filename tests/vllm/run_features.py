@@ -318,16 +318,16 @@ def wake_up(llm: Any, tags: list[str] | None = None) -> bool:
 
 
 class _Client:
-    """The trainer's words to the engine, within one process."""
+    """The trainer's words to the engine, within one process; ``draft``: about the weights of its draft model."""
 
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
+    def __init__(self, llm: Any, draft: bool) -> None:
+        self.llm, self.draft = llm, draft
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
+        (self.llm.start_draft_weight_update if self.draft else self.llm.start_weight_update)()
 
     def update_weights(self, update_info: Any) -> None:
         self.llm.update_weights({"update_info": update_info})
@@ -336,25 +336,27 @@ class _Client:
         self.llm.finish_weight_update(weight_version)
 
 
-def _trainer(llm: Any, backend: str, network: Any, info: dict[str, Any]) -> Any:
+def _trainer(llm: Any, backend: str, network: Any, info: dict[str, Any], draft: bool = False) -> Any:
     """One that sends what a network names."""
     from vllm.distributed.weight_transfer import ModuleSource
 
     from fl_transfer import weights
 
     kind = {"fl_shm": weights.SharedMemoryTrainer, "fl_gloo": weights.GlooTrainer}[backend]
-    return kind.trainer_init(kind.init_info_cls(rank=0, **info), client=_Client(llm), source=ModuleSource(network))
+    return kind.trainer_init(
+        kind.init_info_cls(rank=0, **info), client=_Client(llm, draft), source=ModuleSource(network)
+    )
 
 
-def transfer(llm: Any, backend: str, folders: list[str], info: dict[str, Any]) -> None:
-    """A trainer sends the tensors of the checkpoint in each folder, the last one's to stay.
+def transfer(llm: Any, backend: str, folders: list[str], info: dict[str, Any], draft: bool = False) -> None:
+    """A trainer sends the tensors of the checkpoint in each folder, the last one's to stay, to the model or its draft.
 
     Hugging Face's network of a mixture of experts has other names for them than checkpoints, which vLLM does not know.
     """
     from safetensors.torch import load_file
 
     sent: dict[str, Any] = {}
-    trainer = _trainer(llm, backend, SimpleNamespace(named_parameters=sent.items), info)
+    trainer = _trainer(llm, backend, SimpleNamespace(named_parameters=sent.items), info, draft)
     for folder in folders:
         sent.update(load_file(Path(folder, "model.safetensors")))
         trainer.send_weights()

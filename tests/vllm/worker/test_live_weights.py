@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable
 from functools import cache
@@ -12,17 +13,25 @@ import pytest
 import torch
 from engines import MAX_TOKENS, PROMPTS, Runs, expected_tokens, start_features
 
+import drafters
 import variants
 from vllm_fl.worker import sleep
 
 CACHE = 256 << 20
 GENERATE = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}}
 WEIGHTS = ["weights"]
+RELOADED = [
+    {"do": "sleep", "level": 2},
+    {"do": "wake_up", "tags": WEIGHTS},
+    {"do": "rpc", "method": "reload_weights", "args": []},
+    {"do": "wake_up", "tags": ["kv_cache"]},
+]
 TRAINING = {"rounds": 4, "samples": 16, "max_tokens": 8}
 BACKENDS = ("fl_shm", "fl_gloo")
 FAMILIES = ("qwen3", "deepseek_v32")
 SENT = [(FAMILIES[0], backend) for backend in BACKENDS] + [(FAMILIES[1], BACKENDS[0])]
 """Which family gets weights through which backend."""
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 def _tokens(step: list[dict[str, Any]]) -> list[list[int]]:
@@ -44,6 +53,12 @@ def _info(backend: str) -> dict[str, Any]:
         return {"master_address": "127.0.0.1", "master_port": free.getsockname()[1], "world_size": 2}
 
 
+def _send(backend: str, *folders: Path, draft: bool = False) -> dict[str, Any]:
+    """Send checkpoints to the model, or to the draft model."""
+    paths = [str(path) for path in folders]
+    return {"do": "transfer", "backend": backend, "folders": paths, "info": _info(backend), "draft": draft}
+
+
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which a trainer leaves what it learnt."""
@@ -53,31 +68,47 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(checkpoint: Callable[[str], Path], other: Callable[[str], Path], learnt: Path) -> Runs:
     model = checkpoint("qwen3")
-    steps = [
-        GENERATE,
-        {"do": "sleep", "level": 1},
-        {"do": "wake_up"},
-        GENERATE,
-        {"do": "sleep", "level": 2},
-        {"do": "wake_up", "tags": WEIGHTS},
-        {"do": "rpc", "method": "reload_weights", "args": []},
-        {"do": "wake_up", "tags": ["kv_cache"]},
-        GENERATE,
-    ]
+    steps = [GENERATE, {"do": "sleep", "level": 1}, {"do": "wake_up"}, GENERATE, *RELOADED, GENERATE]
     how = {"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE}
     sleeping = start_features(*((checkpoint(family), steps, how) for family in FAMILIES))
     jobs = []
     for family, backend in SENT:
         own, new = checkpoint(family), other(family)
-        send = [
-            {"do": "transfer", "backend": backend, "folders": [str(path) for path in given], "info": _info(backend)}
-            for given in ((new,), (new, own))
-        ]
         how = {"weight_transfer_config": {"backend": backend}}
-        jobs.append((own, [GENERATE, send[0], GENERATE, send[1], GENERATE], how))
+        jobs.append((own, [GENERATE, _send(backend, new), GENERATE, _send(backend, new, own), GENERATE], how))
     loop = {"do": "train", "folder": str(model), "target": str(learnt), "prompts": PROMPTS[:2], **TRAINING}
     jobs.append((model, [loop, GENERATE], {"weight_transfer_config": {"backend": "fl_shm"}}))
     return Runs({"sleep": sleeping, "transfer": start_features(*jobs)})
+
+
+@pytest.fixture(scope="module")
+def predicting(
+    checkpoint: Callable[[str], Path], other: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
+    """A model with a predictor that reads tokens as the model does, and the same with other weights."""
+    folder = tmp_path_factory.mktemp("predicting")
+    models = (checkpoint(FAMILIES[1]), other(FAMILIES[1]))
+    return [drafters.with_reader(model, folder / str(index)) for index, model in enumerate(models)]
+
+
+@pytest.fixture(scope="module")
+def drafted(predicting: list[Path]) -> list[list[Any]]:
+    """The steps of an engine that gets the other weights, and of one that has them from the start."""
+    own, new = predicting
+    asked = [GENERATE, {"do": "metrics", "contains": ACCEPTED}]
+    sent = [_send("fl_shm", new, draft=draft) for draft in (False, True)]
+    steps = [*asked, *RELOADED, *asked, sent[0], *asked, sent[1], *asked]
+
+    def engine(model: Path) -> dict[str, Any]:
+        return {
+            "enable_sleep_mode": True,
+            "sleep_preserve_parameter_names": ["draft.*"],
+            "weight_transfer_config": {"backend": "fl_shm"},
+            "speculative_config": {"method": "mtp", "num_speculative_tokens": 1, "model": str(model)},
+        }
+
+    started = start_features((own, steps, engine(own)), (new, asked, engine(new)))
+    return [run["steps"] for run in started.result()["runs"]]
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +168,21 @@ def test_a_trainers_weights_reach_the_engine(
     before, changed, back = (_tokens(steps[place]) for place in (0, 2, 4))
     assert changed == expected_tokens(other(family)) != before
     assert before == back == expected(family)
+
+
+def test_a_predictor_is_kept_beside_reloaded_weights_and_gets_a_trainers_weights_in_an_update_of_its_own(
+    drafted: list[list[Any]], predicting: list[Path]
+) -> None:
+    """vLLM neither reloads nor updates it with its model."""
+    updated, (answers, accepted) = drafted
+    asked = [place for place, step in enumerate(updated) if isinstance(step, dict) and ACCEPTED in step]
+    own, new = map(expected_tokens, predicting)
+    assert [_tokens(updated[place - 1]) for place in asked] == [own, own, new, new]
+    assert _tokens(answers) == new
+    counts = [updated[place][ACCEPTED] for place in asked]
+    first, reloaded, stale, sent = (after - before for before, after in itertools.pairwise((0, *counts)))
+    assert first == reloaded > 2 * stale
+    assert sent == accepted[ACCEPTED] > 2 * stale
 
 
 def test_a_training_loop_gets_completions_with_its_own_log_probabilities_and_the_engine_learns(
