@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.backends.triton.impl import hopper, launch
-from fl_dispatch.backends.triton.impl.attention import latent_decode, latent_prefill, paged, sparse_latent
+from fl_dispatch.backends.triton.impl.attention import index_topk, latent_decode, latent_prefill, paged, sparse_latent
 from fl_dispatch.backends.triton.impl.rows import activation
 from fl_dispatch.backends.triton.register_ops import IMPL_ID, ROWS
 from fl_dispatch.devices.launcher import _short_way
@@ -37,6 +37,14 @@ def test_a_kernel_is_right(name: str, dtype: torch.dtype) -> None:
     found = verify(manager, impl, dtype, CUDA)
     assert found.problems == []
     assert not found.declined
+
+
+def test_a_list_is_right_whose_scores_several_programs_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    for constant in ("SELECTING", "SELECTING_DECODE"):
+        monkeypatch.setattr(index_topk, constant, (64, 32, 4))
+    manager = get_default_manager()
+    (impl,) = implementations(manager, ["index_topk"], ["default.triton"])
+    assert verify(manager, impl, torch.bfloat16, CUDA).problems == []
 
 
 def test_the_short_launch_runs_what_the_public_one_runs_for_every_stride_and_alignment() -> None:

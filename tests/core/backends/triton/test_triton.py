@@ -481,6 +481,21 @@ def test_a_kernel_is_right_in_the_interpreter(interpreted: list[Any], name: str,
     assert all_ran
 
 
+SHARES = """
+from fl_dispatch.backends.triton.impl.attention import index_topk
+index_topk.SELECTING = index_topk.SELECTING_DECODE = (64, 32, 4)
+"""
+
+
+@needs_triton
+def test_a_list_is_right_whose_scores_several_programs_share() -> None:
+    """Of 300 tokens three programs take up to 128 each, and list 64; one takes what they list."""
+    labels = ["mixed batch, top 64", "mixed batch, top 64, fp8", "requests without new tokens"]
+    for *_, all_ran, problems in json.loads(run(SHARES + VERIFY, json.dumps({"index_topk": labels}))):
+        assert problems == []
+        assert all_ran
+
+
 SMALL_VALUES = """
 import torch
 from fl_dispatch.backends.reference.impl import attention as reference
