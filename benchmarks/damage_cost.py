@@ -134,7 +134,8 @@ def take_turns(subject: Subject, batch: int, rounds: int, settings: Sequence[str
     """Return the seconds of a decode step under each setting, round by round."""
     from vllm import LLM, SamplingParams
 
-    sizes = {"max_model_len": 2048, "max_num_seqs": batch, "max_num_batched_tokens": 1024}
+    tokens = STRETCHES * len(settings) * subject.stretch + 8
+    sizes = {"max_model_len": max(1024, PROMPT + tokens), "max_num_seqs": batch, "max_num_batched_tokens": 1024}
     llm_engine = LLM(**subject.options, **sizes, kv_cache_memory_bytes=1 << 30).llm_engine
     core = llm_engine.engine_core.engine_core
     check = Check(core.model_executor.driver_worker.worker.model_runner, batch)
@@ -143,7 +144,6 @@ def take_turns(subject: Subject, batch: int, rounds: int, settings: Sequence[str
         order = [name for _ in range(STRETCHES) for name in shuffle.sample(settings, len(settings))]
         for number in range(batch):
             ids = [shuffle.randrange(10, 4000) for _ in range(PROMPT)]
-            tokens = len(order) * subject.stretch + 8
             sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             llm_engine.add_request(f"{turn}-{number}", {"prompt_token_ids": ids}, sampling)
         for _ in range(2 + batch * PROMPT // sizes["max_num_batched_tokens"]):  # the prompts
