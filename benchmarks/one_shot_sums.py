@@ -38,7 +38,7 @@ def measure(rank: int, meeting_point: str) -> list[list[float]]:
     shared = one_shot.SharedMemory(group, device)
     shared.map_peers()
     dist.barrier(group=cpu_group)  # all memory must be ready before the first sum
-    return one_shot.measure((shared.add, library.all_reduce), device, cpu_group)
+    return one_shot.measure((shared.add_in_place, library.all_reduce), device, cpu_group)
 
 
 def main() -> None:

@@ -86,8 +86,7 @@ _any_order = _unless(_sums_in_one_order)
 @_several_ranks
 def all_reduce(group: GroupCoordinator, input_: Tensor) -> Tensor:
     """Overwrite ``input_`` with the sum over the ranks, and return it."""
-    result = COMMUNICATOR.of(group).all_reduce(input_)
-    return input_ if result is input_ else input_.copy_(result)
+    return COMMUNICATOR.of(group).all_reduce(input_, input_)
 
 
 @_any_order

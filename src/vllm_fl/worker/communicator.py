@@ -52,7 +52,7 @@ class CommunicatorFL(DeviceCommunicatorBase):
     # -- the sum over the ranks, and its parts ------------------------------------------------------------------------
 
     def all_reduce(self, input_: Tensor) -> Tensor:
-        """Return the sum over the ranks; a contiguous ``input_`` is overwritten, as vLLM's own communicators may do."""
+        """Return the sum over the ranks in new memory: compiled code may reuse the memory of ``input_``."""
         return self.communicator.all_reduce(input_)
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:

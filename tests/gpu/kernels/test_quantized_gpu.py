@@ -389,6 +389,7 @@ def expert_answers(tmp_path_factory: pytest.TempPathFactory, whole_mixture: Path
         "enforce_eager": False,
         "enable_prefix_caching": False,
         "dtype": "float32",
+        **FEW_GRAPHS,
     }
     runs = [Run(name, arguments, "compiled, with graphs") for name in MIXTURES]
     paths = [

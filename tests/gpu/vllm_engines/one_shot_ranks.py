@@ -34,7 +34,7 @@ def wrong(communicator: Communicator, rank: int, graph: bool) -> list[str]:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, capture_error_mode="thread_local") if graph else contextlib.nullcontext():
         for tensor, part in zip(tensors, parts, strict=True):
-            communicator.all_reduce(tensor.copy_(part))
+            communicator.all_reduce(part, tensor)
     for _ in range(TIMES if graph else 0):
         captured.replay()
     found = []

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed import parallel_state
 
 import two_ranks
 from fl_dispatch import reset_global_policy
@@ -13,6 +15,27 @@ from fl_dispatch.hosting.ranks.collectives import report
 from vllm_fl.worker.communicator import CommunicatorFL
 
 RANKS = two_ranks.RANKS
+
+
+class Group:
+    """What vLLM's operator asks of a group of ranks."""
+
+    def __init__(self, communicator: CommunicatorFL) -> None:
+        self.unique_name, self._all_reduce_out_place = communicator.unique_name, communicator.all_reduce
+
+
+def compiled(communicator: CommunicatorFL, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the product of a sum over the ranks with itself, and the sum plus 1, from Inductor's code around vLLM's
+    operator."""
+    group = Group(communicator)
+    parallel_state._register_group(group)
+
+    @torch.compile(fullgraph=True)
+    def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+        total = torch.ops.vllm.all_reduce(2 * x, group_name=group.unique_name)
+        return total @ total, total + 1  # the product may take the memory of 2 * x, which nobody reads any more
+
+    return layer(x)
 
 
 def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
@@ -38,6 +61,7 @@ def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
         "reduce_scatterv_empty": communicator.reduce_scatterv(both, 0, [0, 4]),
         "broadcast": communicator.broadcast(mine.clone(), 1),
     }
+    got["compiled"] = compiled(communicator, torch.full((4, 4), 1.0 + rank))
     if rank == 0:
         communicator.send(mine)
     else:

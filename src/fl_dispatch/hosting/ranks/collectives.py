@@ -136,16 +136,27 @@ class Communicator:
         self.calls: Counter[str] = Counter()
         _communicators.add(self)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks; a contiguous ``tensor`` is overwritten and returned."""
-        result = tensor.contiguous()
-        if self.sums is not None and self.sums.takes(result):
+    def all_reduce(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
+        """Return the sum over the ranks.
+
+        Args:
+            tensor: the same shape on every rank.
+            output: overwritten with the result and returned, may be ``tensor``; ``None`` for a new tensor.
+        """
+        part = tensor.contiguous()
+        if output is not None and output.is_contiguous():
+            result = output
+        else:
+            result = torch.empty_like(part) if part is tensor else part
+        if self.sums is not None and self.sums.takes(part):
             self.calls["all_reduce in one kernel"] += 1
-            self.sums.add(result)
+            self.sums.add(part, result)
         else:
             self.calls["all_reduce"] += 1
+            if result is not part:
+                result.copy_(part)
             self.collectives.all_reduce(result)
-        return result
+        return result if output is None or output is result else output.copy_(result)
 
     def reduce_scatter(
         self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, output: Tensor | None = None

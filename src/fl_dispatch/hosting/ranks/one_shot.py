@@ -49,11 +49,11 @@ class OneShotSums:
     """Sums over the ranks of a group through memory that all of them map.
 
     Args:
-        add: overwrites a tensor that :meth:`takes` with the sum over the ranks.
+        add: writes the sum over the ranks of a tensor that :meth:`takes` into another one, or into the same.
         most: bytes of the largest tensor.
     """
 
-    add: Callable[[Tensor], None]
+    add: Callable[[Tensor, Tensor], None]
     most: int
 
     def takes(self, tensor: Tensor) -> bool:
@@ -108,7 +108,7 @@ def _try(
     _on_all_ranks(cpu_group, shared.map_peers)
     _on_all_ranks(cpu_group, shared.warm_up)
     _on_all_ranks(cpu_group, shared.clear)
-    ours, library = measure((shared.add, all_reduce), device, cpu_group)
+    ours, library = measure((shared.add_in_place, all_reduce), device, cpu_group)
     return ours, library, OneShotSums(shared.add, SIZES[-1])
 
 
@@ -204,7 +204,7 @@ class SharedMemory:
         """Compile the kernel for each type, in calls that do not wait for the other rank."""
         for dtype in DTYPES:
             self.calls.fill_(self.kernel.NO_WAIT)
-            self.add(torch.zeros(VECTOR, dtype=dtype, device=self.memory.device))
+            self.add_in_place(torch.zeros(VECTOR, dtype=dtype, device=self.memory.device))
             torch.get_device_module(self.memory.device).synchronize(self.memory.device)
 
     def clear(self) -> None:
@@ -213,9 +213,13 @@ class SharedMemory:
         self.calls.zero_()
         torch.get_device_module(self.memory.device).synchronize(self.memory.device)
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor, out: Tensor) -> None:
+        """Write the sum of a tensor over the ranks into ``out``, which may be the tensor."""
+        self.kernel.add(tensor, out, self.memories, self.calls, self.place, self.rank)
+
+    def add_in_place(self, tensor: Tensor) -> None:
         """Overwrite a tensor with the sum over the ranks."""
-        self.kernel.add(tensor, self.memories, self.calls, self.place, self.rank)
+        self.add(tensor, tensor)
 
 
 def measure(

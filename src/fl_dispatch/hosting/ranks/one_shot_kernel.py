@@ -27,7 +27,17 @@ VECTOR = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["vectors"])
-def _sum(x, memories, calls, vectors, PLACE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr):
+def _sum(
+    x,
+    out,
+    memories,
+    calls,
+    vectors,
+    PLACE: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     block, blocks = tl.program_id(0), tl.num_programs(0)
     call = tl.load(calls + block) + 1
     kind: tl.constexpr = tl.pointer_type(x.dtype.element_ty)
@@ -57,15 +67,16 @@ def _sum(x, memories, calls, vectors, PLACE: tl.constexpr, RANK: tl.constexpr, R
         for peer in tl.static_range(RANKS):
             memory = tl.multiple_of((tl.load(memories + peer) + place).to(kind), 16)
             total += tl.load(memory + offsets, mask=inside, cache_modifier=".cg").to(tl.float32)
-        tl.store(x + offsets, total.to(x.dtype.element_ty), mask=inside)
+        tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
     tl.store(calls + block, call)
 
 
-def add(x: Tensor, memories: Tensor, calls: Tensor, place: int, rank: int) -> None:
-    """Overwrite a tensor with its sum over the ranks, in float32. Every rank must call it.
+def add(x: Tensor, out: Tensor, memories: Tensor, calls: Tensor, place: int, rank: int) -> None:
+    """Write the sum of a tensor over the ranks, taken in float32. Every rank must call it.
 
     Args:
         x: contiguous, of a floating type, whole vectors of :data:`VECTOR` elements, at most ``place`` bytes.
+        out: overwritten; contiguous, of the shape and dtype of ``x``, or ``x``.
         memories: addresses of all ranks' memories ``[ranks]`` int64, each of ``2 * place`` bytes and ``[BLOCKS,
             ranks]`` int64 flags, initially zero.
         calls: ``[BLOCKS]`` int64, initially zero.
@@ -74,4 +85,4 @@ def add(x: Tensor, memories: Tensor, calls: Tensor, place: int, rank: int) -> No
     """
     vectors = x.numel() // VECTOR.value
     sizes = {"PLACE": place, "RANK": rank, "RANKS": memories.numel(), "TILE": TILE}
-    _sum[(BLOCKS,)](x, memories, calls, vectors, **sizes, num_warps=WARPS)
+    _sum[(BLOCKS,)](x, out, memories, calls, vectors, **sizes, num_warps=WARPS)
