@@ -93,25 +93,31 @@ def _mlp_of(config: Mapping[str, Any], layer: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A workload of an engine; ``width`` is the bytes of a weight's number, its scales included."""
+    """A workload of an engine; ``width`` is the bytes of a weight's number, its scales included.
+
+    With ``context``, a token also reads the keys and values of so many tokens before it, in bfloat16.
+    """
 
     workload: str
     width: float = 2.0
     matrix: int | None = None
     kind: str = ""
     shape: str = SHAPE
-    cell: str = "plugin_shipped"
+    cell: str = ""
+    context: int = 0
 
     def share(self, file: str, gpu: str) -> float:
         found = _load(file)
         measured = found["formats"][self.kind] if self.kind else found
-        rate: float = measured["compared"][self.workload]["shipped" if self.kind else self.cell]["tokens_per_s"]
+        cell = self.cell or ("shipped" if self.kind else "plugin_shipped")
+        rate: float = measured["compared"][self.workload][cell]["tokens_per_s"]
         config = SHAPES[self.shape].config
         mlps = [_mlp_of(config, layer) for layer in range(found["machine"]["layers"])]
         products = len(mlps) * _attention_of(config) + sum(product for product, _ in mlps)
         if self.matrix is None:
             plain = sum(router for _, router in mlps) + config["vocab_size"] * config["hidden_size"]
-            return rate * (products * self.width + plain * 2) / BANDWIDTH[gpu]
+            cached = self.context and len(mlps) * self.context * 2 * config["num_key_value_heads"] * config["head_dim"]
+            return rate * (products * self.width + (plain + cached) * 2) / BANDWIDTH[gpu]
         # Both products of attention, over half of the keys by the mean.
         attention = 4 * config["num_attention_heads"] * config["head_dim"] * PROMPT / 2
         return rate * (2 * products / MATRIX[self.matrix] + len(mlps) * attention / MATRIX[2])
@@ -125,8 +131,18 @@ EXPERTS, PRODUCTS = {"H200": "2026-11-22-h200-moe-mla-bfloat16.json"}, {"H200": 
 STEP = {"H100": "decode_step-fused-h100-2026-11-26.json"}
 SERVE, SERVE_QUANTIZED = "serve_vllm.py --cells plugin_shipped", "serve_quantized.py --cells shipped --formats"
 BENCH, FL_BENCH = "kernels_gpu.py bench --op", "fl bench --quick --op"
-STEPS = "serve_vllm.py --cells plugin_steps"
+STEPS, QUANTIZED_STEPS = "serve_vllm.py --cells plugin_steps", "serve_quantized.py --cells steps --formats"
+NARROW = "serve_quantized-steps-h200-2026-11-30.json"
+LONG = "serve_vllm-long-qwen3-8b-h200-2026-11-30.json"
 OTHERS = (
+    (
+        *("Llama-3.1-8B", "llama-3.1-8b", "bf16", 2.0, "", "plugin_steps", ", up to eight steps"),
+        *("serve_vllm-steps-llama-3.1-8b-h200-2026-11-30.json", STEPS),
+    ),
+    (
+        *("Llama-3.1-8B", "llama-3.1-8b", "4 bits", 0.5 + 2 / 128, "w4a16", "steps", ", up to eight steps"),
+        *(NARROW, f"{QUANTIZED_STEPS} w4a16"),
+    ),
     (
         *("Llama-3.2-1B", "llama-3.2-1b", "bf16", 2.0, "", "plugin_shipped", ""),
         *("serve_vllm-steps-llama-3.2-1b-h200-2026-11-28.json", SERVE),
@@ -155,6 +171,10 @@ OTHERS = (
         *("Qwen3-30B-A3B", "qwen3-30b-a3b", "bf16", 2.0, "", "plugin_shipped", ""),
         *("serve_vllm-qwen3-30b-a3b-h200-2026-11-22.json", SERVE),
     ),
+    (
+        *("Qwen3-30B-A3B", "qwen3-30b-a3b", "bf16", 2.0, "", "plugin_steps", ", up to eight steps"),
+        *("serve_vllm-steps-qwen3-30b-a3b-h200-2026-11-30.json", STEPS),
+    ),
 )
 """Engines of other shapes: name, shape, numbers, bytes of one, format, cell, steps, file and command."""
 ROWS: tuple[tuple[str, Kernel | Step | Engine, Mapping[str, str], str], ...] = (
@@ -162,7 +182,7 @@ ROWS: tuple[tuple[str, Kernel | Step | Engine, Mapping[str, str], str], ...] = (
     (
         "engine, fp8, decode, batch 1",
         Engine(workload="decode, batch 1", width=1, kind="fp8"),
-        FP8,
+        {**FP8, "H200": NARROW},
         f"{SERVE_QUANTIZED} fp8",
     ),
     (
@@ -180,7 +200,7 @@ ROWS: tuple[tuple[str, Kernel | Step | Engine, Mapping[str, str], str], ...] = (
     (
         "engine, 4 bits, decode, batch 1",
         Engine(workload="decode, batch 1", width=0.5 + 2 / 128, kind="w4a16"),
-        {"H100": "serve_quantized-w4a16-h100-2026-11-26.json"},
+        {"H100": "serve_quantized-w4a16-h100-2026-11-26.json", "H200": NARROW},
         f"{SERVE_QUANTIZED} w4a16",
     ),
     *(
@@ -191,6 +211,15 @@ ROWS: tuple[tuple[str, Kernel | Step | Engine, Mapping[str, str], str], ...] = (
             f"{command} --shape {shape}",
         )
         for name, shape, numbers, width, kind, cell, steps, file, command in OTHERS
+    ),
+    *(
+        (
+            f"Qwen3-8B, bf16, decode at {context:,} tokens, batch 1",
+            Engine(workload=f"long decode, {context}", shape="qwen3-8b", context=context),
+            {"H200": LONG},
+            f"{SERVE} --shape qwen3-8b --workloads long",
+        )
+        for context in (32_768, 131_072)
     ),
     ("engine, bf16, prefill, 64 × 2048", Engine(workload="prefill, 64 x 2048", matrix=2), TUNED, SERVE),
     (
