@@ -7,8 +7,9 @@
 #  place and returns its argument. Inductor reuses the memory of an argument that nobody reads any more, so the sum is
 #  overwritten while it is still needed. Nothing is raised. vLLM's communicators for CUDA return new tensors.
 # Why it matters: a platform that opts in (use_custom_op_collectives) and inherits the communicator is right eagerly and
-#  wrong when compiled, with several ranks alone.
-# Seen 2026-11-30, x = 1 on rank 0 and 2 on rank 1, total = all_reduce(2 * x), results of total @ total and total + 1:
+#  wrong when compiled, with several ranks alone. Here x is 1 on rank 0 and 2 on rank 1, the sum is over 2 * x, and the
+#  results are the product of the sum with itself, and the sum plus 1.
+# Seen 2026-11-30:
 #   eager: 144 7
 #   compiled: not these
 set -euo pipefail
