@@ -10,7 +10,6 @@ render`` prepared, because that process parses them and need not have this plugi
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable
 from functools import wraps
@@ -55,10 +54,14 @@ def mark_tools() -> None:
         request: Any = getattr(importlib.import_module(module), name)
         if not hasattr(request.to_sampling_params, "__wrapped__"):
             request.to_sampling_params = _marking(request.to_sampling_params)
-    with contextlib.suppress(ImportError):  # without packages of the server no tokens are served
+    try:
         server: Any = importlib.import_module(TOKENS).ServingTokens
-        if not hasattr(server.serve_tokens, "__wrapped__"):
-            server.serve_tokens = _marking_rendered(server.serve_tokens)
+    except ModuleNotFoundError as missing:  # without packages of the server no tokens are served
+        if str(missing.name).partition(".")[0] == "vllm":
+            raise
+        return
+    if not hasattr(server.serve_tokens, "__wrapped__"):
+        server.serve_tokens = _marking_rendered(server.serve_tokens)
 
 
 def _marking(make: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]:

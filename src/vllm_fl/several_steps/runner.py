@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from fl_dispatch.devices import detect_device
+from fl_dispatch.logger_manager import get_logger
 
 from ..attention.metadata import AttentionFLMetadataBuilder
 from ..compat import arrivals
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+logger = get_logger(__name__)
 
 AHEAD = 3
 """Steps that may wait on the device when an arriving request ends the others. They run before its prompt is read, and
@@ -56,7 +59,7 @@ class StepsRunner(GPUModelRunner):
         if not placeholders:
             return scheduler_output
         scheduled = scheduler_output.num_scheduled_tokens
-        if type(self.model_state) is DefaultModelState:
+        if self._is_plain:
             self.fl_steps += min(len(placeholders.get(name, ())) for name in scheduled)
         counts = {name: count - len(placeholders.get(name, ())) for name, count in scheduled.items()}
         return replace(
@@ -65,6 +68,14 @@ class StepsRunner(GPUModelRunner):
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_spec_decode_tokens={},
         )
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether nothing of the model's own happens between steps; otherwise a warning says so once."""
+        if (kind := type(self.model_state)) is DefaultModelState:
+            return True
+        logger.warning("a scheduling makes one step, because the model has a state of its own (%s)", kind.__name__)
+        return False
 
     # -- the first step is vLLM's -------------------------------------------------------------------------------------
 

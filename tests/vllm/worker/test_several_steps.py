@@ -246,8 +246,9 @@ def test_a_model_class_with_a_state_of_its_own_makes_the_first_step_alone(state:
     given.num_scheduled_tokens = {"a": MOST}
     given.scheduled_spec_decode_tokens = {"a": [-1] * (MOST - 1)}
     known = object.__new__(DefaultModelState)
-    runner: Any = SimpleNamespace(model_state=known if state == "DefaultModelState" else object())
-    taken = StepsRunner.fl_take(runner, given)
+    runner: Any = object.__new__(StepsRunner)
+    runner.model_state = known if state == "DefaultModelState" else object()
+    taken = runner.fl_take(given)
     assert (taken.num_scheduled_tokens, taken.scheduled_spec_decode_tokens) == ({"a": 1}, {})
     assert runner.fl_steps == steps
 
