@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-MANY_SCORES = 128
+MANY_LOGPROBS = 128
 """Log-probabilities of a token from which the steps of one scheduling would need too much memory for them."""
 
 
@@ -86,11 +86,11 @@ class AsyncStepsScheduler(StepsScheduler, AsyncScheduler):
 def _is_single(request: Request) -> bool:
     """Whether a request keeps single steps.
 
-    The host must see each token for grammars, stop strings, tools and prompts in chunks. Scores of the whole vocabulary
-    (-1) or of much of it would take the memory of several steps.
+    The host must see each token for grammars, stop strings, tools and prompts in chunks. Log-probabilities of the whole
+    vocabulary (-1) or of much of it would take the memory of several steps.
     """
     sampling = request.sampling_params
     if request.use_structured_output or request.resumable or sampling is None:
         return True
-    scores = sampling.num_logprobs or 0
-    return bool(sampling.stop) or arrivals.streams_tools(sampling) or not 0 <= scores < MANY_SCORES
+    logprobs = sampling.num_logprobs or 0
+    return bool(sampling.stop) or arrivals.streams_tools(sampling) or not 0 <= logprobs < MANY_LOGPROBS

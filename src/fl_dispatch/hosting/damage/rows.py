@@ -71,7 +71,7 @@ class Slot:
 
     def found(self) -> bool:
         """Whether a row is marked, once the device has finished the steps."""
-        return 1 in self._words.tobytes()  # a tenth of the time of NumPy's any
+        return bool(self._words.any())
 
 
 class HostMarks:

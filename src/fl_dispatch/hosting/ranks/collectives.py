@@ -143,20 +143,17 @@ class Communicator:
             tensor: the same shape on every rank.
             output: overwritten with the result and returned, may be ``tensor``; ``None`` for a new tensor.
         """
-        part = tensor.contiguous()
-        if output is not None and output.is_contiguous():
-            result = output
-        else:
-            result = torch.empty_like(part) if part is tensor else part
+        part, result = tensor.contiguous(), _result(output, tensor, tuple(tensor.shape))
+        whole = result if result.is_contiguous() else torch.empty_like(part)
         if self.sums is not None and self.sums.takes(part):
             self.calls["all_reduce in one kernel"] += 1
-            self.sums.add(part, result)
+            self.sums.add(part, whole)
         else:
             self.calls["all_reduce"] += 1
-            if result is not part:
-                result.copy_(part)
-            self.collectives.all_reduce(result)
-        return result if output is None or output is result else output.copy_(result)
+            if whole is not part:
+                whole.copy_(part)
+            self.collectives.all_reduce(whole)
+        return result if whole is result else result.copy_(whole)
 
     def reduce_scatter(
         self, tensor: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, output: Tensor | None = None
