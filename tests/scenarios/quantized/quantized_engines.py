@@ -66,7 +66,6 @@ def comparisons(
     answered: Callable[[Run], tuple[Sequence[Sequence[int]], Tensor]],
     model: Path = small_model.CHECKPOINT,
     unit: float = UNIT,
-    absorbed: bool = False,
 ) -> Callable[[Run], Comparison]:
     """Return a function that compares a run with the dequantized network of its checkpoint.
 
@@ -74,9 +73,8 @@ def comparisons(
         answered: returns a run's texts and scores.
         model: the checkpoint before quantization.
         unit: the rounding unit of sums on the device.
-        absorbed: whether latent attention is absorbed for prompts too.
     """
-    return cache(lambda run: Comparison.of(*answered(run), run.made, run.ranks, model, unit, absorbed))
+    return cache(lambda run: Comparison.of(*answered(run), run.made, run.ranks, model, unit))
 
 
 class Rules:
@@ -108,6 +106,8 @@ class QuantizedEngines(Rules, Scenario):
     """Further arguments of every engine."""
     ABSORBED: ClassVar[bool] = False
     """Whether the host's latent attention is absorbed for prompts too."""
+    UNIT: ClassVar[float] = UNIT
+    """The rounding unit of sums on the device."""
     PLACE: ClassVar[Mapping[str, Any]] = {"plugins": ["wrong_plugin"], "deny": "wrong"}
     """Further arguments of ``Host.serve``."""
 
@@ -168,8 +168,8 @@ class QuantizedEngines(Rules, Scenario):
     @pytest.fixture(scope="class")
     def compared(self, served: Callable[[Run], Served], models: Callable[[Run], Path]) -> Callable[[Run], Comparison]:
         def of(run: Run) -> Comparison:
-            answered = comparisons(lambda one: served(one).answers[0].scored(), models(run), absorbed=self.ABSORBED)
-            return answered(run)
+            answered = served(run).answers[0].scored()
+            return Comparison.of(*answered, run.made, run.ranks, models(run), self.UNIT, self.ABSORBED)
 
         return cache(of)
 
