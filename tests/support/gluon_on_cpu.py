@@ -116,19 +116,28 @@ class Descriptor:
 
 
 class Shared:
-    """A buffer in shared memory."""
+    """A buffer in shared memory.
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory, self.dtype = memory, memory.dtype
+    Args:
+        memory: the buffer's numbers.
+        late: takes a store that products see only behind a fence; without it a store is seen at once.
+    """
+
+    def __init__(self, memory: Tensor, late: Callable[[Callable[[], object]], None] | None = None) -> None:
+        self.memory, self.dtype, self.late = memory, memory.dtype, late
 
     def index(self, index: Any) -> Shared:
-        return Shared(self.memory[int(index)])
+        return Shared(self.memory[int(index)], self.late)
 
     def slice(self, start: int, length: int) -> Shared:
         return Shared(self.memory[start : start + length])
 
     def store(self, value: Tensor) -> None:
-        self.memory.copy_(value)
+        if self.late:
+            empty(self.memory)
+            self.late(lambda: self.memory.copy_(value))
+        else:
+            self.memory.copy_(value)
 
     def load(self, layout: object) -> Tensor:
         return self.memory.clone()
@@ -318,7 +327,12 @@ class Machine:
         if dtype is torch.int64:
             return Barriers([Barrier(self.changed) for _ in range(shape[0])])
         memory = torch.full(shape, 1 << 30, dtype=dtype if not dtype.is_floating_point else torch.int32)
-        return Shared(memory if memory.dtype is dtype else empty(memory.to(dtype)))
+        if memory.dtype is dtype:
+            return Shared(memory)
+        return Shared(empty(memory.to(dtype)), None if dtype is torch.float32 else self._store_late)
+
+    def _store_late(self, store: Callable[[], object]) -> None:
+        self.local.arrived.append(store)
 
     def _specialize(self, parts: list[Any], warps: list[int], registers: list[int]) -> None:
         errors: list[BaseException] = []

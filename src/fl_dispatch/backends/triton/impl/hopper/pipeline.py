@@ -76,6 +76,11 @@ class Ring:
         mbarrier.wait(self.full.index(self.offset + i % self.stages), (i // self.stages) & 1)
 
     @gluon.jit
+    def wait_stage(self, stage, phase):
+        """Consumer of a stage with a separate producer: as :meth:`wait`; ``phase`` begins with 0 and alternates."""
+        mbarrier.wait(self.full.index(stage), phase)
+
+    @gluon.jit
     def wait_if_any(self, i, left):
         """Consumer: wait until tile ``i`` is published, if ``left``, the number of tiles still to come, is not 0."""
         barrier = self.full.index(self.offset + i % self.stages)

@@ -1,14 +1,19 @@
-"""The consumer warps, which multiply: each consumer computes all scores of 64 rows and sums half of the values."""
+"""The consumer warps, which multiply: each consumer weighs every other tile, and sums half of the values of all."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..aggregates import aggregate
 from ..pipeline import Tile
 from ..products import ROWS, mma_layout, scale_rows, start_scores
 from ..rows import store_layout, store_rows
-from ..softmax import LOG2E, NOTHING, Mask, inverse, pack, softmax, unpack
+from ..softmax import LOG2E, NOTHING, Mask, inverse, softmax
 from .work import HALF, KEYS, find_work
 
 
@@ -30,30 +35,26 @@ class Partial:
 
 @aggregate
 class Sums:
-    """State that a consumer carries from tile to tile.
+    """State that a consumer carries from pair to pair of tiles.
 
-    ``p`` holds the packed weights of the last tile; their product with its values is added to ``acc`` after
-    ``alpha`` scales ``acc``.
+    ``m_i`` covers all tiles, as in the other consumer; ``l_i`` only the tiles that this consumer weighs.
     """
 
     acc: gl.tensor
     m_i: gl.tensor
     l_i: gl.tensor
-    p: gl.tensor
-    alpha: gl.tensor
 
 
 @gluon.jit
-def _scores(pipeline, i):
-    """Scores of the program's tile ``i``, once its two pieces are there."""
+def _scores(pipeline, stage, pair):
+    """Scores of the tile in a stage, once its two pieces are there."""
     left = pipeline.left
     right = pipeline.right
-    stage = i % left.stages
-    zero = i // (1 << 30)  # unknown to the compiler, which else keeps all addresses in registers, and spills
-    left.wait(i)
+    zero = pair // (1 << 30)  # unknown to the compiler, which else keeps all addresses in registers, and spills
+    left.wait_stage(stage, pair & 1)
     q_left = Tile(pipeline.q_left.index(zero), pipeline.q_left.index(zero))
     qk = start_scores(q_left, left.tile(stage), KEYS, False)
-    right.wait(i)
+    right.wait_stage(stage, pair & 1)
     tile = right.tile(stage)
     qk = warpgroup_mma(pipeline.q_right.index(zero), tile.main.permute((1, 0)), qk, is_async=True)
     qk = warpgroup_mma(pipeline.q_rotary.index(zero), tile.rest.permute((1, 0)), qk, is_async=True)
@@ -61,45 +62,114 @@ def _scores(pipeline, i):
 
 
 @gluon.jit
-def _add_values(values, sums, stage):
-    """The sums with the values of the tile in a stage; ``sums`` has the weights of that tile."""
-    p = unpack(sums.p, sums.acc, values.main.dtype)
-    acc = scale_rows(sums.acc, sums.alpha)
-    adding = warpgroup_mma(p, values.tile(stage).main, acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=[adding, p])
-    return acc
+def _hand_over(pipeline, stage, p, m_i):
+    """Pass the weights of a tile and the new maxima to the other consumer.
+
+    The weights replace the rotary part of the tile's keys, because its scores are there.
+    """
+    pipeline.right.rest.index(stage).store(p)
+    pipeline.rows.index(stage).store(m_i)
+    fence_async_shared()
+    mbarrier.arrive(pipeline.weighed.index(stage))
 
 
 @gluon.jit
-def _key_loop(pipeline, own, other, sums, i, n, stop, work, mask, qk_scale, MASKED: gl.constexpr):
-    """Key tiles ``n``, ``n - 1`` … ``stop``, the first of which is the program's tile ``i``.
+def _take_over(pipeline, stage, phase, L: gl.constexpr):
+    """Wait for the other consumer's weights, and return the rows' numbers that came with them."""
+    mbarrier.wait(pipeline.weighed.index(stage), phase)
+    return pipeline.rows.index(stage).load(L)
 
-    The stage of the tile before is released before this tile is waited for, so that its copies have the most time.
+
+@gluon.jit
+def _start_own(acc, p, values):
+    """Start to add the values that this consumer has weighed."""
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(p, values, acc, is_async=True), p
+
+
+@gluon.jit
+def _first_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED: gl.constexpr):
+    """Weigh the first tile of a pair, and add the left values of both."""
+    left = pipeline.left
+    right = pipeline.right
+    zero = pair // (1 << 30)
+    L: gl.constexpr = sums.m_i.type.layout
+    qk = _scores(pipeline, zero, pair)
+    p, m_first, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, start, mask, qk_scale, MASKED)
+    p = p.to(left.main.dtype)
+    _hand_over(pipeline, zero, p, m_first)
+    adding, p = _start_own(scale_rows(sums.acc, alpha), p, left.main.index(zero))
+    acc, p = warpgroup_mma_wait(0, deps=[adding, p])
+    left.release(zero)
+    m_i = _take_over(pipeline, zero + 1, pair & 1, L)
+    alpha = gl.exp2(m_first - m_i)
+    acc = scale_rows(acc, alpha)
+    adding = warpgroup_mma(right.rest.index(zero + 1), left.main.index(zero + 1), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[adding])
+    left.release(zero + 1)
+    right.release(zero + 1)
+    return Sums(acc, m_i, l_i * alpha)
+
+
+@gluon.jit
+def _second_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED: gl.constexpr):
+    """Weigh the second tile of a pair, and add the right values of both.
+
+    The softmax runs beside the product of the first tile's values.
     """
+    right = pipeline.right
+    zero = pair // (1 << 30)
+    L: gl.constexpr = sums.m_i.type.layout
+    qk = _scores(pipeline, zero + 1, pair)
+    m_first = _take_over(pipeline, zero, pair & 1, L)
+    alpha = gl.exp2(sums.m_i - m_first)
+    acc = scale_rows(sums.acc, alpha)
+    adding = warpgroup_mma(right.rest.index(zero), right.main.index(zero), acc, is_async=True)
+    p, m_i, l_i, alpha = softmax(qk, m_first, sums.l_i * alpha, start - KEYS, mask, qk_scale, MASKED)
+    p = p.to(right.main.dtype)
+    _hand_over(pipeline, zero + 1, p, m_i)
+    acc, p, alpha = warpgroup_mma_wait(0, deps=[adding, p, alpha])
+    right.release(zero)
+    adding, p = _start_own(scale_rows(acc, alpha), p, right.main.index(zero + 1))
+    acc, p = warpgroup_mma_wait(0, deps=[adding, p])
+    right.release(zero + 1)
+    return Sums(acc, m_i, l_i)
+
+
+@gluon.jit
+def _pairs(pipeline, sums, pair, n, stop, work, mask, qk_scale, WHICH: gl.constexpr, MASKED: gl.constexpr):
+    """Pairs of key tiles ``n`` and ``n - 1``, ``n - 2`` and ``n - 3`` … as long as the first is at least ``stop``."""
     while n >= stop:
-        last = (i - 1) % own.stages
-        acc = _add_values(own, sums, last)
-        own.release(last)
-        qk = _scores(pipeline, i)
-        other.release(i % other.stages)
-        p, m_i, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, work.start + n * KEYS, mask, qk_scale, MASKED)
-        sums = Sums(acc, m_i, l_i, pack(p, own.main.dtype), alpha)
-        n -= 1
-        i += 1
-    return sums, i, n
+        start = work.start + n * KEYS
+        if WHICH == 0:
+            sums = _first_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED)
+        else:
+            sums = _second_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED)
+        n -= 2
+        pair += 1
+    return sums, pair, n
+
+
+@gluon.jit
+def _all_weights(pipeline, l_i, pair, WHICH: gl.constexpr):
+    """Sum of the rows' weights in both consumers, after the last pair."""
+    L: gl.constexpr = l_i.type.layout
+    if WHICH == 0:
+        pipeline.rows.index(0).store(l_i)
+        mbarrier.arrive(pipeline.weighed.index(0))
+        other = _take_over(pipeline, 1, pair & 1, L)
+    else:
+        other = _take_over(pipeline, 0, pair & 1, L)
+        pipeline.rows.index(1).store(l_i)
+        mbarrier.arrive(pipeline.weighed.index(1))
+    return l_i + other
 
 
 @gluon.jit
 def consume(config, pipeline, query_starts, lengths, out, partial, SCALE, WHICH: gl.constexpr):
-    """Half ``WHICH`` of the results of a program's rows.
-
-    A stage's half of values is released when they are added up, the other half when the scores are there. The second
-    consumer begins when the first has its first scores, so that their softmaxes do not fall together.
-    """
+    """Half ``WHICH`` of the results of a program's rows."""
     S: gl.constexpr = mma_layout(KEYS)
     A: gl.constexpr = mma_layout(HALF)
-    own = pipeline.left if WHICH == 0 else pipeline.right
-    other = pipeline.right if WHICH == 0 else pipeline.left
     work = find_work(config, query_starts, lengths, partial.splits)
     token, _head, _valid = work.rows(gl.SliceLayout(1, S))
     mask = Mask(work.length - work.new + token, work.stop, config.causal)
@@ -109,20 +179,15 @@ def consume(config, pipeline, query_starts, lengths, out, partial, SCALE, WHICH:
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
     if work.tiles > 0:
         if WHICH == 1:
-            mbarrier.wait(pipeline.scored.index(0), 0)
-        qk = _scores(pipeline, 0)
-        if WHICH == 0:
-            mbarrier.arrive(pipeline.scored.index(0))
-        other.release(0)
+            pipeline.right.wait_stage(0, 0)  # the queries came before it; its stage is filled again after this consumer
+        sums = Sums(acc, m_i, l_i)
+        pair = gl.to_tensor(0)
         n = work.tiles - 1
-        p, m_i, l_i, alpha = softmax(qk, m_i, l_i, work.start + n * KEYS, mask, qk_scale, True)
-        sums = Sums(acc, m_i, l_i, pack(p, own.main.dtype), alpha)
-        i = gl.to_tensor(1)
-        sums, i, n = _key_loop(pipeline, own, other, sums, i, n - 1, work.whole, work, mask, qk_scale, True)
-        sums, i, n = _key_loop(pipeline, own, other, sums, i, n, 0, work, mask, qk_scale, False)
-        acc = _add_values(own, sums, (i - 1) % own.stages)
+        sums, pair, n = _pairs(pipeline, sums, pair, n, work.whole, work, mask, qk_scale, WHICH, True)
+        sums, pair, n = _pairs(pipeline, sums, pair, n, 0, work, mask, qk_scale, WHICH, False)
+        acc = sums.acc
         m_i = sums.m_i
-        l_i = sums.l_i
+        l_i = _all_weights(pipeline, sums.l_i, pair, WHICH)
     if not config.divided:
         W: gl.constexpr = store_layout(ROWS, HALF)
         acc = scale_rows(acc, inverse(m_i, l_i))

@@ -24,8 +24,9 @@ class Pipeline:
     q_right: gl.shared_memory_descriptor
     q_rotary: gl.shared_memory_descriptor
     left: Ring  # first halves of latent rows
-    right: Ring  # second halves, and the rotary parts
-    scored: gl.shared_memory_descriptor  # arrives once, when the first consumer has its first scores
+    right: Ring  # second halves, and the rotary parts, which a tile's weights replace
+    rows: gl.shared_memory_descriptor  # a number for each row, from each consumer: its maximum, at the end its sum
+    weighed: gl.shared_memory_descriptor  # barriers: a tile's weights and the numbers of rows are there
 
 
 @gluon.jit
@@ -39,14 +40,15 @@ def alloc(dtype: gl.constexpr):
     rotary = buffers(dtype, STAGES, KEYS, ROTARY)
     left_ring = Ring(left, left, barriers(STAGES), barriers(STAGES), 0, STAGES)
     right_ring = Ring(right, rotary, barriers(STAGES), barriers(STAGES), 0, STAGES)
-    scored = barriers(1)
-    mbarrier.init(scored.index(0), count=1)
+    rows = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weighed = barriers(STAGES)
     for index in gl.static_range(STAGES):
         mbarrier.init(left_ring.full.index(index), count=1)
         mbarrier.init(right_ring.full.index(index), count=1)
-        mbarrier.init(left_ring.free.index(index), count=CONSUMERS)
-        mbarrier.init(right_ring.free.index(index), count=CONSUMERS)
-    return Pipeline(q_left, q_right, q_rotary, left_ring, right_ring, scored)
+        mbarrier.init(left_ring.free.index(index), count=1)
+        mbarrier.init(right_ring.free.index(index), count=1 + index)
+        mbarrier.init(weighed.index(index), count=1)
+    return Pipeline(q_left, q_right, q_rotary, left_ring, right_ring, rows, weighed)
 
 
 # Triton's launcher takes only numbers and tensors, so the aggregates are made here.

@@ -14,7 +14,7 @@ HALF = gl.constexpr(256)
 ROTARY = gl.constexpr(64)
 """Elements after the rank."""
 STAGES = gl.constexpr(2)
-"""Tiles in shared memory, each filled by a separate producer."""
+"""Tiles in shared memory, each filled by a separate producer and weighed by a separate consumer."""
 PRODUCER_WARPS = gl.constexpr(2)
 
 
@@ -79,6 +79,6 @@ def find_work(config, query_starts, lengths, splits):
         before = length - new + 1
         stop = gl.minimum(stop, before + gl.minimum((first + (ROWS - 1)) // config.heads, new - 1))
         whole = gl.minimum(stop, before + first // config.heads)
-    tiles = gl.cdiv(gl.maximum(stop - start, 0), KEYS)
+    tiles = gl.cdiv(gl.maximum(stop - start, 0), 2 * KEYS) * 2
     tiles = gl.where(first < new * config.heads, tiles, 0)
     return Work(request.begin, new, length, start, stop, tiles, gl.maximum(whole - start, 0) // KEYS, config.heads)
