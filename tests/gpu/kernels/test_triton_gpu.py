@@ -39,9 +39,10 @@ def test_a_kernel_is_right(name: str, dtype: torch.dtype) -> None:
     assert not found.declined
 
 
-def test_a_list_is_right_whose_scores_several_programs_share(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [8, 11])
+def test_a_list_is_right_whose_scores_several_programs_share(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     for constant in ("SELECTING", "SELECTING_DECODE"):
-        monkeypatch.setattr(index_topk, constant, (64, 32, 4))
+        monkeypatch.setattr(index_topk, constant, (64, 32, bits, 4))
     manager = get_default_manager()
     (impl,) = implementations(manager, ["index_topk"], ["default.triton"])
     assert verify(manager, impl, torch.bfloat16, CUDA).problems == []

@@ -483,15 +483,16 @@ def test_a_kernel_is_right_in_the_interpreter(interpreted: list[Any], name: str,
 
 SHARES = """
 from fl_dispatch.backends.triton.impl.attention import index_topk
-index_topk.SELECTING = index_topk.SELECTING_DECODE = (64, 32, 4)
+index_topk.SELECTING = index_topk.SELECTING_DECODE = (64, 32, {bits}, 4)
 """
 
 
 @needs_triton
-def test_a_list_is_right_whose_scores_several_programs_share() -> None:
+@pytest.mark.parametrize("bits", [8, 11])
+def test_a_list_is_right_whose_scores_several_programs_share(bits: int) -> None:
     """Of 300 tokens three programs take up to 128 each, and list 64; one takes what they list."""
     labels = ["mixed batch, top 64", "mixed batch, top 64, fp8", "requests without new tokens"]
-    for *_, all_ran, problems in json.loads(run(SHARES + VERIFY, json.dumps({"index_topk": labels}))):
+    for *_, all_ran, problems in json.loads(run(SHARES.format(bits=bits) + VERIFY, json.dumps({"index_topk": labels}))):
         assert problems == []
         assert all_ran
 

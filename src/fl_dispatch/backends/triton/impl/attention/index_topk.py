@@ -2,7 +2,7 @@
 
 One kernel writes the scores of some queries, ``[queries, tokens]``, with a program for each tile of tokens and a few
 queries. A second kernel selects: a program finds the ``topk``-th largest score in its share of a query's scores by
-their bits, eight at a time. If a query has several shares, a last program selects from their best scores. Positions
+their bits, a digit at a time. If a query has several shares, a last program selects from their best scores. Positions
 come out in order, so of equal scores the lower position always comes first.
 """
 
@@ -28,11 +28,10 @@ SCORING_DECODE = (256, 1, 4, 1)
 """``SCORING`` for requests of one query."""
 SCORING_WIDE = (32, 32, 4, 2)
 """``SCORING`` for float32."""
-SELECTING = (32768, 2048, 8)
-"""Scores that a program selects from, scores that it reads at a time, warps."""
-SELECTING_DECODE = (16384, 2048, 16)
+SELECTING = (32768, 2048, 8, 8)
+"""Scores that a program selects from, scores that it reads at a time, bits of a digit, warps."""
+SELECTING_DECODE = (16384, 2048, 8, 16)
 """``SELECTING`` for requests of one query."""
-BINS = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["first_row", "rows", "width", "TABLE_ROW"])
@@ -139,6 +138,7 @@ def _select(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """Grid: queries from ``first_row`` on, shares of their scores.
 
@@ -172,22 +172,24 @@ def _select(
                 score = tl.load(source + start + column, mask=exists, other=float("-inf"))
                 tl.store(target_best + column, score, mask=column < TOPK)
         else:
+            BINS: tl.constexpr = 1 << BITS
             prefix = tl.zeros([1], dtype=tl.uint32)
             need = tl.full([1], TOPK, dtype=tl.int32)
             digits = tl.arange(0, 2 * BINS)
-            for shift in tl.static_range(24, -1, -8):
+            for left in tl.static_range(32, 0, -BITS):  # bits that are not known yet
+                shift = left - BITS if left > BITS else 0
                 counts = tl.zeros([2 * BINS], dtype=tl.int32)
                 for tile in tl.range(start, stop, BLOCK):
                     rank, inside, _ = _tile(source, tile, stop, BLOCK)
-                    if shift < 24:
-                        inside = inside & ((rank >> (shift + 8)) == prefix)
-                    digit = ((rank >> shift) & (BINS - 1)).to(tl.int32)
+                    if left < 32:
+                        inside = inside & ((rank >> left) == prefix)
+                    digit = ((rank >> shift) & ((1 << (left - shift)) - 1)).to(tl.int32)
                     counts += tl.histogram(tl.where(inside, digit, BINS), 2 * BINS)
                 counts = tl.where(digits < BINS, counts, 0)
                 above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
                 chosen = tl.sum(((above >= need) & (digits < BINS)).to(tl.int32), axis=0)
                 need -= tl.sum(tl.where(digits == chosen, above, 0), axis=0)
-                prefix = (prefix << 8) | chosen.to(tl.uint32)
+                prefix = (prefix << (left - shift)) | chosen.to(tl.uint32)
             taken = 0
             equal = 0
             for tile in tl.range(start, stop, BLOCK):
@@ -281,12 +283,12 @@ def _best(
     out: Tensor,
     first: int,
     topk: int,
-    selecting: tuple[int, int, int],
+    selecting: tuple[int, int, int, int],
 ) -> None:
     """Write the positions of the best scores into rows of ``out``, for queries from ``first`` on."""
     rows, width = scores.shape
     requests = seq_lens.shape[0]
-    share, tile, warps = selecting
+    share, tile, bits, warps = selecting
     share = max(share, power_of_two(2 * topk))
     splits = -(-width // share)
     constants = (topk, steps(requests))
@@ -294,7 +296,7 @@ def _best(
     if splits == 1:
         _launch_select(
             (rows, 1, 1), (scores, out, query_start_loc, seq_lens, out, scores),
-            (out.stride(0), *constants, False, False, tile, block_k),
+            (out.stride(0), *constants, False, False, tile, block_k, bits),
             sizes=(first, requests, width, width, 1), warps=warps,
         )  # fmt: skip
         return
@@ -302,11 +304,11 @@ def _best(
     best = scores.new_empty((rows, splits * topk))
     _launch_select(
         (rows, splits, 1), (scores, out, query_start_loc, seq_lens, parts, best),
-        (0, *constants, False, True, tile, block_k),
+        (0, *constants, False, True, tile, block_k, bits),
         sizes=(first, requests, width, share, splits), warps=warps,
     )  # fmt: skip
     _launch_select(
         (rows, 1, 1), (best, parts, query_start_loc, seq_lens, out, best),
-        (out.stride(0), *constants, True, False, tile, block_k),
+        (out.stride(0), *constants, True, False, tile, block_k, bits),
         sizes=(first, requests, splits * topk, splits * topk, 1), warps=warps,
     )  # fmt: skip
