@@ -3,8 +3,7 @@
 ``runtime.c`` is the runtime, ``aten.py`` runs PyTorch's operators, ``kernels`` those of ``torch_npu``, from its
 documentation, and ``collectives.py`` is the stand-in for HCCL; ``launches.py`` and ``graphs.py`` count waits and record
 graphs. ``install.py`` puts it into an environment, where
-``import torch`` calls ``startup.activate`` in every process. docs/evidence/ascend.md says what it can show and what it
-cannot.
+``import torch`` calls ``startup.activate`` in every process. docs/evidence/emulated_npu.md says what it can show.
 
 Environment variables, read in each process:
 

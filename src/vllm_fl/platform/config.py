@@ -123,7 +123,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         reason = "it is a CUDA kernel"
         if HOST.name in device.native_platforms and parallel.tensor_parallel_size > 1:
             reason += (
-                "; VLLM_FL_NATIVE_PLATFORM=1 keeps it, which decodes faster with several GPUs (docs/measured/gpu.md)"
+                "; VLLM_FL_NATIVE_PLATFORM=1 keeps it, which may decode faster with several GPUs (docs/measured/gpu.md)"
             )
         _set(parallel, "disable_custom_all_reduce", True, reason)
     if models.has_indexer(vllm_config.model_config):
