@@ -71,6 +71,7 @@ def why_single(vllm_config: VllmConfig) -> str:
     parser = vllm_config.structured_outputs_config.reasoning_parser
     reasons = {
         "VLLM_FL_STEPS is 1": get_settings().steps == 1,
+        "VLLM_FL_PREFER_ENABLED is false": not get_settings().policy.enabled,
         "vLLM 0.32 is older than 0.33": versions.host_version() == "0.32",
         f"the V1 model runner is taken ({runner.why})": runner.runner == "V1",
         "a draft already makes several tokens": vllm_config.speculative_config is not None,

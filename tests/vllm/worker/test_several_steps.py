@@ -13,6 +13,7 @@ from several import ASKED, MOST, NEW, VARIABLES, Compared, alike, engines, whole
 
 import variants
 from fl_dispatch.hosting.pace import Pace
+from fl_dispatch.settings import Settings
 from sampling import drawn
 from vllm_fl.compat import arrivals, versions
 from vllm_fl.several_steps import choice
@@ -168,7 +169,7 @@ def _config(**given: Any) -> SimpleNamespace:
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "host_version", lambda: "0.33")
-    monkeypatch.setattr(choice, "get_settings", lambda: SimpleNamespace(steps=MOST))
+    monkeypatch.setattr(choice, "get_settings", lambda: Settings(steps=MOST))
     monkeypatch.setattr(choice.model_runner, "choice", lambda config: SimpleNamespace(runner="V2", why=""))
 
 
@@ -206,6 +207,11 @@ def test_a_package_with_processors_of_logits_makes_single_steps(newest: None, mo
     monkeypatch.setattr(choice, "entry_points", lambda group: [group])
     why = choice.why_single(_config())  # type: ignore[arg-type]
     assert why == "processors of logits may need the host for each token"
+
+
+def test_a_plugin_that_is_switched_off_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "get_settings", lambda: Settings.of(steps=MOST, enabled=False))
+    assert choice.why_single(_config()) == "VLLM_FL_PREFER_ENABLED is false"  # type: ignore[arg-type]
 
 
 def test_an_older_host_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
