@@ -73,6 +73,7 @@ def why_single(vllm_config: VllmConfig) -> str:
         "VLLM_FL_STEPS is 1": get_settings().steps == 1,
         "VLLM_FL_PREFER_ENABLED is false": not get_settings().policy.enabled,
         "vLLM 0.32 is older than 0.33": versions.host_version() == "0.32",
+        f"vLLM {versions.host_version()} is not a tested version": not versions.is_tested(),
         f"the V1 model runner is taken ({runner.why})": runner.runner == "V1",
         "a draft already makes several tokens": vllm_config.speculative_config is not None,
         "scheduler_cls names another scheduler": vllm_config.scheduler_config.scheduler_cls is not None,

@@ -214,9 +214,13 @@ def test_a_plugin_that_is_switched_off_makes_single_steps(newest: None, monkeypa
     assert choice.why_single(_config()) == "VLLM_FL_PREFER_ENABLED is false"  # type: ignore[arg-type]
 
 
-def test_an_older_host_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "host_version", lambda: "0.32")
-    assert choice.why_single(_config()) == "vLLM 0.32 is older than 0.33"  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [("0.32", "vLLM 0.32 is older than 0.33"), ("0.99", "vLLM 0.99 is not a tested version")],
+)
+def test_another_host_makes_single_steps(version: str, why: str, newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "host_version", lambda: version)
+    assert choice.why_single(_config()) == why  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
