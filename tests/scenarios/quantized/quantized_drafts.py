@@ -32,10 +32,6 @@ class Run(NamedTuple):
     sparse: bool = False
     ranks: int = 1
 
-    def written(self, scheme: str) -> Scheme:
-        """Return a scheme as checkpoints have it."""
-        return WithIndexer(**vars(SCHEMES[scheme])) if self.sparse else SCHEMES[scheme]
-
     def __str__(self) -> str:
         how = (", sparse" if self.sparse else "") + (f", {self.ranks} ranks" if self.ranks > 1 else "")
         return f"{self.method}, {self.drafter or 'plain'} for {self.target or 'plain'}{how}"
@@ -78,9 +74,9 @@ class QuantizedDrafts(Drafting):
         """Return the host's settings for a run's drafts."""
         raise NotImplementedError
 
-    def computed(self, run: Run) -> Scheme:
-        """Return the scheme that the host computes for a target."""
-        return run.written(run.target)
+    def written(self, run: Run, scheme: str) -> Scheme:
+        """Return a scheme as a run's checkpoints have it."""
+        return WithIndexer(**vars(SCHEMES[scheme])) if run.sparse else SCHEMES[scheme]
 
     def used(self, report: Mapping[str, Any], scheme: str) -> int:
         """Return the number of an engine's layers with a scheme's kernel."""
@@ -91,10 +87,25 @@ class QuantizedDrafts(Drafting):
         return {**self.ENGINE, **listing, self.RANKS: run.ranks, **(self.drafting(run, made) if drafts else {})}
 
     def network(self, run: Run, made: Models) -> Any:
-        return network(run.written(run.target) if run.target else None, model=made.plain)
+        return network(self.written(run, run.target) if run.target else None, model=made.plain)
 
     def models(self, run: Run, folder: Path) -> Models:
-        return models(run, folder)
+        folder.mkdir()
+
+        def quantized(scheme: str, model: Path, target: Path) -> Path:
+            return checkpoints.write_checkpoint(target, self.written(run, scheme), model=model) if scheme else model
+
+        if run.sparse:
+            make = drafters.repeating if run.method == NGRAM else drafters.with_reader
+            plain = make(sparse(folder / "sure"), folder / "plain")
+            target = quantized(run.target, plain, folder / "target")
+            return Models(plain, target, None if run.method == NGRAM else target)
+        family = drafters.TARGETS[run.method]
+        sizes = LATENT if family == "deepseek_v3" else {}
+        plain = unsure(build_checkpoint(family, folder / "sure", **sizes), folder / "plain")
+        drafter = quantized(run.drafter, MAKERS[run.method](plain, folder / "plain drafter"), folder / "drafter")
+        target = drafter if run.method == "mtp" else quantized(run.target, plain, folder / "target")
+        return Models(plain, target, drafter)
 
     def test_both_models_run_our_products(self, run: Run, served: Callable[[Any], tuple[Served, Served]]) -> None:
         drafted, plain = (engine.reports[0] for engine in served(run))
@@ -118,25 +129,6 @@ class QuantizedDrafts(Drafting):
         for engine in engines:
             for asked, answer in zip(passes, engine.answers, strict=False):
                 right = {"model": made[judged].plain, "absorbed": self.ABSORBED, "new": asked.max_tokens}
-                compared = Comparison.of(*answer.scored(), self.computed(judged), judged.ranks, **right)
+                compared = Comparison.of(*answer.scored(), self.written(judged, judged.target), judged.ranks, **right)
                 assert compared.agrees
                 assert compared.right.decides(asked.prompts, asked.max_tokens)
-
-
-def models(run: Run, folder: Path) -> Models:
-    """Write a run's checkpoints into a new folder."""
-    folder.mkdir()
-
-    def quantized(scheme: str, model: Path, target: Path) -> Path:
-        return checkpoints.write_checkpoint(target, run.written(scheme), model=model) if scheme else model
-
-    if run.sparse:
-        make = drafters.repeating if run.method == NGRAM else drafters.with_reader
-        plain = make(sparse(folder / "sure"), folder / "plain")
-        target = quantized(run.target, plain, folder / "target")
-        return Models(plain, target, None if run.method == NGRAM else target)
-    family = drafters.TARGETS[run.method]
-    sizes = LATENT if family == "deepseek_v3" else {}
-    plain = unsure(build_checkpoint(family, folder / "sure", **sizes), folder / "plain")
-    drafter = quantized(run.drafter, MAKERS[run.method](plain, folder / "plain drafter"), folder / "drafter")
-    return Models(plain, drafter if run.method == "mtp" else quantized(run.target, plain, folder / "target"), drafter)

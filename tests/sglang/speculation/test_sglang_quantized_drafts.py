@@ -24,9 +24,11 @@ RUNS = (
     Run("eagle3", "fp8", ""),
 )
 BLOCKS = "fp8, blocks of 128"
+OTHERS = ("awq", "compressed-tensors W4A16", "compressed-tensors W8A8 int8", "compressed-tensors W8A8 fp8")
 LISTING = (
     Run("mtp", BLOCKS, BLOCKS, 2, sparse=True),
-    Run(NGRAM, BLOCKS, "", sparse=True),
+    Run("mtp", "awq", "awq", 2, sparse=True),
+    *(Run(NGRAM, scheme, "", sparse=True) for scheme in (BLOCKS, *OTHERS)),
 )
 DRAWN = drawn(RUNS, 1, "quantized, who drafts under SGLang")
 LISTED = drawn(LISTING, 1, "quantized and sparse, who drafts under SGLang")
@@ -65,9 +67,9 @@ class TestDrafts(QuantizedDrafts):
             **({} if run.drafter or not run.target else {"speculative_draft_model_quantization": "unquant"}),
         }
 
-    def computed(self, run: Run) -> Scheme:
-        """Return the scheme itself: SGLang quantizes the inputs of an indexer's keys like the others."""
-        return SCHEMES[run.target]
+    def written(self, run: Run, scheme: str) -> Scheme:
+        """Return the scheme itself, because SGLang serves an indexer's keys quantized like the others."""
+        return SCHEMES[scheme]
 
     def used(self, report: Mapping[str, Any], scheme: str) -> int:
         calls = (count for name, count in report["counts"].items() if name.split()[0] == SCHEMES[scheme].operators[-1])
