@@ -40,6 +40,7 @@ def _engine(name: str, own: Mapping[str, str], options: dict[str, Any], threads:
     variables = {
         **{key: value for key, value in own.items() if key != PYTHON},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_FL_STEPS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_FL_LOG_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

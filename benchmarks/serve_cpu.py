@@ -327,6 +327,7 @@ def main() -> None:
         return
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["VLLM_FL_STEPS"] = "1"
     import torch
 
     from fl_dispatch.cli.checkpoints import build_checkpoint

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import kernel_trace
 from serve_quantized import FORMATS
-from serve_vllm import VANILLA, Cell, Workload, compare, measure, table
+from serve_vllm import SINGLE, VANILLA, Cell, Workload, compare, measure, table
 from shapes import QWEN3_EAGLE3, SHAPES
 
 SHAPE = "qwen3-8b"
@@ -48,7 +48,7 @@ def cells_of(drafter: Path, accepted: float, drafted: int) -> dict[str, Cell]:
     return {
         f"{VANILLA}_drafts": Cell({"VLLM_PLUGINS": ""}, drafting, CHANGE),
         DRAFTS: Cell({}, drafting, CHANGE),
-        PLAIN: Cell({}, counted, CHANGE),
+        PLAIN: Cell(SINGLE, counted, CHANGE),
     }
 
 

@@ -37,7 +37,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_vllm import NAMED, STEPS, VANILLA, WORKLOADS, Cell, compare, measure, table
+from serve_vllm import NAMED, SINGLE, STEPS, VANILLA, WORKLOADS, Cell, compare, measure, table
 from shapes import SHAPES, Shape
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/scenarios/quantized"))
@@ -85,6 +85,7 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
         "deep_gemm": Cell({"VLLM_FL_CONFIG": str(CONFIGS / "fp8-blocks-deep-gemm.yaml")}, change=change),
         "vllm_sizes": Cell({}, {"compilation_config": {"max_cudagraph_capture_size": 512}}, change),
         "one_stream": Cell({"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}, change=change),
+        "single": Cell(SINGLE, change=change),
         "steps": Cell(STEPS, change=change),
         "bf16": Cell({}, {"model": str(unquantized)}),
         "bf16_unfused": Cell(UNFUSED, {"model": str(unquantized)}),

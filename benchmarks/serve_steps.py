@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--largest-graph", type=int, metavar="TOKENS", help="vLLM's sizes of graphs, up to this one")
     parser.add_argument("--host", type=Path, metavar="FILE", help="the functions that take the host's time")
     given = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_FL_STEPS": "1"}
     if given.vanilla:
         os.environ["VLLM_PLUGINS"] = ""
     shape = SHAPES[given.shape]

@@ -107,8 +107,8 @@ FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
 
 ROTATIONS = {"VLLM_FL_FUSE_ROPE_KVCACHE": "1"}
 """Fuse the rotations and the write of keys and values into one operator in compiled graphs."""
-STEPS = {"VLLM_FL_STEPS": "8"}
-"""Make up to eight steps for one scheduling."""
+SINGLE, STEPS = {"VLLM_FL_STEPS": "1"}, {"VLLM_FL_STEPS": "8"}
+"""Make one step for each scheduling, and up to eight."""
 
 
 def cells_of(shape: Shape) -> dict[str, Cell]:
@@ -137,6 +137,7 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
         "plugin_rotations": Cell(ROTATIONS),
+        "plugin_single": Cell(SINGLE),
         "plugin_steps": Cell(STEPS),
         "plugin_shadow": Cell({"VLLM_FL_SHADOW_SHARE": "0.01"}),
         "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),

@@ -65,7 +65,7 @@ def main() -> None:
     plugin = {"VLLM_PLUGINS": "fl", "VLLM_USE_V2_MODEL_RUNNER": "1", **host}
     cells = {
         "vanilla": (options.vanilla, {"VLLM_PLUGINS": ""}),
-        "plugin": (sys.executable, plugin),
+        "plugin": (sys.executable, {**plugin, "VLLM_FL_STEPS": "1"}),
         "plugin_steps": (sys.executable, {**plugin, "VLLM_FL_STEPS": str(options.steps)}),
     }
     fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(options.threads)}

@@ -53,7 +53,7 @@ class Settings:
     seal_tactics: bool = True
     mxfp4_as_fp8: bool = False
     page_out: FilePath | None = None
-    steps: int = 1
+    steps: int | None = None
     steps_ms: float = 30.0
     unused_tensors: Names = frozenset()
     log_level: str = DEFAULT_LEVEL

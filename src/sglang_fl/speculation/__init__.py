@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fl_dispatch.settings import get_settings
-
 from .. import quantization
 from ..version import TESTED_HOSTS, host_version
 from . import several_steps
@@ -47,7 +45,7 @@ def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[
         kernels: whether SGLang has its own kernels for the device.
     """
     algorithm = named(args)
-    if algorithm is None or (algorithm == several_steps.NAME and get_settings().steps > 1):
+    if algorithm is None or (algorithm == several_steps.NAME and several_steps.largest() > 1):
         return []
     what = f"speculative decoding with '{algorithm}'"
     if not serves(algorithm):

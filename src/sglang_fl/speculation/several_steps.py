@@ -33,7 +33,7 @@ def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str
         change: sets a field for a reason, which it logs.
     """
     asked = get_settings().steps
-    if asked == 1:
+    if asked in (None, 1):
         return
     if why := why_single(args):
         logger.warning("VLLM_FL_STEPS=%d: each scheduling makes one step, because %s", asked, why)
@@ -50,8 +50,8 @@ def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str
 
 
 def largest() -> int:
-    """Return the setting, at most :data:`LARGEST`."""
-    return min(get_settings().steps, LARGEST)
+    """Return the setting, at most :data:`LARGEST`; one if it is unset."""
+    return min(get_settings().steps or 1, LARGEST)
 
 
 def is_named(args: ServerArgs) -> bool:

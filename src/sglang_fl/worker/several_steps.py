@@ -20,7 +20,7 @@ from torch import Tensor
 from fl_dispatch.hosting.pace import Pace
 from fl_dispatch.settings import get_settings
 
-from ..speculation.several_steps import MOST, NAME
+from ..speculation.several_steps import MOST, NAME, largest
 from . import damage
 
 if TYPE_CHECKING:
@@ -159,5 +159,5 @@ def _join_log_probabilities(outputs: list[LogitsProcessorOutput]) -> None:
 
 def register() -> None:
     """Add the algorithm to SGLang's registry if several steps are asked for."""
-    if get_settings().steps > 1 and get_spec(NAME) is None:
+    if largest() > 1 and get_spec(NAME) is None:
         SpeculativeAlgorithm.register(NAME, spec_class=StepsAlgorithm)(lambda server_args: StepsWorker)

@@ -25,17 +25,23 @@ READ_SINGLY = ("ernie45", "granite", "hunyuan_a13b")
 
 
 def adapt(vllm_config: VllmConfig) -> None:
-    """Make vLLM use our scheduler if several steps are requested and possible; otherwise log why not."""
+    """Make vLLM use our scheduler if several steps are possible; otherwise log why not if they were asked for."""
     asked, scheduling = get_settings().steps, vllm_config.scheduler_config
     if asked == 1 or makes_several_steps(vllm_config) or vllm_config.model_config is None:
         return
     if why_single(vllm_config):
-        logger.warning("VLLM_FL_STEPS=%d: %s", asked, describe(vllm_config))
+        if asked:
+            logger.warning("VLLM_FL_STEPS=%d: %s", asked, describe(vllm_config))
         return
     scheduling.scheduler_cls = SCHEDULERS[bool(scheduling.async_scheduling)]
     take_schedulers()
     arrivals.mark_tools()
     logger.info("%s while all requests decode (VLLM_FL_STEPS)", describe(vllm_config))
+
+
+def most_steps() -> int:
+    """Return the largest number of steps of one scheduling: ``VLLM_FL_STEPS``, or eight if it is unset."""
+    return get_settings().steps or 8
 
 
 def take_schedulers() -> None:
@@ -58,7 +64,7 @@ def take_schedulers() -> None:
 def describe(vllm_config: VllmConfig) -> str:
     """Return how many steps a scheduling of the engine makes, and why not more than one."""
     if makes_several_steps(vllm_config):
-        return f"a scheduling makes up to {get_settings().steps} steps"
+        return f"a scheduling makes up to {most_steps()} steps"
     return f"a scheduling makes one step, because {why_single(vllm_config)}"
 
 

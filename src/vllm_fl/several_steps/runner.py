@@ -71,10 +71,10 @@ class StepsRunner(GPUModelRunner):
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether nothing of the model's own happens between steps; otherwise a warning says so once."""
+        """Whether nothing of the model's own happens between steps; otherwise the log says so once."""
         if (kind := type(self.model_state)) is DefaultModelState:
             return True
-        logger.warning("a scheduling makes one step, because the model has a state of its own (%s)", kind.__name__)
+        logger.info("a scheduling makes one step, because the model has a state of its own (%s)", kind.__name__)
         return False
 
     # -- the first step is vLLM's -------------------------------------------------------------------------------------

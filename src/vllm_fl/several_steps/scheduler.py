@@ -16,6 +16,7 @@ from fl_dispatch.settings import get_settings
 from vllm import envs
 
 from ..compat import arrivals
+from .choice import most_steps
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,10 +32,9 @@ class StepsScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        settings = get_settings()
-        self.fl_most_steps = settings.steps
+        self.fl_most_steps = most_steps()
         in_time = envs.VLLM_ENABLE_V1_MULTIPROCESSING  # without it, vLLM's scheduling does not depend on time
-        self.fl_pace = Pace(settings.steps_ms / 1e3 if in_time else None)
+        self.fl_pace = Pace(get_settings().steps_ms / 1e3 if in_time else None)
         arrivals.listen()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

@@ -335,7 +335,7 @@ def test_shadow_refuses(variable: str, text: str, problem: str) -> None:
 
 
 def test_steps() -> None:
-    assert (load().steps, load().steps_ms) == (1, 30.0)
+    assert (load().steps, load().steps_ms) == (None, 30.0)
     found = load(VLLM_FL_STEPS="8", VLLM_FL_STEPS_MS="12.5")
     assert (found.steps, found.steps_ms) == (8, 12.5)
     refused("environment variable VLLM_FL_STEPS: '2.5' is no whole number", VLLM_FL_STEPS="2.5")

@@ -169,7 +169,7 @@ def _config(**given: Any) -> SimpleNamespace:
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "host_version", lambda: "0.33")
-    monkeypatch.setattr(choice, "get_settings", lambda: Settings(steps=MOST))
+    monkeypatch.setattr(choice, "get_settings", Settings)
     monkeypatch.setattr(choice.model_runner, "choice", lambda config: SimpleNamespace(runner="V2", why=""))
 
 
@@ -210,7 +210,7 @@ def test_a_package_with_processors_of_logits_makes_single_steps(newest: None, mo
 
 
 def test_a_plugin_that_is_switched_off_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "get_settings", lambda: Settings.of(steps=MOST, enabled=False))
+    monkeypatch.setattr(choice, "get_settings", lambda: Settings.of(enabled=False))
     assert choice.why_single(_config()) == "VLLM_FL_PREFER_ENABLED is false"  # type: ignore[arg-type]
 
 
@@ -221,6 +221,35 @@ def test_a_plugin_that_is_switched_off_makes_single_steps(newest: None, monkeypa
 def test_another_host_makes_single_steps(version: str, why: str, newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "host_version", lambda: version)
     assert choice.why_single(_config()) == why  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "schedulings", "said"),
+    [
+        (None, {}, "up to 8 steps", "INFO"),
+        (4, {}, "up to 4 steps", "INFO"),
+        (1, {}, "one step", ""),
+        (None, {"data_parallel_size": 2}, "one step", ""),
+        (4, {"data_parallel_size": 2}, "one step", "WARNING"),
+    ],
+)
+def test_an_engine_makes_eight_steps_unless_its_user_says_otherwise_and_a_number_in_vain_is_a_warning(
+    steps: int | None,
+    given: dict[str, Any],
+    schedulings: str,
+    said: str,
+    newest: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(choice, "get_settings", lambda: Settings(steps=steps))
+    monkeypatch.setattr(choice, "take_schedulers", lambda: None)
+    monkeypatch.setattr(choice.arrivals, "mark_tools", lambda: None)
+    config: Any = _config(**given)
+    with caplog.at_level("INFO"):
+        choice.adapt(config)
+    assert schedulings in choice.describe(config)
+    assert [record.levelname for record in caplog.records] == [said] * bool(said)
 
 
 @pytest.mark.parametrize(
