@@ -22,13 +22,13 @@ from .requests import request_of, steps
 
 MOST_SCORES = 1 << 26
 """Most scores in memory at a time: 256 MiB."""
-SCORING = (128, 128, 4, 3)
+SCORING = (128, 64, 4, 4)
 """Tokens of a tile of scores, queries that share a tile so that its keys are loaded once, warps, stages."""
 SCORING_DECODE = (256, 1, 4, 1)
 """``SCORING`` for requests of one query."""
 SCORING_WIDE = (32, 32, 4, 2)
 """``SCORING`` for float32."""
-SELECTING = (32768, 2048, 8, 8)
+SELECTING = (32768, 2048, 11, 8)
 """Scores that a program selects from, scores that it reads at a time, bits of a digit, warps."""
 SELECTING_DECODE = (16384, 2048, 8, 16)
 """``SELECTING`` for requests of one query."""
