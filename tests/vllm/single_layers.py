@@ -29,7 +29,7 @@ from quantized_served import JOINED, LAYERS, SIZE
 from single_quantized import COUNT, MIXTURE
 from vllm_fl import quantization
 from vllm_fl.attention import mla_weight
-from vllm_fl.quantization.configs import CONFIGS
+from vllm_fl.quantization import SERVED, configs
 from vllm_fl.quantization.expert_method import QuantizedMethod
 
 METHODS = {
@@ -60,7 +60,7 @@ def made(said: Mapping[str, Any]) -> Any:
     if said["quant_method"] == "modelopt":
         method = {"MXFP8": "modelopt_mxfp8"}.get(said["quant_algo"], "modelopt")
         method = "modelopt_fp4" if "FP4" in said["quant_algo"] else method
-    found: Any = CONFIGS[method].from_config(dict(said))
+    found: Any = getattr(configs, SERVED[method].config).from_config(dict(said))
     found.packed_modules_mapping = JOINED
     return found
 

@@ -301,7 +301,7 @@ def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple
 
     if model.quantization is None or not current_platform.is_out_of_tree():  # vLLM's own platform has its own kernels
         return []
-    name = quantization.SERVED[model.quantization]
+    name = quantization.SERVED[model.quantization].name
     return [
         (model.use_mla and HOST.name not in device.quantized_latent, f"latent attention quantized by '{name}'"),
         (model.is_moe and device.accelerator and _experts_wait(), f"experts quantized by '{name}'"),

@@ -10,25 +10,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from fl_dispatch.devices import detect_device, device_specs
 from fl_dispatch.hosting.quantized import remedies
 
-SERVED: Mapping[str, str] = MappingProxyType(
+
+class Method(NamedTuple):
+    """A served method.
+
+    Args:
+        name: its name in checkpoints.
+        config: the class in :mod:`.configs` that reads their configuration.
+    """
+
+    name: str
+    config: str
+
+
+SERVED: Mapping[str, Method] = MappingProxyType(
     {
-        "auto_awq": "awq",
-        "auto_gptq": "gptq",
-        "compressed-tensors": "compressed-tensors",
-        "fp8": "fp8",
-        "gpt_oss_mxfp4": "mxfp4",
-        "inc": "auto-round",
-        "modelopt": "modelopt",
-        "modelopt_fp4": "modelopt",
-        "modelopt_mxfp8": "modelopt",
-        "quark": "quark",
+        "auto_awq": Method("awq", "AWQConfigFL"),
+        "auto_gptq": Method("gptq", "GPTQConfigFL"),
+        "compressed-tensors": Method("compressed-tensors", "CompressedTensorsConfigFL"),
+        "fp8": Method("fp8", "Fp8ConfigFL"),
+        "gpt_oss_mxfp4": Method("mxfp4", "Mxfp4ConfigFL"),
+        "inc": Method("auto-round", "AutoRoundConfigFL"),
+        "modelopt": Method("modelopt", "ModelOptFp8ConfigFL"),
+        "modelopt_fp4": Method("modelopt", "ModelOptNvfp4ConfigFL"),
+        "modelopt_mxfp8": Method("modelopt", "ModelOptMxfp8ConfigFL"),
+        "quark": Method("quark", "QuarkConfigFL"),
     }
 )
-"""vLLM's names of the served methods → their names in checkpoints."""
+"""The served methods by vLLM's names."""
 
 
 def refused(what: str, remedy: str = "") -> ValueError:
@@ -39,10 +53,13 @@ def refused(what: str, remedy: str = "") -> ValueError:
 @cache
 def register() -> None:
     """Register kernels and configurations with vLLM. Idempotent."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
     from . import configs, kernels
 
     kernels.register()
-    configs.register()
+    for name, method in SERVED.items():
+        register_quantization_config(name)(getattr(configs, method.config))
 
 
 def verify(method: str) -> None:
@@ -54,15 +71,15 @@ def verify(method: str) -> None:
     from ..compat.versions import TESTED_HOSTS, host_version, is_tested
     from ..host import HOST
 
-    device, name = detect_device(), SERVED.get(method, method)
+    known = dict.fromkeys(served.name for served in SERVED.values())
+    device, name = detect_device(), SERVED[method].name if method in SERVED else method
     if method == "mxfp4":
         raise refused("quantization 'mxfp4' of another model than gpt-oss", remedies.of_method(method))
-    if method not in SERVED and method in SERVED.values():
+    if method not in SERVED and method in known:
         raise ValueError(f"vllm_fl serves '{name}' only where the checkpoint's config.json has a quantization_config")
     if method not in SERVED:
-        known = ", ".join(dict.fromkeys(SERVED.values()))
         raise ValueError(
-            f"vllm_fl does not support quantization '{name}' yet (only {known}); {remedies.of_method(name)}"
+            f"vllm_fl does not support quantization '{name}' yet (only {', '.join(known)}); {remedies.of_method(name)}"
         )
     if HOST.name not in device.quantized:
         where = ", ".join(sorted(spec.name for spec in device_specs() if HOST.name in spec.quantized))

@@ -22,9 +22,7 @@ from vllm.model_executor.layers.quantization import (
     inc,
     modelopt,
     mxfp4,
-    register_quantization_config,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.compressed_tensors import schemes as vllms
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear import get_linear_transform_schemes
@@ -354,23 +352,3 @@ def _skipped(config: Any, prefix: str, names: list[str], match_mode: Any) -> boo
     """Whether a checkpoint's configuration leaves a layer unquantized."""
     mapping = config.packed_modules_mapping
     return bool(is_layer_skipped(prefix, names, mapping, match_mode=match_mode))
-
-
-CONFIGS: dict[str, type[QuantizationConfig]] = {
-    "auto_awq": AWQConfigFL,
-    "auto_gptq": GPTQConfigFL,
-    "compressed-tensors": CompressedTensorsConfigFL,
-    "fp8": Fp8ConfigFL,
-    "gpt_oss_mxfp4": Mxfp4ConfigFL,
-    "inc": AutoRoundConfigFL,
-    "modelopt": ModelOptFp8ConfigFL,
-    "modelopt_fp4": ModelOptNvfp4ConfigFL,
-    "modelopt_mxfp8": ModelOptMxfp8ConfigFL,
-    "quark": QuarkConfigFL,
-}
-
-
-def register() -> None:
-    """Register the configurations with vLLM under its names."""
-    for name, config in CONFIGS.items():
-        register_quantization_config(name)(config)
