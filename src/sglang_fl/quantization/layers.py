@@ -35,7 +35,7 @@ Loader = Callable[..., None]
 
 
 class Layer(layers.QuantizedLayer):
-    """The part that all kinds share; ``scheme``: the layer's scheme."""
+    """The part that all kinds share."""
 
     requires_weight_loader_v2 = True
     fl_given = False
@@ -44,9 +44,6 @@ class Layer(layers.QuantizedLayer):
     """Whether other ranks have other columns."""
     fl_joins = True
     """Whether SGLang's DeepSeek loader joins two layers of this kind by concatenating their checkpoint tensors."""
-
-    def __init__(self, scheme: Scheme) -> None:
-        super().__init__()
 
     def create_weights(
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
@@ -70,7 +67,7 @@ class _EightBits(Layer):
     stored: torch.dtype
 
     def __init__(self, scheme: Scheme) -> None:
-        super().__init__(scheme)
+        super().__init__()
         self._per, self.fl_given = scheme.weights.per, scheme.given
         self.fl_joins = self._per != TENSOR and not self.fl_given
 
@@ -157,7 +154,7 @@ class _Packed(Layer, layers.PackedLayer):
     """Weights in words."""
 
     def __init__(self, scheme: Scheme) -> None:
-        super().__init__(scheme)
+        super().__init__()
         weights = scheme.weights
         self.fl_bits, self.fl_zero_points, self._group = weights.bits, not weights.symmetric, weights.group
         self.fl_rounding = scheme.rounding
@@ -242,10 +239,6 @@ class AwqLayer(_Packed):
 class _Grouped(Layer, layers.GroupedLayer):
     """Weights with scales of groups in their stored form."""
 
-    def __init__(self, scheme: Scheme) -> None:
-        super().__init__(scheme)
-        self.fl_read(scheme)
-
     def create_weights(  # type: ignore[override]
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
     ) -> None:
@@ -268,7 +261,7 @@ class Float4Layer(_Grouped, layers.Float4Layer):  # type: ignore[misc]  # SGLang
         self.fl_given, self.fl_joins = self.fl_rounding == layers.NVFP4, not self.fl_factors
 
 
-KINDS: Mapping[Kind, type[Layer]] = MappingProxyType(
+KINDS: Mapping[Kind, Callable[[Scheme], Layer]] = MappingProxyType(
     {
         Kind.INT8: Int8Layer,
         Kind.FP8: Fp8Layer,

@@ -142,25 +142,16 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
         return Scheme(ASKED, weights, rows, schemes.PACKED_FORM)
 
 
-class Int4Layer(VllmKernel, layers.Int4Layer):
-    """4-bit integers; vLLM would treat them as weights for unquantized inputs."""
-
-
-class Mxfp8Layer(VllmKernel, layers.Mxfp8Layer):
-    """Weights of MXFP8, for which vLLM chooses only NVIDIA's kernels, as for e2m1."""
-
-
-class Float4Layer(VllmKernel, layers.Float4Layer):
-    """Weights of e2m1, see :class:`Mxfp8Layer`."""
-
-
-GROUPED: Mapping[Kind, type[Int4Layer | Mxfp8Layer | Float4Layer]] = {
-    Kind.INT4: Int4Layer,
-    Kind.MXFP4: Float4Layer,
-    Kind.NVFP4: Float4Layer,
-    Kind.MXFP8: Mxfp8Layer,
+GROUPED: Mapping[Kind, type[layers.GroupedLayer]] = {
+    Kind.INT4: layers.Int4Layer,
+    Kind.MXFP4: layers.Float4Layer,
+    Kind.NVFP4: layers.Float4Layer,
+    Kind.MXFP8: layers.Mxfp8Layer,
 }
-"""Kinds of layers for which vLLM does not request a kernel → the class that makes their parameters."""
+"""Kinds of layers for which vLLM requests no registered kernel → the class that makes their parameters.
+
+vLLM chooses only NVIDIA's kernels for the floats, and would treat the integers as weights for unquantized inputs.
+"""
 
 
 def register() -> None:

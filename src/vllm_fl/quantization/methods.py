@@ -79,7 +79,6 @@ class GroupedMethodFL(LinearMethodBase):
         self.kernel = GROUPED[kind](scheme)
         if lacking := self.kernel.fl_lacking():
             raise refused(f"the weights of {prefix} ({lacking})")
-        self.kernel.fl_read(scheme)
         self.apply_weights = self.apply  # the attribute name that a scheme has
 
     def create_weights(

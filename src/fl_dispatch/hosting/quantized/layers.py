@@ -251,18 +251,14 @@ class PackedLayer(QuantizedLayer):
 
 
 class GroupedLayer(QuantizedLayer):
-    """Weights with a scale for each group of a row, for unquantized rows or rows rounded as by quantization.
-
-    ``fl_read`` is called first, then ``create_weights``.
-    """
+    """Weights with a scale for each group of a row, for unquantized rows or rows rounded as by quantization."""
 
     fl_operator = "weight_only_linear"
     fl_weights = ("weight", "weight_scale")
     fl_dtype: torch.dtype
-    fl_group: int
 
-    def fl_read(self, scheme: Scheme) -> None:
-        """Prepare for a scheme."""
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
         self.fl_group, self.fl_rounding = scheme.weights.group, scheme.rounding
 
     def create_weights(
@@ -333,11 +329,9 @@ class Float4Layer(GroupedLayer):
 
     fl_factors: tuple[str, ...] = ()
     """The parameters with the scales of the whole weight, and of its rows."""
-    fl_divides: bool
-    """Whether those scales divide."""
 
-    def fl_read(self, scheme: Scheme) -> None:
-        super().fl_read(scheme)
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
         names = FLOAT4_NAMES[scheme.method]
         self.fl_weights, self.fl_divides = (names.weight, "weight_scale"), names.divides
         if scheme.weights.per == TENSOR_GROUP:
