@@ -30,6 +30,7 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.quantized import auto_round, layer_parts, quark, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.configurations import check
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
+from fl_dispatch.hosting.quantized.layers import DTYPES
 from fl_dispatch.hosting.quantized.schemes import EXPRESSION, LEFT, Scheme
 from fl_dispatch.hosting.start.first_choices import without_graphs
 
@@ -38,7 +39,6 @@ from .cache import CacheScales
 from .expert_method import QuantizedExpertsMethod
 from .layers import QuantizedMethod
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 """The products of an expert, as checkpoints name them."""
 
@@ -51,7 +51,7 @@ class Served:
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return DTYPES
+        return list(DTYPES)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -174,31 +174,27 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         """
         parts = layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
         owner = type(layer).__name__.lower()
-        classes = (self._read(target) for target in self._targets() if target.lower() in owner)
-        return layer_parts.agreed(self._named, prefix, parts, next(classes, LEFT), str, refused)
-
-    def _targets(self) -> list[str]:
-        """Return the targets in the library's order."""
-        return sorted(self.target_scheme_map, key=lambda target: (target.startswith(EXPRESSION), target))
+        targets = schemes.in_order(self.target_scheme_map)
+        classes = (self._read(target) for target in targets if target.lower() in owner)
+        return layer_parts.agreed(self._named, prefix, parts, next(classes, LEFT), refused)
 
     def _named(self, name: str) -> Scheme | str | None:
         """Return a layer's scheme by its name, or ``None`` if no target names it."""
         if any(_matches(name, target) for target in self.ignore):
             return LEFT
-        return next((self._read(target) for target in self._targets() if _matches(name, target)), None)
+        targets = schemes.in_order(self.target_scheme_map)
+        return next((self._read(target) for target in targets if _matches(name, target)), None)
 
     def _read(self, target: str) -> Scheme | str:
         found: Mapping[str, Any] = self.target_scheme_map[target]
-        weights, form = found.get("weights"), found.get("format") or self.quant_format
-        return LEFT if weights is None else schemes.compressed(weights, found["input_activations"], form)
+        form = found.get("format") or self.quant_format
+        return schemes.compressed(found.get("weights"), found.get("input_activations"), form)
 
     def _products(self, layer: Any, prefix: str) -> Scheme | str:
         """Return the scheme of the products of a layer's experts, which must be equal."""
         self._add_fused_moe_to_target_scheme_map()
-        found, *others = (self._scheme(layer, f"{prefix}.0.{product}") for product in PRODUCTS)
-        if any(other != found for other in others):
-            raise refused(f"experts with products that differ in their scheme ({prefix})")
-        return found
+        products = [self._scheme(layer, f"{prefix}.0.{product}") for product in PRODUCTS]
+        return schemes.of_experts(products, prefix, refused)
 
     def fl_quantizes_head(self, prefix: str) -> bool:
         return isinstance(self._named(prefix), Scheme)
@@ -230,7 +226,7 @@ class GPTQConfigFL(Served, GPTQConfig):
         usual = {"bits": self.weight_bits, "group_size": self.group_size, "desc_act": self.desc_act}
         usual["sym"] = self.is_symmetric
         scheme: Scheme | str = schemes.gptq(usual)
-        return layer_parts.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, str, refused)
+        return layer_parts.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, refused)
 
     def fl_quantizes_head(self, prefix: str) -> bool:
         return bool(self.lm_head_quantized)
@@ -248,9 +244,8 @@ class AWQConfigFL(Served, AWQConfig):
     def fl_scheme(self, layer: Any, prefix: str) -> Scheme | str:
         parts = [] if isinstance(layer, FusedMoE) else layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
         rule = schemes.awq_rule(self.modules_to_not_convert or ())
-        if layer_parts.agreed(rule, prefix, parts, usual=False, said=layer_parts.left, refused=refused):
-            return LEFT
-        return schemes.awq(self.weight_bits, self.group_size, self.zero_point)
+        scheme: Scheme | str = schemes.awq(self.weight_bits, self.group_size, self.zero_point)
+        return layer_parts.agreed(rule, prefix, parts, scheme, refused)
 
 
 class AutoRoundConfigFL(AutoRoundConfig):

@@ -35,14 +35,13 @@ from vllm.scalar_type import scalar_types
 
 from fl_dispatch.hosting.quantized import auto_round, layer_parts, orders, quark, remedies, schemes, stored_experts
 from fl_dispatch.hosting.quantized.configurations import check
+from fl_dispatch.hosting.quantized.layers import DTYPES
 from fl_dispatch.hosting.quantized.schemes import LEFT, Kind, Scheme
 
 from . import methods, refused
 from .blocks import create_in_blocks
 from .expert_method import QuantizedMethod
 from .kernels import GROUPED
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 class Served:
@@ -60,7 +59,7 @@ class Served:
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return DTYPES
+        return list(DTYPES)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """Return the method of a layer; ``None`` for vLLM's own.
@@ -157,7 +156,7 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
     def _scheme(self, prefix: str, parts: list[str]) -> Scheme | str:
         usual = {"bits": self.weight_bits, "group_size": self.group_size, "desc_act": self.desc_act, "sym": self.is_sym}
         scheme: Scheme | str = schemes.gptq(usual)
-        return layer_parts.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, str, refused)
+        return layer_parts.agreed(schemes.gptq_rule(usual, self.dynamic), prefix, parts, scheme, refused)
 
     def _of_layer(self, found: Any, prefix: str) -> GPTQConfigFL:
         """Return this configuration with a layer's own bits and groups."""
@@ -175,22 +174,21 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
-            if self._leaves(prefix, layer_parts.names_of_parts(prefix, self.packed_modules_mapping)):
+            found = self._scheme(prefix, layer_parts.names_of_parts(prefix, self.packed_modules_mapping))
+            if isinstance(found, str):
                 return UnquantizedLinearMethod()
-            schemes.served(self._scheme(), prefix, refused)
+            schemes.served(found, prefix, refused)
             return methods.AWQMethodFL(self)
         method = super().fl_method(layer, prefix)
         return methods.AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
 
     def fl_experts(self, layer: Any, prefix: str) -> Scheme | str:
-        return LEFT if self._leaves(prefix, []) else self._scheme()
+        return self._scheme(prefix, [])
 
-    def _scheme(self) -> Scheme:
-        return schemes.awq(self.weight_bits, self.group_size, self.zero_point)
-
-    def _leaves(self, prefix: str, parts: list[str]) -> bool:
+    def _scheme(self, prefix: str, parts: list[str]) -> Scheme | str:
+        scheme: Scheme | str = schemes.awq(self.weight_bits, self.group_size, self.zero_point)
         rule = schemes.awq_rule(self.modules_to_not_convert or ())
-        return layer_parts.agreed(rule, prefix, parts, usual=False, said=layer_parts.left, refused=refused)
+        return layer_parts.agreed(rule, prefix, parts, scheme, refused)
 
 
 class AutoRoundConfigFL(inc.INCConfig):
@@ -285,18 +283,14 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         return super().fl_method(layer, prefix)
 
     def __init__(self, target_scheme_map: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # The library's order (match_targets in utils/match.py): the first target that covers a layer counts. vLLM takes
-        # the order of modules in the file.
-        names = sorted(target_scheme_map, key=lambda target: ("re:" in target, target))
-        super().__init__({name: target_scheme_map[name] for name in names}, *args, **kwargs)
+        in_order = schemes.in_order(target_scheme_map)  # vLLM takes the order of modules in the file
+        super().__init__({name: target_scheme_map[name] for name in in_order}, *args, **kwargs)
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
         prefix = layer_name or ""
         parts = layer_parts.names_of_parts(prefix, self.packed_modules_mapping)
-        layer_parts.check_equal(
-            prefix, parts, [_read(self.get_scheme_dict(layer, part)) for part in parts], str, refused
-        )
-        found = _read(self.get_scheme_dict(layer, layer_name))
+        layer_parts.check_equal(prefix, parts, [self._read(layer, part) for part in parts], refused)
+        found = self._read(layer, layer_name)
         if isinstance(found, str):
             return None
         kind = schemes.served(found, prefix, refused)
@@ -329,17 +323,11 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         transforms = (get_linear_transform_schemes(product, name, self.transform_config, {}) for name in names)
         if any(before or after for before, after in transforms):
             raise refused(f"experts with transformed inputs or outputs ({prefix})")
-        found, *others = (self.get_scheme_dict(layer, name) for name in names)
-        if any(other != found for other in others):
-            raise refused(f"experts with products that differ in their scheme ({prefix})")
-        return _read(found)
+        return schemes.of_experts([self._read(layer, name) for name in names], prefix, refused)
 
-
-def _read(found: Any) -> Scheme | str:
-    """Read vLLM's representation of a scheme."""
-    if not found or found["weights"] is None:
-        return LEFT
-    return schemes.compressed(found["weights"], found["input_activations"], found["format"])
+    def _read(self, layer: Any, name: str | None) -> Scheme | str:
+        found = self.get_scheme_dict(layer, name)
+        return schemes.compressed(found["weights"], found["input_activations"], found["format"]) if found else LEFT
 
 
 def _products(layer: Any, prefix: str) -> list[str]:

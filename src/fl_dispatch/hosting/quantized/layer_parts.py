@@ -41,7 +41,6 @@ def agreed(
     prefix: str,
     parts: Sequence[str],
     usual: T,
-    said: Callable[[T], str],
     refused: Callable[[str], Exception],
 ) -> T:
     """Return the answer of a checkpoint's rules for a layer, joined or not.
@@ -53,14 +52,13 @@ def agreed(
         prefix: the layer's prefix.
         parts: see :func:`names_of_parts`.
         usual: the answer for names without one.
-        said: returns an answer in words, for the error.
         refused: the unsupported feature → the error, raised if the parts differ.
     """
     found = [rule(name) for name in parts]
     if all(answer is None for answer in found):
         return usual if (own := rule(prefix)) is None else own
     answers = [usual if answer is None else answer for answer in found]
-    check_equal(prefix, parts, answers, said, refused)
+    check_equal(prefix, parts, answers, refused)
     return answers[0]
 
 
@@ -68,17 +66,10 @@ def check_equal(
     prefix: str,
     parts: Sequence[str],
     answers: Sequence[T],
-    said: Callable[[T], str],
     refused: Callable[[str], Exception],
 ) -> None:
     """Raise by ``refused`` if the answers for the parts of a layer differ; parameters as in :func:`agreed`."""
     if all(answer == answers[0] for answer in answers):
         return
-    words = zip(parts, map(said, answers), strict=True)
-    named = ", ".join(f"{name.rpartition('.')[2]} {answer}" for name, answer in words)
+    named = ", ".join(f"{name.rpartition('.')[2]} {said}" for name, said in zip(parts, answers, strict=True))
     raise refused(f"one layer with parts that the checkpoint quantizes in different ways ({named}; {prefix})")
-
-
-def left(is_left: bool) -> str:
-    """Return in words whether a checkpoint leaves a layer unquantized."""
-    return "not quantized" if is_left else "quantized"

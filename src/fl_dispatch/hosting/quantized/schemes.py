@@ -8,7 +8,7 @@ it, or for the error that refuses it, and make the parameters. A new scheme is a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -181,11 +181,33 @@ FLOAT4_NAMES: Mapping[str, Float4Names] = MappingProxyType(
 """Method → the names."""
 
 
-def compressed(weights: Any, inputs: Any, form: str) -> Scheme:
-    """Return a scheme of ``compressed-tensors``; ``weights`` and ``inputs`` are the library's ``QuantizationArgs``."""
+def compressed(weights: Any, inputs: Any, form: str) -> Scheme | str:
+    """Return a scheme of ``compressed-tensors``, or :data:`LEFT`.
+
+    Args:
+        weights, inputs: the library's ``QuantizationArgs``; ``None`` if not quantized.
+        form: the storage format.
+    """
+    if weights is None:
+        return LEFT
     reordered = _word(weights.actorder) in orders.REORDERED
     rows = None if inputs is None else _numbers(inputs)
     return Scheme("compressed-tensors", _numbers(weights), rows, form, reordered)
+
+
+def in_order(targets: Iterable[str]) -> list[str]:
+    """Return the targets of ``compressed-tensors`` in the library's order: the first that covers a layer counts.
+
+    The order is that of ``match_targets`` in ``utils/match.py``.
+    """
+    return sorted(targets, key=lambda target: (EXPRESSION in target, target))
+
+
+def of_experts(products: Sequence[Scheme | str], prefix: str, refused: Refused) -> Scheme | str:
+    """Return the scheme of a layer's experts, by those of their products; raise by ``refused`` if these differ."""
+    if any(product != products[0] for product in products):
+        raise refused(f"experts with products that differ in their scheme ({prefix})")
+    return products[0]
 
 
 def _numbers(args: Any) -> Numbers:
@@ -244,8 +266,8 @@ def awq(bits: int, group: int, zero_point: bool) -> Scheme:
     return Scheme("awq", Numbers(bits, "int", GROUP if group > 0 else CHANNEL, group, symmetric=not zero_point))
 
 
-def awq_rule(left: Sequence[str]) -> Callable[[str], bool | None]:
-    """Return the rules of ``awq``: a layer's name → whether it is unquantized, or ``None`` if no rule names it.
+def awq_rule(left: Sequence[str]) -> Callable[[str], Scheme | str | None]:
+    """Return the rules of ``awq``: a layer's name → :data:`LEFT`, or ``None`` if no rule names it.
 
     Args:
         left: ``modules_to_not_convert``: parts of names, or after :data:`EXPRESSION` a pattern from the start.
@@ -253,8 +275,9 @@ def awq_rule(left: Sequence[str]) -> Callable[[str], bool | None]:
     expressions = [re.compile(entry.removeprefix(EXPRESSION)) for entry in left if entry.startswith(EXPRESSION)]
     parts = [entry for entry in left if not entry.startswith(EXPRESSION)]
 
-    def rule(name: str) -> bool | None:
-        return any(part in name for part in parts) or any(one.match(name) for one in expressions) or None
+    def rule(name: str) -> Scheme | str | None:
+        named = any(part in name for part in parts) or any(one.match(name) for one in expressions)
+        return LEFT if named else None
 
     return rule
 
