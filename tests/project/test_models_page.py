@@ -54,7 +54,7 @@ def test_sglangs_tested_architectures_are_those_that_its_tests_serve() -> None:
 
 
 def test_a_model_with_states_that_vllm_serves_is_on_the_page_and_not_refused() -> None:
-    tree = ast.parse((ROOT / "src/vllm_fl/platform/refusals.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "src/vllm_fl/platform/model_refusals.py").read_text(encoding="utf-8"))
     (served,) = (
         ast.literal_eval(node.value)
         for node in tree.body

@@ -13,6 +13,8 @@ UNBALANCED_IN_FLOAT16 = ("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration
 """For float16 vLLM's runner of experts divides the shared experts by the scale of the routed ones, so that sums stay
 small, and a decoder layer must divide the rest as well. DeepSeek's layers do; these do not, so our runner
 multiplies."""
+STATES = "models with layers that keep a state"
+"""The words for such models in errors."""
 
 
 def is_unbalanced(model: ModelConfig) -> bool:

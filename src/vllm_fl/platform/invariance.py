@@ -58,7 +58,7 @@ def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         found += [
             (model.runner_type == "pooling", f"{ASKED} with pooling models"),
             (model.quantization is not None, f"{ASKED} with quantized weights"),
-            (models.has_states(model), f"{ASKED} with models with layers that keep a state"),
+            (models.has_states(model), f"{ASKED} with {models.STATES}"),
             (model.is_multimodal_model, f"{ASKED} with multimodal models"),
             (bool(unshown), f"{ASKED} with {', '.join(unshown)} (it was shown for {', '.join(sorted(SHOWN))})"),
             (bool(gate), f"{ASKED} with a gate of shared experts"),

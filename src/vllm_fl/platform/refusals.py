@@ -1,66 +1,33 @@
-"""The plugin's refusals: one sentence that names the first feature that cannot be served, before a model loads."""
+"""The plugin's refusals: one sentence that names the first feature that cannot be served, before a model loads.
+
+:data:`TOPICS` lists them by what a user asked for; :mod:`.model_refusals` has those that depend on a model's layers.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import DeviceSpec
-from fl_dispatch.devices.triton import why_no_float8, why_unserved
-from fl_dispatch.hosting.quantized import experts as quantized_experts
-from fl_dispatch.hosting.start.first_choices import has_kernel, more_than_references, without_graphs
+from fl_dispatch.devices.triton import why_no_float8
+from fl_dispatch.hosting.start.first_choices import has_kernel
 from fl_dispatch.settings import get_settings
 
-from .. import quantization
 from ..attention import kv_layout
 from ..compat import model_runner, models, versions
+from ..compat.models import STATES
 from ..compilation import compile
 from ..extensions import extensions
-from ..host import HOST
-from ..layers import delta_net, mamba2, short_conv
 from . import config, invariance
+from .model_refusals import model_features, refuse_native_layers, sparse_features, state_features
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
-EXPERT_LAYERS = {
-    "UnquantizedFusedMoEMethod": ("fused_moe",),
-    "MoERunner": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
-}
-"""The layers that every mixture of experts needs, with their operators (see :mod:`vllm_fl.layers.mixture`)."""
-STATE_LAYERS = {
-    "QwenGatedDeltaNetAttention": delta_net.OPERATORS,
-    "MambaMixer": mamba2.OPERATORS,
-    "MambaMixer2": mamba2.OPERATORS,
-    "ShortConv": short_conv.OPERATORS,
-}
-"""Our layers with a state, with their operators."""
-STATE_MODELS = {
-    "Qwen3NextForCausalLM": "QwenGatedDeltaNetAttention",
-    "Qwen3_5ForCausalLM": "QwenGatedDeltaNetAttention",
-    "Qwen3_5MoeForCausalLM": "QwenGatedDeltaNetAttention",
-    "Qwen3_5ForConditionalGeneration": "QwenGatedDeltaNetAttention",
-    "Qwen3_5MoeForConditionalGeneration": "QwenGatedDeltaNetAttention",
-    "MambaForCausalLM": "MambaMixer",
-    "FalconMambaForCausalLM": "MambaMixer",
-    "JambaForCausalLM": "MambaMixer",
-    "Mamba2ForCausalLM": "MambaMixer2",
-    "GraniteMoeHybridForCausalLM": "MambaMixer2",
-    "FalconH1ForCausalLM": "MambaMixer2",
-    "NemotronHForCausalLM": "MambaMixer2",
-    "Zamba2ForCausalLM": "MambaMixer2",
-    "Lfm2ForCausalLM": "ShortConv",
-    "Lfm2MoeForCausalLM": "ShortConv",
-}
-"""Models with our layers for all states: architecture → the class of these layers."""
-SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
-"""Models with our indexer; the last one drafts for either of the others."""
-SPARSE_DRAFTS = ("ngram", "mtp")
-"""Speculation by these models."""
 ADAPTED_EXPERTS = "FusedMoEWithLoRA in lora/layers/fused_moe.py runs vLLM's own kernels of experts alone"
 """vLLM's line."""
-STATES = "models with layers that keep a state"
 ALL2ALL = "allgather_reducescatter"
 """The token exchange between experts that uses only a communicator's own collectives."""
 SPECULATION = ("ngram", *model_runner.DRAFTS)
@@ -75,64 +42,74 @@ BOTH_WAYS = {
 def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Raise ``ValueError`` for the first feature that cannot be served."""
     model = vllm_config.model_config
-    asked = [*_engine_features(vllm_config, device), *([] if model is None else _model_features(model, device))]
-    for present, feature in asked:
-        if present:
-            where = "" if model is None else f" (model {model.model})"
-            raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
+    where = "" if model is None else f" (model {model.model})"
+    for topic in TOPICS:
+        for present, feature in topic(vllm_config, device):
+            if present:
+                raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and "v2" not in device.model_runners:
         raise ValueError(f"vllm_fl runs vLLM's V1 model runner on {device.name}; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
         _check_attention_class(config.attention_backend_path(model.use_mla))
-        _refuse_native_layers(model)
+        refuse_native_layers(model)
     _refuse_layers_switched_off(vllm_config)
     compile.refuse_missing_compiler(vllm_config, device)
 
 
-def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
-    """Return the unserved features of an engine, each with whether it is asked for."""
-    parallel, compiled = vllm_config.parallel_config, compile.is_compiled(vllm_config)
-    lacking = compile.lacked_by_compiled_models(vllm_config) if compiled else []
-    speculation = getattr(vllm_config.speculative_config, "method", None)
+def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of speculative decoding."""
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return []
+    if speculation.method not in model_runner.DRAFTS:
+        return [(speculation.method not in SPECULATION, _speculation(speculation.method))]
+    runner = model_runner.choice(vllm_config)
+    draft = speculation.draft_model_config
     return [
-        (speculation not in (None, *SPECULATION), _speculation(speculation)),
-        *_draft_features(vllm_config, device),
-        *_cache_features(vllm_config, device),
+        (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
+        (device.accelerator and model_runner.has_several_predictors(speculation), "drafts of several predictors"),
+        (models.has_states(draft), "a draft with layers that keep a state"),
         (
-            vllm_config.lora_config is not None and config.has_experts(vllm_config),
-            f"LoRA on mixture-of-experts models ({ADAPTED_EXPERTS})",
+            models.has_indexer(draft) and models.listed(draft) != models.listed(vllm_config.model_config),
+            "a draft that lists another number of tokens than its model",
         ),
-        *_sparse_features(vllm_config, device),
-        *(feature for extension in extensions() for feature in extension.unserved(vllm_config)),
+        *((lacking, f"a draft with {named}") for lacking, named in model_features(draft, device)),
+    ]
+
+
+def _speculation(method: str) -> str:
+    """Return a sentence on unserved speculation, with vLLM's line that asks for more than our attention has."""
+    line = BOTH_WAYS.get(method)
+    only = f"only with {', '.join(SPECULATION)}"
+    return f"speculative decoding with '{method}' ({f'its drafts attend both ways: {line}' if line else only})"
+
+
+def _adapter_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of LoRA."""
+    if vllm_config.lora_config is None:
+        return []
+    model, sleeps = vllm_config.model_config, getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    return [
+        (config.has_experts(vllm_config), f"LoRA on mixture-of-experts models ({ADAPTED_EXPERTS})"),
+        (models.has_states(model), f"LoRA on {STATES}"),
+        (
+            device.accelerator and sleeps and not versions.is_tested(),
+            f"LoRA with sleep mode with vLLM {versions.host_version()}",
+        ),
+    ]
+
+
+def _rank_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of several ranks."""
+    parallel, compiled = vllm_config.parallel_config, compile.is_compiled(vllm_config)
+    return [
         *(_context_features(vllm_config, device) if parallel.decode_context_parallel_size > 1 else ()),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "dual-batch overlap"),
-        *invariance.features(vllm_config),
         (
             parallel.all2all_backend != ALL2ALL and config.has_experts(vllm_config),
             f"the all-to-all backend {parallel.all2all_backend} (only {ALL2ALL})",
         ),
-        (vllm_config.lora_config is not None and models.has_states(vllm_config.model_config), f"LoRA on {STATES}"),
-        (
-            vllm_config.lora_config is not None
-            and device.accelerator
-            and getattr(vllm_config.model_config, "enable_sleep_mode", False)
-            and not versions.is_tested(),
-            f"LoRA with sleep mode with vLLM {versions.host_version()}",
-        ),
-        (
-            device.is_foreign
-            and bool(why_unserved())
-            and models.has_states(vllm_config.model_config)
-            and model_runner.choice(vllm_config).runner == "V1",
-            f"{STATES} by the V1 model runner without Triton",
-        ),
-        *(_drafts_for_states(vllm_config, device) if speculation is not None else ()),
-        (
-            device.graphs and getattr(vllm_config.model_config, "sleep_mode_offload_cudagraph", False),
-            "graphs that leave the device while an engine sleeps (sleep_mode_offload_cudagraph)",
-        ),
-        *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
     ]
 
@@ -150,13 +127,6 @@ def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple
         (vllm_config.speculative_config is not None, f"{divided} with speculative decoding"),
         (vllm_config.kv_transfer_config is not None, f"{divided} with KV transfer"),
     ]
-
-
-def _speculation(method: str | None) -> str:
-    """Return a sentence on unserved speculation, with vLLM's line that asks for more than our attention has."""
-    line = BOTH_WAYS.get(method or "")
-    only = f"only with {', '.join(SPECULATION)}"
-    return f"speculative decoding with '{method}' ({f'its drafts attend both ways: {line}' if line else only})"
 
 
 def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
@@ -181,150 +151,36 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     ]
 
 
-def _sparse_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
-    """Return the unserved features of sparse latent attention."""
-    from vllm.platforms import current_platform
-
-    if not models.has_indexer(vllm_config.model_config):
-        return []
-    attention, sparse = vllm_config.attention_config, "sparse latent attention"
-    speculation = getattr(vllm_config.speculative_config, "method", None)
-    return [
-        (not current_platform.is_out_of_tree(), f"{sparse} on vLLM's own platform (VLLM_FL_NATIVE_PLATFORM)"),
-        (not versions.is_tested(), f"{sparse} with vLLM {versions.host_version()}"),
-        (speculation is not None and device.accelerator, f"speculative decoding by {sparse}"),
-        (speculation not in (None, *SPARSE_DRAFTS), f"speculative decoding with '{speculation}' by {sparse}"),
-        (vllm_config.kv_transfer_config is not None, f"KV transfer with {sparse}"),
-        (attention.hisparse_config is not None, f"{sparse} with a cache on the host (hisparse_config)"),
-        (
-            attention.indexer_kv_dtype not in ("auto", "bf16", "fp8"),
-            f"index keys of type {attention.indexer_kv_dtype}",
-        ),
-    ]
-
-
 def _attends_over_int8(device: DeviceSpec) -> bool:
     """Whether an implementation other than the reference, which waits in each layer, takes the scales."""
     given = kv_layout.QUANTIZED_DTYPES[kv_layout.INT8_DTYPE]
     return not device.accelerator or all(has_kernel(op, given) for op in config.ATTENTION_OPERATORS)
 
 
-def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
-    """Return the unserved features of drafts by a model."""
-    speculation = vllm_config.speculative_config
-    if speculation is None or speculation.method not in model_runner.DRAFTS:
-        return []
-    runner = model_runner.choice(vllm_config)
-    draft = speculation.draft_model_config
+def _graph_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the unserved features of compiled models and graphs."""
     return [
-        (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
-        (device.accelerator and model_runner.has_several_predictors(speculation), "drafts of several predictors"),
-        (models.has_states(draft), "a draft with layers that keep a state"),
         (
-            models.has_indexer(draft) and models.listed(draft) != models.listed(vllm_config.model_config),
-            "a draft that lists another number of tokens than its model",
+            device.graphs and getattr(vllm_config.model_config, "sleep_mode_offload_cudagraph", False),
+            "graphs that leave the device while an engine sleeps (sleep_mode_offload_cudagraph)",
         ),
-        *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
+        *(compile.lacked_by_compiled_models(vllm_config) if compile.is_compiled(vllm_config) else ()),
     ]
 
 
-def _drafts_for_states(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
-    """Return speculation that fails for a model with states, because a state must go back to accepted tokens."""
-    model = vllm_config.model_config
-    if not models.has_states(model):
-        return []
-    runner, layer = model_runner.choice(vllm_config), STATE_MODELS.get(model.architecture)
-    return [
-        (runner.runner == "V1", f"speculative decoding by {STATES} by the V1 model runner ({runner.why})"),
-        (device.accelerator and bool(why_unserved()), f"speculative decoding by {STATES} without Triton"),
-        (
-            layer == "MambaMixer",
-            "speculation by models with Mamba 1 (vLLM keeps no state a draft: mamba1_state_shape in mamba_utils.py)",
-        ),
-    ]
-
-
-def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
-    """Whether the layers with a state are ours, and vLLM's kernels next to them run here or have forms.
-
-    Forms exist in main memory, and on accelerators that vLLM does not know. With Triton each operator of the layers has
-    an implementation besides the reference, which waits for the device in every layer; without Triton the reference may
-    run.
-    """
-    layer = STATE_MODELS.get(model.architecture)
-    if layer is None or not versions.is_tested():
-        return False
-    if not device.accelerator:
-        return True
-    return device.is_foreign if why_unserved() else all(map(_has_more_than_references, STATE_LAYERS[layer]))
-
-
-def _has_more_than_references(op_name: str) -> bool:
-    """Whether an operator has an available implementation besides the reference; ``warm_up`` checks its calls."""
-    manager = get_default_manager()
-    manager.ensure_initialized()
-    if not manager.registry.get_implementations(op_name):
-        return False
-    return more_than_references(manager.explain(op_name))
-
-
-def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
-    """Return the unserved features of a model, or of a draft model."""
-    from vllm.platforms import current_platform
-
-    return [
-        (
-            model.is_encoder_decoder and device.accelerator and (device.is_foreign or "v2" not in device.model_runners),
-            "encoder-decoder models",
-        ),
-        *_quantization_features(model, device),
-        (
-            models.has_states(model) and not _serves_states(model, device),
-            f"the layers with a state of {model.architecture}",
-        ),
-        (models.has_indexer(model) and model.architecture not in SPARSE_MODELS, "this model's sparse attention"),
-        (
-            models.is_unbalanced(model) and not current_platform.is_out_of_tree(),
-            f"{model.architecture} in float16 on vLLM's own platform (its MoERunner scales the shared experts wrongly)",
-        ),
-    ]
-
-
-def _experts_wait() -> bool:
-    """Whether references come first for quantized experts, which wait for an accelerator in each layer."""
-    return bool(without_graphs(quantized_experts.OPERATORS))
-
-
-def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
-    """Return the unserved features of a quantized checkpoint."""
-    from vllm.platforms import current_platform
-
-    if model.quantization is None or not current_platform.is_out_of_tree():  # vLLM's own platform has its own kernels
-        return []
-    name = quantization.SERVED[model.quantization].name
-    return [
-        (model.use_mla and HOST.name not in device.quantized_latent, f"latent attention quantized by '{name}'"),
-        (model.is_moe and device.accelerator and _experts_wait(), f"experts quantized by '{name}'"),
-        (
-            STATE_MODELS.get(model.architecture) == "MambaMixer",
-            f"models with layers of Mamba 1 quantized by '{name}' (vLLM's layer has no quantized products)",
-        ),
-        (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
-    ]
-
-
-def _refuse_native_layers(model: ModelConfig) -> None:
-    """Refuse lists that leave layers to vLLM for which it has no code here."""
-    settings = get_settings()
-    needed = [("experts", one) for one in EXPERT_LAYERS.items() if model.is_moe]
-    if (layer := STATE_MODELS.get(model.architecture)) is not None:
-        needed.append(("layers with a state", (layer, STATE_LAYERS[layer])))
-    for what, (name, operators) in needed:
-        if not any(settings.registers(name, operator) for operator in operators):
-            raise ValueError(
-                f"model {model.model} has {what}, and vLLM has no code for that on an out-of-tree platform, "
-                f"but a list or a switch leaves out {name} ({', '.join(operators)})"
-            )
+TOPICS: Sequence[Callable[[VllmConfig, DeviceSpec], Sequence[tuple[bool, str]]]] = (
+    _draft_features,
+    _cache_features,
+    _adapter_features,
+    sparse_features,
+    lambda vllm_config, _: [feature for extension in extensions() for feature in extension.unserved(vllm_config)],
+    _rank_features,
+    lambda vllm_config, _: invariance.features(vllm_config),
+    state_features,
+    _graph_features,
+    lambda vllm_config, device: model_features(vllm_config.model_config, device),
+)
+"""Functions of a configuration and a device; each returns unserved features with whether they are asked for."""
 
 
 def _check_attention_class(path: str) -> None:

@@ -35,7 +35,7 @@ from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, reset_settings
 from vllm_fl import environment
 from vllm_fl.compat import model_runner, models, versions
-from vllm_fl.platform import config, invariance, refusals, startup
+from vllm_fl.platform import config, invariance, model_refusals, refusals, startup
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -378,9 +378,11 @@ def test_drafts_beside_sparse_latent_attention_are_refused_where_nobody_ran_them
     configure: Callable[..., Any], described: Callable[[str], Path]
 ) -> None:
     look_up = configure("deepseek_v32", speculative_config={"method": "ngram", **SPECULATION})
-    assert _asked(refusals._sparse_features(look_up, CPU)) == []
+    assert _asked(model_refusals.sparse_features(look_up, CPU)) == []
     for device in (HOPPER, ASCEND):
-        assert _asked(refusals._sparse_features(look_up, device)) == ["speculative decoding by sparse latent attention"]
+        assert _asked(model_refusals.sparse_features(look_up, device)) == [
+            "speculative decoding by sparse latent attention"
+        ]
     head = {"method": "eagle3", "model": str(described("llama")), **SPECULATION}
     with pytest.raises(ValueError, match="speculative decoding with 'eagle3' by sparse latent attention on cpu yet"):
         configure("deepseek_v32", speculative_config=head)
@@ -446,9 +448,9 @@ def test_a_model_with_an_encoder_and_a_decoder_runs_eagerly_on_a_gpu_of_the_v2_r
     whisper.compilation_config.mode = None
     config.apply_defaults(whisper, HOPPER)
     assert whisper.compilation_config.mode == CompilationMode.NONE
-    assert _asked(refusals._model_features(whisper.model_config, HOPPER)) == []
+    assert _asked(model_refusals.model_features(whisper.model_config, HOPPER)) == []
     for device in (ASCEND, dataclasses.replace(HOPPER, model_runners=("v1",))):
-        assert _asked(refusals._model_features(whisper.model_config, device)) == ["encoder-decoder models"]
+        assert _asked(model_refusals.model_features(whisper.model_config, device)) == ["encoder-decoder models"]
 
 
 DIVIDED = {
@@ -484,19 +486,19 @@ def test_models_whose_experts_vllms_own_runner_scales_wrongly_are_refused_on_its
 
     monkeypatch.setattr(models, "UNBALANCED_IN_FLOAT16", ("DeepseekV3ForCausalLM",))
     model = configure("deepseek_v3", dtype="float16").model_config
-    assert _asked(refusals._model_features(model, HOPPER)) == []
+    assert _asked(model_refusals.model_features(model, HOPPER)) == []
     monkeypatch.setattr(type(current_platform), "is_out_of_tree", lambda self: False)
-    (found,) = _asked(refusals._model_features(model, HOPPER))
+    (found,) = _asked(model_refusals.model_features(model, HOPPER))
     assert found.startswith("DeepseekV3ForCausalLM in float16 on vLLM's own platform")
     model.hf_text_config.routed_scaling_factor = 1.0
-    assert _asked(refusals._model_features(model, HOPPER)) == []
+    assert _asked(model_refusals.model_features(model, HOPPER)) == []
 
 
 def test_graphs_do_not_leave_the_device_with_an_engine_that_sleeps(configure: Callable[..., Any]) -> None:
     asked = configure(sleep_mode_offload_cudagraph=True)
-    (found,) = _asked(refusals._engine_features(asked, HOPPER))
+    (found,) = _asked(refusals._graph_features(asked, HOPPER))
     assert found == "graphs that leave the device while an engine sleeps (sleep_mode_offload_cudagraph)"
-    assert _asked(refusals._engine_features(asked, CPU)) == []
+    assert _asked(refusals._graph_features(asked, CPU)) == []
 
 
 def test_adapters_sleep_on_an_accelerator_where_vllm_keeps_what_is_neither_weight_nor_cache(
@@ -506,8 +508,8 @@ def test_adapters_sleep_on_an_accelerator_where_vllm_keeps_what_is_neither_weigh
     asked.model_config.enable_sleep_mode = True
     for version, refused in (("0.32", []), ("0.33", []), ("0.99", ["LoRA with sleep mode with vLLM 0.99"])):
         monkeypatch.setattr(versions, "host_version", lambda version=version: version)
-        assert _asked(refusals._engine_features(asked, HOPPER)) == refused
-        assert _asked(refusals._engine_features(asked, CPU)) == []
+        assert _asked(refusals._adapter_features(asked, HOPPER)) == refused
+        assert _asked(refusals._adapter_features(asked, CPU)) == []
 
 
 @pytest.mark.parametrize(
@@ -622,43 +624,44 @@ def test_states_are_served_on_an_accelerator_where_triton_is_and_every_operator_
     family: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = configure(family).model_config
-    operators = refusals.STATE_LAYERS[refusals.STATE_MODELS[model.architecture]]
-    monkeypatch.setattr(refusals, "why_unserved", lambda: "")
+    operators = model_refusals.STATE_LAYERS[model_refusals.STATE_MODELS[model.architecture]]
+    monkeypatch.setattr(model_refusals, "why_unserved", lambda: "")
     for absent in (None, *operators):
         having = {operator for operator in operators if operator != absent}
-        monkeypatch.setattr(refusals, "_has_more_than_references", having.__contains__)
-        assert refusals._serves_states(model, CUDA) == (absent is None)
-    monkeypatch.setattr(refusals, "_has_more_than_references", lambda operator: True)
-    monkeypatch.setattr(refusals, "why_unserved", lambda: "no driver")
-    assert not refusals._serves_states(model, CUDA)
+        monkeypatch.setattr(model_refusals, "has_more_than_references", having.__contains__)
+        assert model_refusals.serves_states(model, CUDA) == (absent is None)
+    monkeypatch.setattr(model_refusals, "has_more_than_references", lambda operator: True)
+    monkeypatch.setattr(model_refusals, "why_unserved", lambda: "no driver")
+    assert not model_refusals.serves_states(model, CUDA)
 
 
 def test_states_are_served_by_references_on_an_accelerator_that_neither_vllm_nor_triton_knows(
     configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_config = configure("qwen3_5")
-    monkeypatch.setattr(refusals, "why_unserved", lambda: "no driver")
-    assert refusals._serves_states(vllm_config.model_config, ASCEND)
-    (said,) = _asked(refusals._drafts_for_states(vllm_config, ASCEND))
+    monkeypatch.setattr(model_refusals, "why_unserved", lambda: "no driver")
+    assert model_refusals.serves_states(vllm_config.model_config, ASCEND)
+    assert not _asked(model_refusals.state_features(vllm_config, ASCEND))
+    drafts = configure("qwen3_5", speculative_config={"method": "ngram", **SPECULATION})
+    (said,) = _asked(model_refusals.state_features(drafts, ASCEND))
     assert said == "speculative decoding by models with layers that keep a state without Triton"
-    assert not _asked(refusals._drafts_for_states(vllm_config, CPU))
-    assert not _asked(refusals._engine_features(vllm_config, ASCEND))
+    assert not _asked(model_refusals.state_features(drafts, CPU))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    v1 = _asked(refusals._engine_features(configure("qwen3_5"), ASCEND))
+    v1 = _asked(model_refusals.state_features(configure("qwen3_5"), ASCEND))
     assert v1 == ["models with layers that keep a state by the V1 model runner without Triton"]
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    monkeypatch.setattr(refusals, "why_unserved", lambda: "")
-    assert not refusals._serves_states(vllm_config.model_config, ASCEND)
+    monkeypatch.setattr(model_refusals, "why_unserved", lambda: "")
+    assert not model_refusals.serves_states(vllm_config.model_config, ASCEND)
 
 
 def test_a_reference_is_no_kernel() -> None:
     operator, manager = "gated_delta_rule_update", get_default_manager()
     manager.ensure_initialized()
     with policy_context(SelectionPolicy.from_dict(deny_vendors={"cpu"})):
-        assert not refusals._has_more_than_references(operator)
+        assert not model_refusals.has_more_than_references(operator)
         fn = manager.registry.get_implementation(operator, "reference.torch").fn
         manager.registry.register_impl(OpImpl(operator, "default.own", BackendImplKind.DEFAULT, fn))
-        assert refusals._has_more_than_references(operator)
+        assert model_refusals.has_more_than_references(operator)
 
 
 def test_a_quantization_is_named_as_the_checkpoint_does(configure: Callable[..., Any]) -> None:
@@ -694,7 +697,7 @@ def test_quantized_latent_attention_is_refused_where_nobody_ran_it(
     vllm_config.model_config.quantization = "auto_gptq"
     with pytest.raises(ValueError, match="latent attention quantized by 'gptq' on ascend yet"):
         refusals.refuse_unsupported(vllm_config, ASCEND)
-    monkeypatch.setattr(refusals, "without_graphs", lambda operators: [])  # kernels come first, as on a GPU
+    monkeypatch.setattr(model_refusals, "without_graphs", lambda operators: [])  # kernels come first, as on a GPU
     with pytest.raises(ValueError, match="'gptq' for a checkpoint that is not quantized on cuda yet"):
         refusals.refuse_unsupported(vllm_config, CUDA)
 
@@ -704,7 +707,7 @@ def test_quantized_experts_are_served_where_a_kernel_comes_first_for_them(
 ) -> None:
     vllm_config = configure("qwen3_moe")
     vllm_config.model_config.quantization = "auto_gptq"
-    monkeypatch.setattr(refusals, "without_graphs", lambda operators: [])
+    monkeypatch.setattr(model_refusals, "without_graphs", lambda operators: [])
     with pytest.raises(ValueError, match="'gptq' for a checkpoint that is not quantized on cuda yet"):
         refusals.refuse_unsupported(vllm_config, CUDA)
 
