@@ -14,7 +14,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.start.first_choices import reference_from
 
 from ..attention.dense import ROTATION
-from . import compile, one_token, quantized_results, rotary_cache
+from . import compile, one_token, one_token_graph, quantized_results, rotary_cache
 
 aten = torch.ops.aten
 PRODUCT = "linear"
@@ -54,7 +54,7 @@ def _multiply(graph: Graph, node: Node, x: Node, weight: Node, bias: Node | None
 
 
 class JoinOneToken(VllmInductorPass):
-    """Pass that fuses products with norms and gates if the range is one token, see :mod:`.one_token`."""
+    """Pass that fuses products with norms and gates if the range is one token, see :mod:`.one_token_graph`."""
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
@@ -66,7 +66,7 @@ class JoinOneToken(VllmInductorPass):
 
     def __call__(self, graph: Graph) -> None:
         """Replace the calls."""
-        compile.joined_calls[compile.FUSED] += one_token.join(graph, self.products)
+        compile.joined_calls[compile.FUSED] += one_token_graph.join(graph, self.products)
 
 
 class JoinQuantization(VllmInductorPass):

@@ -305,9 +305,9 @@ def by_references(x: Tensor, residual: Tensor, *given: Tensor) -> tuple[Tensor, 
 
 
 def joined(graph: GraphModule) -> int:
-    from vllm_fl.compilation import one_token
+    from vllm_fl.compilation import one_token, one_token_graph
 
-    found = one_token.join(graph.graph, frozenset(one_token.PRODUCTS))
+    found = one_token_graph.join(graph.graph, frozenset(one_token.PRODUCTS))
     graph.graph.lint()
     graph.recompile()
     return found
