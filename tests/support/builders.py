@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, set_global_policy
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.run.plan import direct_function, why_declined
+from fl_dispatch.run.direct import direct_function, why_declined
 
 KINDS = {"default": BackendImplKind.DEFAULT, "vendor": BackendImplKind.VENDOR, "reference": BackendImplKind.REFERENCE}
 

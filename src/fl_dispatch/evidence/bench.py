@@ -15,7 +15,7 @@ from .. import weight_forms
 from ..errors import text_of
 from ..manager import OpManager
 from ..ops import OPERATORS
-from ..run.plan import direct_function, why_declined
+from ..run.direct import direct_function, why_declined
 from ..types import OpImpl
 from .arguments import Arguments, copied
 from .cases import Case

@@ -15,7 +15,7 @@ from ..errors import DispatchError
 from ..manager import OpManager
 from ..ops import OPERATORS, Access, Operator, Sample, Tolerance
 from ..ops.results import flat
-from ..run.plan import direct_function
+from ..run.direct import direct_function
 from ..settings.names import suggestion
 from ..types import BackendImplKind
 from .arguments import Arguments, described, double, guarded

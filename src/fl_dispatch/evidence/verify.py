@@ -23,7 +23,7 @@ from ..errors import DispatchError, text_of
 from ..manager import OpManager
 from ..ops import OPERATORS, Access, Sample, Tolerance
 from ..ops.results import broken_promise, flat
-from ..run.plan import direct_function, why_declined
+from ..run.direct import direct_function, why_declined
 from ..state import State
 from ..types import OpImpl
 from .arguments import (

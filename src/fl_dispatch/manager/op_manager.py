@@ -21,9 +21,10 @@ from ..ops import OPERATORS, Operator
 from ..registry import OpRegistry
 from ..run import generated, recovery
 from ..run.arguments import Call
+from ..run.direct import direct_function
 from ..run.dispatch import call_through
 from ..run.keeper import PrivateTable, TableKeeper
-from ..run.plan import direct_function, frozen_function
+from ..run.plan import frozen_function
 from ..run.table import DispatchTable, Plan
 from ..selection.decision import Decision
 from ..shadow.mode import Shadow

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..errors import NoImplementationError, NotSupported
+from ..errors import NoImplementationError
 from ..knowledge.failures import ArgumentKind
 from ..ops import OPERATORS, Access, Operator
 from ..ops.declaration import leading_tensor
@@ -22,7 +22,7 @@ from ..selection.decision import Branch, Decision, admits
 from ..settings.selection_policy import SelectionPolicy
 from ..state import Function, State, is_elsewhere
 from ..types import OpImpl
-from . import generated, recovery
+from . import recovery
 from .arguments import Call
 from .keys import BOUND, CALL, LAYER, Key
 from .recovery import FinalError, LaterError
@@ -47,19 +47,13 @@ class Shared:
 
 
 def build(
-    state: State,
-    policy: SelectionPolicy,
-    keys: Iterable[Key],
-    recipes: dict[Any, Any] | None = None,
-    shared: Shared | None = None,
+    state: State, policy: SelectionPolicy, keys: Iterable[Key], recipes: dict[Any, Any], shared: Shared
 ) -> dict[str, Plan]:
     """Return the plans for some keys under one policy; an operator without a registered implementation has none.
 
-    ``recipes`` are those of the last call with the same state and policy, and are updated. ``shared`` has the recipes
-    of other policies with the same state.
+    ``recipes`` are those of the last call with the same state and policy, or none, and are updated. ``shared`` has the
+    recipes of other policies with the same state.
     """
-    recipes = {} if recipes is None else recipes
-    shared = Shared() if shared is None else shared
     singled_out = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned) if "@" in key}
     plans = {}
     for key in keys:
@@ -70,34 +64,11 @@ def build(
             others = {} if key.op_name in singled_out else shared.of(key.op_name)
             recipes[place] = _recipe(state, policy, key, key.scope if apart else None, others)
         if (recipe := recipes[place]) is not None:
-            plan = recipe.plans.get(key.scope)
-            if plan is None:
-                entry = _entry(recipe, key.scope)
-                plan = Plan(key.op_name, key.scope, recipe.site.decision, entry, recipe.declined)
-                recipe.plans[key.scope] = plan
+            if (plan := recipe.plans.get(key.scope)) is None:
+                decision, entry = recipe.site.decision, _entry(recipe, key.scope)
+                plan = recipe.plans[key.scope] = Plan(key.op_name, key.scope, decision, entry, recipe.declined)
             plans[key.text] = plan
     return plans
-
-
-def direct_function(state: State, impl: OpImpl) -> Function:
-    """Return one implementation as a function with the operator's parameters, without fallback or ``supports``."""
-
-    def otherwise(*args: Any, **kwargs: Any) -> Any:
-        raise NotSupported(f"'{impl.impl_id}' of '{impl.op_name}' does not take all of these parameters")
-
-    operator = OPERATORS.get(impl.op_name)
-    convention = state.registry.convention(impl)
-    return generated.direct(operator, impl, convention, CALL, impl.fn, otherwise, ask=False)
-
-
-def why_declined(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
-    """Return why a call would find that an implementation declines these arguments; empty if it takes them.
-
-    Raises:
-        Exception: any error of its ``supports``.
-    """
-    call = Call(impl.op_name, None, tuple(args), {})
-    return call.why_declined(impl, state.registry.convention(impl))
 
 
 def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -> Function:
@@ -145,8 +116,7 @@ def _recipe(
     except NoImplementationError:
         return None
     same = key.form, scope, policy.strict, state.wrapper, *_parts(decision)
-    recipe = others.get(same)
-    if recipe is None:
+    if (recipe := others.get(same)) is None:
         others[same] = recipe = _new_recipe(state, policy, key, decision)
     return recipe
 

@@ -19,7 +19,7 @@ from ...manager import OpManager, get_default_manager
 from ...ops import Access, Operator, Place, Sample
 from ...ops.results import broken_promise, flat
 from ...registry import OpRegistry
-from ...run.plan import direct_function
+from ...run.direct import direct_function
 from ...types import BackendImplKind, OpImpl
 from ..arguments import copied
 from ..cases import Case, cases, short_cases

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import NotSupported, text_of
 from ...manager import get_default_manager
 from ...ops.results import flat
-from ...run.plan import direct_function, why_declined
+from ...run.direct import direct_function, why_declined
 from . import sandbox
 
 KEPT = 4

@@ -15,7 +15,7 @@ from ...errors import NotSupported, text_of
 from ...hosting.memory.kv_layout import LAYOUT, KVLayout
 from ...manager import OpManager
 from ...ops import OPERATORS, Sample
-from ...run.plan import direct_function, why_declined
+from ...run.direct import direct_function, why_declined
 from ...state import State
 from ...types import OpImpl
 from ..arguments import Arguments

@@ -14,7 +14,7 @@ from ...errors import DispatchError
 from ...manager import OpManager
 from ...ops import OPERATORS, Place, Workload
 from ...ops.declaration import Mode
-from ...run.plan import direct_function
+from ...run.direct import direct_function
 from ...selection.decision import select
 from ...settings.selection_policy import SelectionPolicy
 from ...state import State

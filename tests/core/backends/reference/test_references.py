@@ -29,7 +29,7 @@ from fl_dispatch.evidence.verify import implementations
 from fl_dispatch.ops import OPERATORS, Access, Mode, Sample, attention, lora
 from fl_dispatch.ops.quantization import FP4, packs_two, rounded
 from fl_dispatch.ops.results import flat
-from fl_dispatch.run.plan import why_declined
+from fl_dispatch.run.direct import why_declined
 from sampling import drawn
 
 REFERENCE = ReferenceBackend()
