@@ -19,9 +19,9 @@ from torch import nn
 from fl_dispatch import weight_forms
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.layers.bound_layer import bind_for
-from fl_dispatch.hosting.layers.layer_kernels import kernels, weights
-from fl_dispatch.hosting.layers.scopes import refuse_partial_rules
-from fl_dispatch.hosting.layers.survey import LayerChoice, Survey, warn_of_unknown_layers
+from fl_dispatch.hosting.layers.layer_kernels import KERNEL, weights
+from fl_dispatch.hosting.layers.scopes import prefixes_of
+from fl_dispatch.hosting.layers.survey import LayerChoice, Survey, count, warn_of_unknown_layers
 from fl_dispatch.hosting.start.first_choices import warn_of_waiting
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
@@ -130,13 +130,11 @@ def is_called(model: nn.Module, prefix: str) -> bool:
 
 def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     """Yield every bridged class and attention layer, with all its prefixes, because layers may share a module."""
-    prefixes: dict[nn.Module, list[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, RadixAttention) or find(type(module)) is not None:
-            prefixes.setdefault(module, []).append(prefix)
+    named = prefixes_of(model).items()
+    found = {one: prefixes for one, prefixes in named if isinstance(one, RadixAttention) or find(type(one)) is not None}
     for prefix, layer in attention_layers.transformers_layers(model):
-        prefixes.setdefault(layer, []).append(prefix)
-    yield from prefixes.items()
+        found.setdefault(layer, []).append(prefix)
+    yield from found.items()
 
 
 def prepare(model: nn.Module) -> Survey:
@@ -166,24 +164,20 @@ def prepare(model: nn.Module) -> Survey:
         if bridge is None:
             native[name] += 1
             continue
-        bind_for(bridge, prefixes)
+        bind_for(bridge, [*map(bridge.fl_scope, prefixes)])
         bridge.place(model, prefixes[0])
         of_states.update(bridge.fl_choices if isinstance(bridge, StateBridge) else ())
-        ours[name] = (bridge.fl_operator, ours.get(name, ("", 0))[1] + 1)
+        count(ours, name, bridge.fl_operator)
     for layer in model.modules():
         if (choice := linear.install(layer)) is not None:
             choices[choice] += 1
     warn_of_waiting(of_states)
-    prefixes_of: dict[nn.Module, list[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        prefixes_of.setdefault(module, []).append(prefix)
-    for prefix, layer, kernel in kernels(model):
-        refuse_partial_rules(kernel.fl_operator, prefixes_of[layer])
-        kernel.fl_bind(prefix)
-        if (mixture := MIXTURE.find(layer)) is not None:
-            mixture.place(model, prefix)
-        name = kernel.fl_name(layer)
-        ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
+    for layer, prefixes in prefixes_of(model).items():
+        if (kernel := KERNEL.find(layer)) is not None:
+            bind_for(kernel, prefixes)
+            if (mixture := MIXTURE.find(layer)) is not None:
+                mixture.place(model, prefixes[0])
+            count(ours, kernel.fl_name(layer), kernel.fl_operator)
     latent.split(model)
     for layer, parameter in weights(model):
         weight_forms.declare(getattr(layer, parameter))

@@ -20,7 +20,8 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.facts.fact import HostFact
 from fl_dispatch.hosting.layers.bound_layer import Bindable, bind_for
 from fl_dispatch.hosting.layers.layer_kernels import KERNEL, kernels
-from fl_dispatch.hosting.layers.survey import Survey, warn_of_unknown_layers
+from fl_dispatch.hosting.layers.scopes import prefixes_of
+from fl_dispatch.hosting.layers.survey import Survey, count, warn_of_unknown_layers
 from fl_dispatch.hosting.start.first_choices import has_kernel
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
@@ -257,25 +258,25 @@ def _adapters(model: nn.Module) -> list[Bindable]:
     return list({id(one): one for one in found if isinstance(one, Bindable)}.values())
 
 
+AGAIN = "._shared_experts._layer."
+"""The part of a prefix by which vLLM's runner of experts names shared experts a second time."""
+
+
 def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
     """Bind every layer's operators again for the layer's prefix, or only those that no compiled graph contains.
 
     Raises:
         ValueError: a rule names some of the layers that share a module, so it cannot be obeyed.
     """
-    prefixes: dict[DispatchedLayer, list[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, DispatchedLayer):
-            prefixes.setdefault(module, []).append(prefix)
-    for module, shared in prefixes.items():
-        if not (untraced_only and module.fl_traced):
-            bind_for(module, shared)
+    for module, named in prefixes_of(model).items():
+        prefixes = [prefix for prefix in named if AGAIN not in prefix] or named
+        if isinstance(module, DispatchedLayer) and not (untraced_only and module.fl_traced):
+            bind_for(module, [*map(module.fl_scope, prefixes)])
+        if (kernel := KERNEL.find(module)) is not None and not (untraced_only and kernel.fl_traced):
+            bind_for(kernel, [prefix.removesuffix(".routed_experts") for prefix in prefixes])
     for prefix, module in _attention_layers(model):
         if isinstance(module.impl, Bindable):
             module.impl.fl_bind(getattr(module, "layer_name", prefix))
-    for prefix, _, kernel in kernels(model):
-        if not (untraced_only and kernel.fl_traced):
-            kernel.fl_bind(prefix.removesuffix(".routed_experts"))
     for adapters in _adapters(model) if not untraced_only else ():
         adapters.fl_bind(None)
 
@@ -290,12 +291,11 @@ def survey(model: nn.Module) -> Survey:
         if row is None or KERNEL.find(module) is not None:
             continue
         if isinstance(module, DispatchedLayer) and module.fl_runs():
-            ours[row.name] = (module.fl_operator, ours.get(row.name, ("", 0))[1] + 1)
+            count(ours, row.name, module.fl_operator)
         elif not row.own_kernel and not row.is_hosts:
             native[row.name] = native.get(row.name, 0) + 1
     for _, layer, kernel in kernels(model):
-        name = kernel.fl_name(layer)
-        ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
+        count(ours, kernel.fl_name(layer), kernel.fl_operator)
     for _, module in _attention_layers(model):
         name = type(module.impl).__name__
         attention[name] = attention.get(name, 0) + 1

@@ -815,16 +815,52 @@ def test_switching_every_layer_off_is_refused_before_the_model_loads(configure: 
         configure(compilation_config={"custom_ops": ["none"]})
 
 
-def test_a_rule_for_one_of_several_layers_that_share_a_module_is_refused() -> None:
-    from vllm_fl.layers import classes, forwards
+def _rotation() -> torch.nn.Module:
+    from vllm_fl.layers import forwards
 
-    shared = type("Rope", (forwards.RotaryLayer, torch.nn.Module), {})()
+    return type("Rope", (forwards.RotaryLayer, torch.nn.Module), {})()  # type: ignore[no-any-return]
+
+
+def _quantized() -> torch.nn.Module:
+    from fl_dispatch.hosting.layers.layer_kernels import KERNEL
+    from fl_dispatch.hosting.quantized.layers import Fp8WeightLayer
+
+    layer = torch.nn.Module()
+    KERNEL.give(layer, Fp8WeightLayer())
+    return layer
+
+
+each_layer = pytest.mark.parametrize(
+    ("make", "operator"), [(_rotation, "rotary_embedding"), (_quantized, "weight_only_linear")], ids=["ours", "kernel"]
+)
+
+
+@each_layer
+def test_a_rule_for_one_of_several_layers_that_share_a_module_is_refused(
+    make: Callable[[], torch.nn.Module], operator: str
+) -> None:
+    from vllm_fl.layers import classes
+
+    shared = make()
     alone, both = torch.nn.ModuleDict({"0": shared}), torch.nn.ModuleDict({"0": shared, "1": shared})
-    policy = SelectionPolicy.from_dict(per_op_order={"rotary_embedding@layers.0": ["reference"]})
+    policy = SelectionPolicy.from_dict(per_op_order={f"{operator}@layers.0": ["reference"]})
     with policy_context(policy):
         classes.bind_scopes(torch.nn.ModuleDict({"layers": alone}))
         with pytest.raises(ValueError, match="share one module"):
             classes.bind_scopes(torch.nn.ModuleDict({"layers": both}))
+
+
+@each_layer
+def test_a_layer_of_shared_experts_is_one_layer_although_vllms_runner_has_it_too(
+    make: Callable[[], torch.nn.Module], operator: str
+) -> None:
+    from vllm_fl.layers import classes
+
+    experts, runner = torch.nn.ModuleDict({"down": make()}), torch.nn.Module()
+    runner._shared_experts = torch.nn.ModuleDict({"_layer": experts})
+    model = torch.nn.ModuleDict({"shared_experts": experts, "experts": runner})
+    with policy_context(SelectionPolicy.from_dict(per_op_order={f"{operator}@shared_experts.down": ["reference"]})):
+        classes.bind_scopes(model)
 
 
 def test_an_attention_backend_of_the_users_that_is_not_taken_is_told(caplog: pytest.LogCaptureFixture) -> None:

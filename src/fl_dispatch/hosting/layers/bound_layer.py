@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ... import bind_op
+from .layer_kernels import LayerKernel
 from .scopes import refuse_partial_rules
 
 
@@ -46,12 +47,11 @@ class BoundLayer:
         self.fl_call = bind_op(self.fl_operator, scope)
 
 
-def bind_for(layer: BoundLayer, prefixes: Sequence[str]) -> None:
-    """Bind a layer for its prefixes in a model: several if layers share a module.
+def bind_for(layer: BoundLayer | LayerKernel, scopes: Sequence[str]) -> None:
+    """Bind a layer for its scopes in a model: several if layers share a module.
 
     Raises:
-        ValueError: a rule names only some of the prefixes, so it cannot be obeyed.
+        ValueError: a rule names only some of the scopes, so it cannot be obeyed.
     """
-    scopes = [layer.fl_scope(prefix) for prefix in prefixes]
     refuse_partial_rules(layer.fl_operator, scopes)
     layer.fl_bind(scopes[0])

@@ -1,10 +1,20 @@
-"""Rules of a policy for single layers, if a host lets layers share a module."""
+"""The scopes of layers, and rules of a policy for single layers, if a host lets layers share a module."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from ...policy import get_policy
+
+
+def prefixes_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return every module of a model with its prefixes: several if layers share it."""
+    found: dict[nn.Module, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(prefix)
+    return found
 
 
 def refuse_partial_rules(op_name: str, shared: Sequence[str]) -> None:

@@ -70,6 +70,11 @@ class Survey:
             )
 
 
+def count(ours: dict[str, tuple[str, int]], name: str, operator: str) -> None:
+    """Count one more layer that runs our operator, see :attr:`Survey.ours`."""
+    ours[name] = (operator, ours.get(name, ("", 0))[1] + 1)
+
+
 def warn_of_unknown_layers(settings: Settings, known: Set[str]) -> None:
     """Log each name in the lists of out-of-tree layers that is neither a layer nor an operator of this package."""
     for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
