@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .aggregates import aggregate
 
 CONSUMERS = gl.constexpr(2)
-"""Groups of four warps that multiply. A buffer is free when each of them has released it."""
+"""Groups of four warps that multiply. In prefill a buffer is free when each of them has released it."""
 CONSUMER_REGISTERS = gl.constexpr(216)
 """Registers of a consumer's thread: threads of two consumers and a producer share 504 registers."""
 PRODUCER_REGISTERS = gl.constexpr(72)
