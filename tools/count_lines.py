@@ -51,7 +51,7 @@ PARTS = {
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_970, tokens=51_500),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_810, tokens=61_400),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_625, tokens=32_700),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_390, tokens=87_835),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_390, tokens=87_875),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_790, tokens=44_830),
 }

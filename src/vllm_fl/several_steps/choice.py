@@ -65,7 +65,12 @@ def describe(vllm_config: VllmConfig) -> str:
     """Return how many steps a scheduling of the engine makes, and why not more than one."""
     if makes_several_steps(vllm_config):
         return f"a scheduling makes up to {most_steps()} steps"
-    return f"a scheduling makes one step, because {why_single(vllm_config)}"
+    return f"a scheduling makes one step, because {why_made_single(vllm_config)}"
+
+
+def why_made_single(vllm_config: VllmConfig) -> str:
+    """Return why an engine makes single steps; the engines of data-parallel ranks do not know their number."""
+    return why_single(vllm_config) or "data-parallel ranks were not tried"
 
 
 def why_single(vllm_config: VllmConfig) -> str:

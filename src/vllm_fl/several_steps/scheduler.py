@@ -59,17 +59,18 @@ class StepsScheduler(Scheduler):
         room = [self.fl_most_steps, min(self.max_num_scheduled_tokens, config.max_num_batched_tokens) // len(running)]
         if config.long_prefill_token_threshold > 0:
             room.append(config.long_prefill_token_threshold)
-        wanted = 0
+        wanted = []
         for request in running:
             if request.is_prefill_chunk or not request.num_output_tokens or _is_single(request):
                 return 0
             left = request.max_tokens - request.num_output_tokens - request.num_output_placeholders
             if left > 0:
-                wanted = max(wanted, left)
+                wanted.append(left)
                 room.append(self.max_model_len - 1 - request.num_computed_tokens)
             elif request.num_output_placeholders:  # what is under way is enough: vLLM leaves it out until it is there
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
-        steps = min(*room, wanted)
+        # Others wait for the place of the request that ends first.
+        steps = min(*room, min(wanted) if waiting else max(wanted)) if wanted else 0
         return steps if steps <= 1 or self._has_blocks(steps) else 1
 
     def _has_blocks(self, steps: int) -> bool:

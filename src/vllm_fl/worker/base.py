@@ -256,6 +256,6 @@ class WorkerFL(Worker):
             **dispatch_report(),
             **self.fl_survey.as_data(),
             "steps": dict(self.model_runner.fl_made) if self.fl_several_steps else None,
-            "single_steps": "" if self.fl_several_steps else several_steps.why_single(self.vllm_config),
+            "single_steps": "" if self.fl_several_steps else several_steps.why_made_single(self.vllm_config),
             "compiled": self._compiled() if compile.is_compiled(self.vllm_config) else None,
         }

@@ -196,6 +196,12 @@ def test_an_engine_that_cannot_make_several_steps_says_why(given: dict[str, Any]
     assert choice.why_single(_config(**given)) == why  # type: ignore[arg-type]
 
 
+def test_an_engine_that_vllm_does_not_tell_of_data_parallel_ranks_says_that_they_were_not_tried(newest: None) -> None:
+    """vLLM makes dense engines of several ranks independent after the choice."""
+    said = choice.describe(_config())  # type: ignore[arg-type]
+    assert said == "a scheduling makes one step, because data-parallel ranks were not tried"
+
+
 def test_a_device_without_the_v2_runner_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = SimpleNamespace(runner="V1", why="V2 does not run on Ascend NPU yet")
     monkeypatch.setattr(choice.model_runner, "choice", lambda config: chosen)
@@ -272,6 +278,28 @@ def test_a_request_with_stop_strings_or_scores_of_many_tokens_keeps_single_steps
     sampling = SamplingParams(**asked)
     request: Any = SimpleNamespace(use_structured_output=False, resumable=False, sampling_params=sampling)
     assert _is_single(request) is single
+
+
+@pytest.mark.parametrize(("waiting", "steps"), [(0, 8), (3, 2)])
+def test_a_full_queue_limits_the_steps_to_the_request_that_ends_first(waiting: int, steps: int) -> None:
+    """The next request takes its place at once; without a queue the request that ends last decides."""
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_fl.several_steps.scheduler import StepsScheduler
+
+    def running(left: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            is_prefill_chunk=False, num_output_tokens=5, num_output_placeholders=0, num_computed_tokens=20,
+            max_tokens=5 + left, use_structured_output=False, resumable=False, sampling_params=SamplingParams(),
+        )  # fmt: skip
+
+    limits = SimpleNamespace(max_num_batched_tokens=64, long_prefill_token_threshold=0)
+    scheduler: Any = SimpleNamespace(
+        running=[running(30), running(2)], max_num_running_reqs=2, get_request_counts=lambda: (2, waiting),
+        scheduler_config=limits, max_num_scheduled_tokens=64, max_model_len=100, fl_most_steps=8,
+        _has_blocks=lambda steps: True,
+    )  # fmt: skip
+    assert StepsScheduler._most_steps(scheduler) == steps
 
 
 @pytest.mark.parametrize(("state", "steps"), [("DefaultModelState", MOST), ("another", 1)])
