@@ -224,9 +224,13 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     ):
         arguments = mixtures.weight_only(dtype, device, generator, bits, group, kind=kind, rounding=rounding)
         sample = _sampler(arguments, f"rows of {rounding}")
-        yield sample("9 tokens", 9, 8, 2, 64, 96)
+        # A row's largest magnitude is -127.5 if it is negative, and a sum's last bit decides between -127 and -128.
+        activation = "relu2_no_mul" if rounding == "int8" else "silu"
+        yield sample("9 tokens", 9, 8, 2, 64, 96, activation)
         yield sample("one token, half of the experts is here", 1, 16, 4, 96, 64, local=range(8, 16))
-        yield sample("weights on the input, biases", 5, 4, 2, 64, 32, on_input=True, biases=True, serving=False)
+        yield sample(
+            "weights on the input, biases", 5, 4, 2, 64, 32, activation, on_input=True, biases=True, serving=False
+        )
         yield sample("no gate, padding tokens with out", 8, 6, 2, 64, 32, "relu2_no_mul", padding=3, out=True)
 
 
