@@ -111,11 +111,10 @@ def _rank(score):
 
 
 @triton.jit
-def _tile(scores, start, stop, BLOCK: tl.constexpr):
-    """Ranks of a tile of scores, and which of them exist."""
+def _tile(scores, start, stop, limit, BLOCK: tl.constexpr):
+    """Ranks of a tile of scores, and which of them are before ``stop``; memory is read up to ``limit``."""
     place = start + tl.arange(0, BLOCK)
-    inside = place < stop
-    return _rank(tl.load(scores + place, mask=inside, other=float("-inf"))), inside, place
+    return _rank(tl.load(scores + place, mask=place < limit, other=float("-inf"))), place < stop, place
 
 
 @triton.jit(do_not_specialize=["first_row", "requests", "width", "share", "splits"])
@@ -173,39 +172,56 @@ def _select(
                 tl.store(target_best + column, score, mask=column < TOPK)
         else:
             BINS: tl.constexpr = 1 << BITS
-            prefix = tl.zeros([1], dtype=tl.uint32)
-            need = tl.full([1], TOPK, dtype=tl.int32)
-            digits = tl.arange(0, 2 * BINS)
+            # Rows that begin at a multiple of 16 are read up to one, so that a thread loads several scores at once.
+            UNIT: tl.constexpr = 1 if LISTED and TOPK % 16 else 16
+            source = scores + tl.multiple_of(row.to(tl.int64) * width, UNIT)
+            start = tl.multiple_of(start, UNIT)
+            limit = tl.multiple_of((stop + UNIT - 1) // UNIT * UNIT, UNIT)
+            prefix = tl.full([], 0, dtype=tl.uint32)  # known bits of the topk-th score
+            known = tl.full([], 32, dtype=tl.int32)  # how far ranks are shifted for them
+            size = stop - start  # scores with these bits
+            need = tl.full([], TOPK, dtype=tl.int32)  # how many of them are among the best
+            digits = tl.arange(0, BINS)
             for left in tl.static_range(32, 0, -BITS):  # bits that are not known yet
-                shift = left - BITS if left > BITS else 0
-                counts = tl.zeros([2 * BINS], dtype=tl.int32)
-                for tile in tl.range(start, stop, BLOCK):
-                    rank, inside, _ = _tile(source, tile, stop, BLOCK)
-                    if left < 32:
-                        inside = inside & ((rank >> left) == prefix)
-                    digit = ((rank >> shift) & ((1 << (left - shift)) - 1)).to(tl.int32)
-                    counts += tl.histogram(tl.where(inside, digit, BINS), 2 * BINS)
-                counts = tl.where(digits < BINS, counts, 0)
-                above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
-                chosen = tl.sum(((above >= need) & (digits < BINS)).to(tl.int32), axis=0)
-                need -= tl.sum(tl.where(digits == chosen, above, 0), axis=0)
-                prefix = (prefix << (left - shift)) | chosen.to(tl.uint32)
-            taken = 0
+                if size > need:
+                    shift = left - BITS if left > BITS else 0
+                    counts = tl.zeros([BINS], dtype=tl.int32)
+                    others = -size
+                    for tile in tl.range(start, stop, BLOCK):
+                        rank, inside, _ = _tile(source, tile, stop, limit, BLOCK)
+                        if left < 32:
+                            inside = inside & ((rank >> left) == prefix)
+                        digit = ((rank >> shift) & ((1 << (left - shift)) - 1)).to(tl.int32)
+                        counts += tl.histogram(tl.where(inside, digit, 0), BINS)
+                        others += BLOCK
+                    counts = tl.where(digits == 0, counts - others, counts)
+                    above = size - tl.cumsum(counts, axis=0)
+                    chosen = tl.sum((above >= need).to(tl.int32), axis=0)
+                    need -= tl.sum(tl.where(digits == chosen, above, 0), axis=0)
+                    size = tl.sum(tl.where(digits == chosen, counts, 0), axis=0)
+                    prefix = (prefix << (left - shift)) | chosen.to(tl.uint32)
+                    known = shift
+            better = 0
             equal = 0
             for tile in tl.range(start, stop, BLOCK):
-                rank, inside, place = _tile(source, tile, stop, BLOCK)
-                same = (inside & (rank == prefix)).to(tl.int32)
-                take = inside & (rank > prefix)
-                take = take | ((same > 0) & (equal + tl.cumsum(same, axis=0) <= need))
-                index = taken + tl.cumsum(take.to(tl.int32), axis=0) - 1
+                rank, inside, place = _tile(source, tile, stop, limit, BLOCK)
+                bits = rank >> known.to(tl.uint32)
+                more = (inside & (bits > prefix)).to(tl.int32)
+                same = (inside & (bits == prefix)).to(tl.int32)
+                both = more | (same << 16)  # one sum counts both
+                before = tl.cumsum(both, axis=0) - both
+                ties = equal + (before >> 16)
+                take = (more > 0) | ((same > 0) & (ties < need))
+                index = better + (before & 0xFFFF) + tl.minimum(ties, need)
                 found = place
                 if LISTED:
                     found = tl.load(listed + place, mask=take, other=0)
                 tl.store(target + index, found, mask=take)
                 if PARTS:
                     tl.store(target_best + index, tl.load(source + place, mask=take, other=0.0), mask=take)
-                taken += tl.sum(take.to(tl.int32), axis=0)
-                equal += tl.sum(same, axis=0)
+                counted = tl.sum(both, axis=0)
+                better += counted & 0xFFFF
+                equal += counted >> 16
 
 
 _launch_score = Launcher(_score)
