@@ -308,6 +308,7 @@ class Machine:
         return {
             "gluon": SimpleNamespace(jit=jit, constexpr_function=jit),
             "aggregate": aggregate,
+            "range": lambda *bounds: map(torch.tensor, range(*map(int, bounds))),
             "gl": language,
             "triton": SimpleNamespace(jit=jit),
             "tl": language,

@@ -213,9 +213,11 @@ def test_strides_beyond_32_bits() -> None:
     cache = names["LatentCache"](None, 1 << 24, 576, table, batch.table.shape[1])
     config = SimpleNamespace(heads=64, block_size=16, causal=True, divided=False, listed=False)
     names["_load_queries"] = lambda *args: None
+    items = names["Items"](begins, lengths, 1, 1, 1)
+    pipeline = SimpleNamespace(left=ring, right=ring, q_free=None)
     for which, first in ((1, 0), (0, 1)):
         asked.clear()
-        names["produce"](config, SimpleNamespace(left=ring, right=ring), begins, lengths, 1, None, None, cache, which)
+        names["produce"](config, pipeline, items, None, None, cache, which)
         position = torch.arange(64) + 64 * first
         want = (1000 + position // 16) * (1 << 24) + position % 16 * 576
         assert len(asked) == 3

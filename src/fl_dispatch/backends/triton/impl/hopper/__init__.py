@@ -278,8 +278,8 @@ def decode_latent(
         block_size, causal, most_new: slots of a block of the cache; the plain kernel's options for the queries.
     """
     _launcher(LATENT)(
-        (tiles, requests, splits), tensors, (*numbers, block_size, causal, most_new, splits > 1), sizes=(splits,),
-        warps=WARPS,
+        (tiles * requests * splits, 1, 1), tensors, (*numbers, block_size, causal, most_new, splits > 1),
+        sizes=(tiles, requests, splits), warps=WARPS,
     )  # fmt: skip
 
 
@@ -302,6 +302,8 @@ def attend_listed(
         block_size, halvings: slots of a block of the cache, and steps of the search for a token's request.
     """
     query, splits = tensors[0], sizes[1]
+    programs = min(tiles * len(query) * splits, processors(query.device))
     _launcher(LISTED)(
-        (tiles, len(query), splits), tensors, (*numbers, block_size, halvings, splits > 1), sizes=sizes, warps=WARPS
-    )
+        (programs, 1, 1), tensors, (*numbers, block_size, halvings, splits > 1), sizes=(tiles, len(query), *sizes),
+        warps=WARPS,
+    )  # fmt: skip

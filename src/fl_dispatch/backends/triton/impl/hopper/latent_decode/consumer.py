@@ -27,10 +27,10 @@ class Partial:
 
     @gluon.jit
     def places(self, config, work, L: gl.constexpr):
-        """Numbers of a program's rows among the partial results, and whether the rows exist."""
+        """Numbers of an item's rows among the partial results, and whether the rows exist."""
         token, head, valid = work.rows(L)
-        row = (gl.program_id(1) * config.most_new + token).to(gl.int64) * config.heads + head
-        return row * self.splits + gl.program_id(2), valid
+        row = (work.request * config.most_new + token).to(gl.int64) * config.heads + head
+        return row * self.splits + work.split, valid
 
 
 @aggregate
@@ -46,8 +46,8 @@ class Sums:
 
 
 @gluon.jit
-def _scores(pipeline, stage, pair):
-    """Scores of the tile in a stage, once its two pieces are there."""
+def _scores(pipeline, stage, pair, n):
+    """Scores of the tile in a stage, once its two pieces are there; after those of the last pair the queries may go."""
     left = pipeline.left
     right = pipeline.right
     zero = pair // (1 << 30)  # unknown to the compiler, which else keeps all addresses in registers, and spills
@@ -58,7 +58,9 @@ def _scores(pipeline, stage, pair):
     tile = right.tile(stage)
     qk = warpgroup_mma(pipeline.q_right.index(zero), tile.main.permute((1, 0)), qk, is_async=True)
     qk = warpgroup_mma(pipeline.q_rotary.index(zero), tile.rest.permute((1, 0)), qk, is_async=True)
-    return warpgroup_mma_wait(0, deps=[qk])
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    mbarrier.arrive(pipeline.q_free, pred=n < 2)
+    return qk
 
 
 @gluon.jit
@@ -88,20 +90,20 @@ def _start_own(acc, p, values):
 
 
 @gluon.jit
-def _first_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED: gl.constexpr):
+def _first_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
     """Weigh the first tile of a pair, and add the left values of both."""
     left = pipeline.left
     right = pipeline.right
     zero = pair // (1 << 30)
     L: gl.constexpr = sums.m_i.type.layout
-    qk = _scores(pipeline, zero, pair)
+    qk = _scores(pipeline, zero, pair, n)
     p, m_first, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, start, mask, qk_scale, MASKED)
     p = p.to(left.main.dtype)
     _hand_over(pipeline, zero, p, m_first)
     adding, p = _start_own(scale_rows(sums.acc, alpha), p, left.main.index(zero))
     acc, p = warpgroup_mma_wait(0, deps=[adding, p])
     left.release(zero)
-    m_i = _take_over(pipeline, zero + 1, pair & 1, L)
+    m_i = _take_over(pipeline, zero + 1, turn & 1, L)
     alpha = gl.exp2(m_first - m_i)
     acc = scale_rows(acc, alpha)
     adding = warpgroup_mma(right.rest.index(zero + 1), left.main.index(zero + 1), acc, is_async=True)
@@ -112,7 +114,7 @@ def _first_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED: gl.constexp
 
 
 @gluon.jit
-def _second_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED: gl.constexpr):
+def _second_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
     """Weigh the second tile of a pair, and add the right values of both.
 
     The softmax runs beside the product of the first tile's values.
@@ -120,8 +122,8 @@ def _second_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED: gl.constex
     right = pipeline.right
     zero = pair // (1 << 30)
     L: gl.constexpr = sums.m_i.type.layout
-    qk = _scores(pipeline, zero + 1, pair)
-    m_first = _take_over(pipeline, zero, pair & 1, L)
+    qk = _scores(pipeline, zero + 1, pair, n)
+    m_first = _take_over(pipeline, zero, turn & 1, L)
     alpha = gl.exp2(sums.m_i - m_first)
     acc = scale_rows(sums.acc, alpha)
     adding = warpgroup_mma(right.rest.index(zero), right.main.index(zero), acc, is_async=True)
@@ -137,57 +139,40 @@ def _second_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED: gl.constex
 
 
 @gluon.jit
-def _pairs(pipeline, sums, pair, n, stop, work, mask, qk_scale, WHICH: gl.constexpr, MASKED: gl.constexpr):
+def _pairs(pipeline, sums, pair, turn, n, stop, work, mask, qk_scale, WHICH: gl.constexpr, MASKED: gl.constexpr):
     """Pairs of key tiles ``n`` and ``n - 1``, ``n - 2`` and ``n - 3`` … as long as the first is at least ``stop``."""
     while n >= stop:
         start = work.start + n * KEYS
         if WHICH == 0:
-            sums = _first_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED)
+            sums = _first_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED)
         else:
-            sums = _second_pair(pipeline, sums, pair, start, mask, qk_scale, MASKED)
+            sums = _second_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED)
         n -= 2
         pair += 1
-    return sums, pair, n
+        turn += 1
+    return sums, pair, turn, n
 
 
 @gluon.jit
-def _all_weights(pipeline, l_i, pair, WHICH: gl.constexpr):
+def _all_weights(pipeline, l_i, turn, WHICH: gl.constexpr):
     """Sum of the rows' weights in both consumers, after the last pair."""
     L: gl.constexpr = l_i.type.layout
     if WHICH == 0:
         pipeline.rows.index(0).store(l_i)
         mbarrier.arrive(pipeline.weighed.index(0))
-        other = _take_over(pipeline, 1, pair & 1, L)
+        other = _take_over(pipeline, 1, turn & 1, L)
     else:
-        other = _take_over(pipeline, 0, pair & 1, L)
+        other = _take_over(pipeline, 0, turn & 1, L)
         pipeline.rows.index(1).store(l_i)
         mbarrier.arrive(pipeline.weighed.index(1))
     return l_i + other
 
 
 @gluon.jit
-def consume(config, pipeline, query_starts, lengths, out, partial, SCALE, WHICH: gl.constexpr):
-    """Half ``WHICH`` of the results of a program's rows."""
-    S: gl.constexpr = mma_layout(KEYS)
-    A: gl.constexpr = mma_layout(HALF)
-    work = find_work(config, query_starts, lengths, partial.splits)
-    token, _head, _valid = work.rows(gl.SliceLayout(1, S))
-    mask = Mask(work.length - work.new + token, work.stop, config.causal)
-    qk_scale = SCALE * LOG2E
-    acc = gl.zeros([ROWS, HALF], gl.float32, A)
-    m_i = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, S))
-    l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-    if work.tiles > 0:
-        if WHICH == 1:
-            pipeline.right.wait_stage(0, 0)  # the queries came before it; its stage is filled again after this consumer
-        sums = Sums(acc, m_i, l_i)
-        pair = gl.to_tensor(0)
-        n = work.tiles - 1
-        sums, pair, n = _pairs(pipeline, sums, pair, n, work.whole, work, mask, qk_scale, WHICH, True)
-        sums, pair, n = _pairs(pipeline, sums, pair, n, 0, work, mask, qk_scale, WHICH, False)
-        acc = sums.acc
-        m_i = sums.m_i
-        l_i = _all_weights(pipeline, sums.l_i, pair, WHICH)
+def _write(config, work, out, partial, acc, m_i, l_i, WHICH: gl.constexpr):
+    """Write half ``WHICH`` of the results of an item's rows, or of their share."""
+    S: gl.constexpr = m_i.type.layout
+    A: gl.constexpr = acc.type.layout
     if not config.divided:
         W: gl.constexpr = store_layout(ROWS, HALF)
         acc = scale_rows(acc, inverse(m_i, l_i))
@@ -198,6 +183,41 @@ def consume(config, pipeline, query_starts, lengths, out, partial, SCALE, WHICH:
         place, valid = partial.places(config, work, gl.SliceLayout(1, A))
         gl.store(partial.sums + (place * (2 * HALF))[:, None] + column[None, :], acc, mask=valid[:, None])
         if WHICH == 0:
-            place, valid = partial.places(config, work, gl.SliceLayout(1, S))
+            place, valid = partial.places(config, work, S)
             gl.store(partial.statistics + place * 2, m_i, mask=valid)
             gl.store(partial.statistics + place * 2 + 1, l_i, mask=valid)
+
+
+@gluon.jit
+def consume(config, pipeline, items, out, partial, SCALE, WHICH: gl.constexpr):
+    """Half ``WHICH`` of the results of all items of a program.
+
+    ``pair`` counts pairs of tiles, and ``turn`` also the items, after each of which the consumers exchange sums.
+    """
+    S: gl.constexpr = mma_layout(KEYS)
+    A: gl.constexpr = mma_layout(HALF)
+    qk_scale = SCALE * LOG2E
+    pair = gl.to_tensor(0)
+    turn = pair + 0
+    for item in range(gl.program_id(0), items.number(), gl.num_programs(0)):
+        work = find_work(config, items, item)
+        token, _head, _valid = work.rows(gl.SliceLayout(1, S))
+        mask = Mask(work.length - work.new + token, work.stop, config.causal)
+        acc = gl.zeros([ROWS, HALF], gl.float32, A)
+        m_i = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, S))
+        l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        if work.tiles > 0:
+            if WHICH == 1:
+                # The queries came before it; its stage is filled again after this consumer.
+                pipeline.right.wait_stage(0, pair & 1)
+            sums = Sums(acc, m_i, l_i)
+            n = work.tiles - 1
+            sums, pair, turn, n = _pairs(
+                pipeline, sums, pair, turn, n, work.whole, work, mask, qk_scale, WHICH, True
+            )
+            sums, pair, turn, n = _pairs(pipeline, sums, pair, turn, n, 0, work, mask, qk_scale, WHICH, False)
+            acc = sums.acc
+            m_i = sums.m_i
+            l_i = _all_weights(pipeline, sums.l_i, turn, WHICH)
+            turn += 1
+        _write(config, work, out, partial, acc, m_i, l_i, WHICH)

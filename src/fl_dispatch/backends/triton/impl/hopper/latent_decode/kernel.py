@@ -10,14 +10,14 @@ from ..products import ROWS
 from ..rows import Rows
 from .consumer import Partial, consume
 from .producer import LatentCache, produce
-from .work import HALF, KEYS, PRODUCER_WARPS, ROTARY, STAGES, Config
+from .work import HALF, KEYS, PRODUCER_WARPS, ROTARY, STAGES, Config, Items
 
 
 @aggregate
 class Pipeline:
     """Shared memory between producers and consumers; it takes all that a multiprocessor has.
 
-    Queries stay in memory and are published with the first tile of keys.
+    Queries stay in memory for an item of work, and are published with its first tile of keys.
     """
 
     q_left: gl.shared_memory_descriptor
@@ -27,6 +27,7 @@ class Pipeline:
     right: Ring  # second halves, and the rotary parts, which a tile's weights replace
     rows: gl.shared_memory_descriptor  # a number for each row, from each consumer: its maximum, at the end its sum
     weighed: gl.shared_memory_descriptor  # barriers: a tile's weights and the numbers of rows are there
+    q_free: gl.shared_memory_descriptor  # barrier: both consumers have the last scores of the queries
 
 
 @gluon.jit
@@ -48,11 +49,13 @@ def alloc(dtype: gl.constexpr):
         mbarrier.init(left_ring.free.index(index), count=1)
         mbarrier.init(right_ring.free.index(index), count=1 + index)
         mbarrier.init(weighed.index(index), count=1)
-    return Pipeline(q_left, q_right, q_rotary, left_ring, right_ring, rows, weighed)
+    q_free = barriers(1).index(0)
+    mbarrier.init(q_free, count=CONSUMERS)
+    return Pipeline(q_left, q_right, q_rotary, left_ring, right_ring, rows, weighed, q_free)
 
 
 # Triton's launcher takes only numbers and tensors, so the aggregates are made here.
-@gluon.jit(do_not_specialize=["splits", "TABLE_ROW"])
+@gluon.jit(do_not_specialize=["tiles", "requests", "splits", "TABLE_ROW"])
 def latent_attention(
     query,
     query_rope,
@@ -63,6 +66,8 @@ def latent_attention(
     out,
     partial,
     statistics,
+    tiles,
+    requests,
     splits,
     QUERY_TOKEN,
     QUERY_HEAD,
@@ -80,7 +85,7 @@ def latent_attention(
     MOST_NEW: gl.constexpr,
     DIVIDED: gl.constexpr,
 ):
-    """Grid: tiles of ``ROWS`` rows, requests, splits. Row ``token * HEADS + head`` of a request.
+    """Grid: any number of programs, which share the items of work. Row ``token * HEADS + head`` of a request.
 
     Each program has all of a processor's memory.
     """
@@ -92,12 +97,13 @@ def latent_attention(
     results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
     latents = LatentCache(cache, gl.to_tensor(CACHE_BLOCK), gl.to_tensor(CACHE_SLOT), block_table, TABLE_ROW)
     parts = Partial(partial, statistics, splits)
+    items = Items(query_starts, lengths, tiles, requests, splits)
     gl.warp_specialize(
         [
-            (consume, (config, pipeline, query_starts, lengths, results, parts, SCALE, 0)),
-            (consume, (config, pipeline, query_starts, lengths, results, parts, SCALE, 1)),
-            (produce, (config, pipeline, query_starts, lengths, splits, queries, rotary, latents, 0)),
-            (produce, (config, pipeline, query_starts, lengths, splits, queries, rotary, latents, 1)),
+            (consume, (config, pipeline, items, results, parts, SCALE, 0)),
+            (consume, (config, pipeline, items, results, parts, SCALE, 1)),
+            (produce, (config, pipeline, items, queries, rotary, latents, 0)),
+            (produce, (config, pipeline, items, queries, rotary, latents, 1)),
         ],
         [4, PRODUCER_WARPS, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

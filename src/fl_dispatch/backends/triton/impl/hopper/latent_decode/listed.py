@@ -10,26 +10,38 @@ from ..rows import Rows
 from .consumer import Partial, consume
 from .kernel import alloc
 from .producer import produce
-from .work import KEYS, PRODUCER_WARPS, Config
+from .work import KEYS, PRODUCER_WARPS, Config, Items
 
 
 @aggregate
 class ListedRows:
-    """Latent rows ``[block, slot, rank + rotary]``, and the rows that the program's query lists."""
+    """Latent rows ``[block, slot, rank + rotary]``, each request's blocks, and the rows that each query lists."""
 
     pointer: gl.tensor
     block_stride: gl.tensor
     slot_stride: gl.tensor
-    table: gl.tensor  # block table of the query's request
-    listed: gl.tensor  # list of the query
+    table: gl.tensor
+    table_stride: gl.tensor
+    positions: gl.tensor
+    list_stride: gl.tensor
+    query_starts: gl.tensor
+    requests: gl.tensor
+    steps: gl.constexpr
 
     @gluon.jit
-    def blocks(self, start, stop, tile, BLOCK_SIZE: gl.constexpr, L: gl.constexpr):
+    def request(self, work):
+        """Number of the request of an item's query."""
+        return request_of(self.query_starts, work.request, self.requests, self.steps)
+
+    @gluon.jit
+    def blocks(self, work, request, tile, BLOCK_SIZE: gl.constexpr, L: gl.constexpr):
         """Numbers of the slots with a tile's keys, of all slots of the cache."""
-        place = start + tile * KEYS + gl.arange(0, KEYS, layout=L)
-        inside = (tile >= 0) & (place < stop)
-        position = gl.load(self.listed + place, mask=inside, other=0).to(gl.int32)
-        block = gl.load(self.table + position // BLOCK_SIZE, mask=inside, other=0).to(gl.int32)
+        place = work.start + tile * KEYS + gl.arange(0, KEYS, layout=L)
+        inside = (tile >= 0) & (place < work.stop)
+        listed = self.positions + work.request.to(gl.int64) * self.list_stride
+        position = gl.load(listed + place, mask=inside, other=0).to(gl.int32)
+        table = self.table + request.to(gl.int64) * self.table_stride
+        block = gl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(gl.int32)
         return block * BLOCK_SIZE + position % BLOCK_SIZE
 
     @gluon.jit
@@ -40,7 +52,7 @@ class ListedRows:
 
 
 # Triton's launcher takes only numbers and tensors, so the aggregates are made here.
-@gluon.jit(do_not_specialize=["requests", "splits", "TABLE_ROW"])
+@gluon.jit(do_not_specialize=["tiles", "tokens", "requests", "splits", "TABLE_ROW"])
 def listed_attention(
     query,
     query_rope,
@@ -52,6 +64,8 @@ def listed_attention(
     out,
     partial,
     statistics,
+    tiles,
+    tokens,
     requests,
     splits,
     TABLE_ROW,
@@ -70,9 +84,9 @@ def listed_attention(
     STEPS: gl.constexpr,
     DIVIDED: gl.constexpr,
 ):
-    """Grid: tiles of ``ROWS`` heads, queries, splits. A query attends to the first ``counts`` rows of its list.
+    """Grid: any number of programs, which share the items of work: a tile of ``ROWS`` heads of a query, or its share.
 
-    Each program has all of a processor's memory.
+    A query attends to the first ``counts`` rows of its list. Each program has all of a processor's memory.
     """
     config = Config(HEADS, BLOCK_SIZE, False, 1, DIVIDED, True)
     pipeline = alloc(query.dtype.element_ty)
@@ -80,17 +94,17 @@ def listed_attention(
     rotary = Rows(query_rope, gl.to_tensor(ROPE_TOKEN), gl.to_tensor(ROPE_HEAD))
     results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
     parts = Partial(partial, statistics, splits)
-    token = gl.program_id(1)
-    table = block_table + request_of(query_starts, token, requests, STEPS).to(gl.int64) * TABLE_ROW
-    listed = positions + token.to(gl.int64) * LIST_TOKEN
-    latents = ListedRows(cache, gl.to_tensor(CACHE_BLOCK), gl.to_tensor(CACHE_SLOT), table, listed)
-    covered = query_starts + requests
+    items = Items(query_starts + requests, counts, tiles, tokens, splits)
+    latents = ListedRows(
+        cache, gl.to_tensor(CACHE_BLOCK), gl.to_tensor(CACHE_SLOT), block_table, TABLE_ROW, positions,
+        gl.to_tensor(LIST_TOKEN), query_starts, requests, STEPS,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (config, pipeline, covered, counts, results, parts, SCALE, 0)),
-            (consume, (config, pipeline, covered, counts, results, parts, SCALE, 1)),
-            (produce, (config, pipeline, covered, counts, splits, queries, rotary, latents, 0)),
-            (produce, (config, pipeline, covered, counts, splits, queries, rotary, latents, 1)),
+            (consume, (config, pipeline, items, results, parts, SCALE, 0)),
+            (consume, (config, pipeline, items, results, parts, SCALE, 1)),
+            (produce, (config, pipeline, items, queries, rotary, latents, 0)),
+            (produce, (config, pipeline, items, queries, rotary, latents, 1)),
         ],
         [4, PRODUCER_WARPS, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..aggregates import aggregate
 from ..pipeline import publish
@@ -21,11 +22,16 @@ class LatentCache:
     table_stride: gl.tensor
 
     @gluon.jit
-    def blocks(self, start, stop, tile, BLOCK_SIZE: gl.constexpr, L: gl.constexpr):
+    def request(self, work):
+        """Number of the request with an item's keys."""
+        return work.request
+
+    @gluon.jit
+    def blocks(self, work, request, tile, BLOCK_SIZE: gl.constexpr, L: gl.constexpr):
         """Numbers of the blocks with a tile's keys."""
-        position = start + tile * KEYS + gl.arange(0, KEYS, layout=L)
-        table = self.table + gl.program_id(1).to(gl.int64) * self.table_stride
-        return gl.load(table + position // BLOCK_SIZE, mask=(tile >= 0) & (position < stop), other=0).to(gl.int32)
+        position = work.start + tile * KEYS + gl.arange(0, KEYS, layout=L)
+        table = self.table + request.to(gl.int64) * self.table_stride
+        return gl.load(table + position // BLOCK_SIZE, mask=(tile >= 0) & (position < work.stop), other=0).to(gl.int32)
 
     @gluon.jit
     def rows(self, blocks, position, BLOCK_SIZE: gl.constexpr):
@@ -35,7 +41,7 @@ class LatentCache:
 
 @gluon.jit
 def _load_queries(pipeline, query, rotary, work, L: gl.constexpr):
-    """Start to copy a program's queries and their rotary parts, if it has keys; rows that do not exist are 0."""
+    """Start to copy an item's queries and their rotary parts, if it has keys; rows that do not exist are 0."""
     if work.tiles > 0:
         token, head, valid = work.rows(gl.SliceLayout(1, L))
         rows = query.offsets(work.begin + token, head)
@@ -46,34 +52,40 @@ def _load_queries(pipeline, query, rotary, work, L: gl.constexpr):
 
 
 @gluon.jit
-def produce(config, pipeline, query_starts, lengths, splits, query, rotary, cache, WHICH: gl.constexpr):
+def produce(config, pipeline, items, query, rotary, cache, WHICH: gl.constexpr):
     """Fill stage ``WHICH`` with every other tile, from the last to the first, and with zeros beyond the last key.
 
-    The queries go with the first half of the first tile.
+    The queries of an item go with the first half of its first tile, once both consumers have the scores of the item
+    before it; so its copies run while the last results are computed and written.
     """
     L: gl.constexpr = copy_layout(PRODUCER_WARPS)
     R: gl.constexpr = gl.SliceLayout(1, L)
     left = pipeline.left
     right = pipeline.right
-    work = find_work(config, query_starts, lengths, splits)
-    n = work.tiles - 1 - WHICH
-    blocks = cache.blocks(work.start, work.stop, n, config.block_size, R)
-    if WHICH == 0:
-        _load_queries(pipeline, query, rotary, work, L)
-    phase = 1
-    while n >= 0:
-        ahead = cache.blocks(work.start, work.stop, n - STAGES, config.block_size, R)
-        position = work.start + n * KEYS + gl.arange(0, KEYS, layout=R)
-        mask = position < work.stop
-        rows = cache.rows(blocks, position, config.block_size)
-        left.acquire_stage(WHICH, phase)
-        copy_tile(left.tile(WHICH), cache.pointer, rows, mask, 0, HALF, 0, L)
-        async_copy.commit_group()
-        right.acquire_stage(WHICH, phase)
-        copy_tile(right.tile(WHICH), cache.pointer, rows, mask, HALF, HALF, ROTARY, L)
-        async_copy.commit_group()
-        publish(left.full, WHICH, 1)
-        publish(right.full, WHICH, 0)
-        blocks = ahead
-        n -= STAGES
-        phase = phase ^ 1
+    phase = gl.to_tensor(1)
+    q_phase = phase + 0
+    for item in range(gl.program_id(0), items.number(), gl.num_programs(0)):
+        work = find_work(config, items, item)
+        request = cache.request(work)
+        n = work.tiles - 1 - WHICH
+        blocks = cache.blocks(work, request, n, config.block_size, R)
+        if WHICH == 0:
+            mbarrier.wait(pipeline.q_free, q_phase, pred=n >= 0)
+            _load_queries(pipeline, query, rotary, work, L)
+            q_phase = gl.where(n >= 0, q_phase ^ 1, q_phase)
+        while n >= 0:
+            ahead = cache.blocks(work, request, n - STAGES, config.block_size, R)
+            position = work.start + n * KEYS + gl.arange(0, KEYS, layout=R)
+            mask = position < work.stop
+            rows = cache.rows(blocks, position, config.block_size)
+            left.acquire_stage(WHICH, phase)
+            copy_tile(left.tile(WHICH), cache.pointer, rows, mask, 0, HALF, 0, L)
+            async_copy.commit_group()
+            right.acquire_stage(WHICH, phase)
+            copy_tile(right.tile(WHICH), cache.pointer, rows, mask, HALF, HALF, ROTARY, L)
+            async_copy.commit_group()
+            publish(left.full, WHICH, 1)
+            publish(right.full, WHICH, 0)
+            blocks = ahead
+            n -= STAGES
+            phase = phase ^ 1

@@ -1,4 +1,4 @@
-"""Tiles, stages, and the rows and keys of a program."""
+"""Tiles, stages, and the items of work with their rows and keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,13 +31,36 @@ class Config:
 
 
 @aggregate
-class Work:
-    """Rows of a request from ``ROWS * program_id(0)`` on, and its keys from ``start`` to before ``stop``.
+class Items:
+    """The items of work of all programs: tiles of ``ROWS`` rows, of each request, for each share of its keys.
 
-    Fields: the request's first token, new tokens and keys; the program's keys; the number of their tiles, and of the
-    leading tiles that all rows see completely.
+    A program takes every ``num_programs(0)``-th item. With ``listed`` keys a token counts as a request, and
+    ``query_starts`` is where the number of covered tokens stands.
     """
 
+    query_starts: gl.tensor
+    lengths: gl.tensor
+    tiles: gl.tensor
+    requests: gl.tensor
+    splits: gl.tensor
+
+    @gluon.jit
+    def number(self):
+        """Number of items."""
+        return self.tiles * self.requests * self.splits
+
+
+@aggregate
+class Work:
+    """One item: rows of a request from ``ROWS * tile`` on, and its keys from ``start`` to before ``stop``.
+
+    Fields: tile, request and share of the keys; the request's first token, new tokens and keys; the item's keys; the
+    number of their tiles, and of the leading tiles that all rows see completely.
+    """
+
+    tile: gl.tensor
+    request: gl.tensor
+    split: gl.tensor
     begin: gl.tensor
     new: gl.tensor
     length: gl.tensor
@@ -50,29 +73,31 @@ class Work:
     @gluon.jit
     def rows(self, L: gl.constexpr):
         """Token within the request and head of the rows, and whether they exist."""
-        row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=L)
+        row = self.tile * ROWS + gl.arange(0, ROWS, layout=L)
         token = row // self.heads
         return token, row % self.heads, token < self.new
 
 
 @gluon.jit
-def find_work(config, query_starts, lengths, splits):
-    """The program's work. With ``listed`` keys ``query_starts`` is where the number of covered tokens stands."""
-    index = gl.program_id(1)
+def find_work(config, items, item):
+    """The work of an item."""
+    tile = item % items.tiles
+    index = item // items.tiles % items.requests
+    split = item // (items.tiles * items.requests)
     if config.listed:
-        request = load_token(query_starts, lengths, index)
+        request = load_token(items.query_starts, items.lengths, index)
     else:
-        request = load_request(query_starts, lengths, index, index >= 0, True)
+        request = load_request(items.query_starts, items.lengths, index, index >= 0, True)
     new = request.new
     length = request.length
-    first = gl.program_id(0) * ROWS
+    first = tile * ROWS
     start = length * 0
     stop = length
     if config.divided:
         share = (
-            gl.cdiv(gl.cdiv(length, splits), KEYS) * KEYS
+            gl.cdiv(gl.cdiv(length, items.splits), KEYS) * KEYS
         )  # the kernel that adds up the parts divides in the same way
-        start = gl.program_id(2) * share
+        start = split * share
         stop = gl.minimum(start + share, length)
     whole = stop
     if config.causal:
@@ -81,4 +106,5 @@ def find_work(config, query_starts, lengths, splits):
         whole = gl.minimum(stop, before + first // config.heads)
     tiles = gl.cdiv(gl.maximum(stop - start, 0), 2 * KEYS) * 2
     tiles = gl.where(first < new * config.heads, tiles, 0)
-    return Work(request.begin, new, length, start, stop, tiles, gl.maximum(whole - start, 0) // KEYS, config.heads)
+    seen = gl.maximum(whole - start, 0) // KEYS
+    return Work(tile, index, split, request.begin, new, length, start, stop, tiles, seen, config.heads)
