@@ -45,6 +45,12 @@ def stores_fp8(vllm_config: VllmConfig) -> bool:
     return vllm_config.attention_config.resolve_indexer_kv_dtype(usual) == "fp8"
 
 
+def _joined(rotated: Tensor, rest: Tensor, whole: Tensor) -> Tensor:
+    """Return rows of both parts: ``whole`` if its first elements were rotated in place, else new ones."""
+    in_place = not torch.compiler.is_compiling() and rotated.data_ptr() == whole.data_ptr()
+    return whole if in_place else torch.cat((rotated, rest), dim=-1)
+
+
 class IndexCacheFL(DeepseekV32IndexerCache):
     """The paged cache of one indexer's keys."""
 
@@ -101,8 +107,8 @@ class IndexerFL(Indexer):
         query_rope, query_rest = query.split([self.rope_dim, rest], dim=-1)
         key_rope, key_rest = key.split([self.rope_dim, rest], dim=-1)
         query_rope, key_rope = rotary_emb(positions, query_rope, key_rope.unsqueeze(1))
-        query = torch.cat((query_rope.reshape(-1, self.n_head, self.rope_dim), query_rest), dim=-1)
-        key = torch.cat((key_rope.reshape(-1, self.rope_dim), key_rest), dim=-1)
+        query = _joined(query_rope.reshape(-1, self.n_head, self.rope_dim), query_rest, query)
+        key = _joined(key_rope.reshape(-1, self.rope_dim), key_rest, key)
         weights = weights.float() * (self.softmax_scale * self.n_head_scale)
         name = _encode_layer_name(self.k_cache.prefix)
         torch.ops.vllm_fl.sparse_index(query, weights, key, self.topk_indices_buffer, name)
