@@ -7,8 +7,10 @@ for every cell. The table has medians over rounds of the time to the first token
 per second, and their ratios to the better vanilla of the same round: for a time, below 1 is better.
 
     python benchmarks/serve_load.py [--shape llama-3.1-8b | --model FOLDER] [--cells vanilla_fa3,plugin_shipped]
-        [--rate 8] [--requests 160] [--prompt 1024] [--answer 128] [--rounds 3] [--json FILE] [--logs FOLDER]
+        [--rate 8] [--requests 160] [--prompt 1024] [--answer 128] [--rounds 3] [--max-num-seqs 256] [--json FILE]
+        [--logs FOLDER]
 
+With ``--rate inf`` all requests arrive at once; if there are more than ``--max-num-seqs``, some wait for a place.
 The model has a published shape and random weights, in bfloat16; ``--model`` takes a checkpoint. Needs vLLM with its
 compiled operators for vanilla cells, and this package.
 """
@@ -179,6 +181,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024, metavar="TOKENS", help="of a prompt on average")
     parser.add_argument("--answer", type=int, default=128, metavar="TOKENS", help="of an answer on average")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-num-seqs", type=int, metavar="REQUESTS", help="that a server runs at a time")
     parser.add_argument("--cache-gib", type=float, default=12.0, help="each server's KV cache")
     parser.add_argument("--port", type=int, default=8100, help="of the first server; the others follow")
     parser.add_argument("--json", type=Path)
@@ -201,6 +204,8 @@ def main() -> None:
         # vLLM refuses texts of more letters than its longest token has, times the room for prompts; spaces count.
         longest = int((1 + SPREAD) * (load.prompt * 8 / 7 + load.answer)) + 16
         arguments += [f"--max-model-len={longest}", "--no-enable-prefix-caching", "--gpu-memory-utilization=0.3"]
+        if options.max_num_seqs:
+            arguments.append(f"--max-num-seqs={options.max_num_seqs}")
         begun, servers, ready = time.monotonic(), {}, {}
         for number, name in enumerate(names):
             servers[name] = Server(name, known[name], model, options.port + number, arguments, logs)

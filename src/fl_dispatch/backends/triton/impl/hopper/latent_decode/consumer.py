@@ -212,9 +212,7 @@ def consume(config, pipeline, items, out, partial, SCALE, WHICH: gl.constexpr):
                 pipeline.right.wait_stage(0, pair & 1)
             sums = Sums(acc, m_i, l_i)
             n = work.tiles - 1
-            sums, pair, turn, n = _pairs(
-                pipeline, sums, pair, turn, n, work.whole, work, mask, qk_scale, WHICH, True
-            )
+            sums, pair, turn, n = _pairs(pipeline, sums, pair, turn, n, work.whole, work, mask, qk_scale, WHICH, True)
             sums, pair, turn, n = _pairs(pipeline, sums, pair, turn, n, 0, work, mask, qk_scale, WHICH, False)
             acc = sums.acc
             m_i = sums.m_i
