@@ -75,9 +75,13 @@ def scheme_of(config: Mapping[str, Any]) -> Any:
     return schemes.mxfp4()
 
 
-def _methods(served: Mapping[str, str]) -> set[str]:
-    """Return the names of methods in a plugin's list that checkpoints use; it also has names of the host."""
-    return {*served, *served.values(), *(name.partition("_")[0] for name in served)}
+def _methods(served: Mapping[str, Any]) -> set[str]:
+    """Return the names of methods in a plugin's list that checkpoints use; it also has names of the host.
+
+    A value has the checkpoint's name as its field ``name``; in old commits it is that name, or a class.
+    """
+    names = (getattr(value, "name", value) for value in served.values())
+    return {*served, *names, *(name.partition("_")[0] for name in served)}
 
 
 def answers(configs: Mapping[str, Any]) -> Answers:
@@ -108,6 +112,14 @@ def at(source: Path, configs: str) -> Answers:
     return answer
 
 
+def kinds() -> str:
+    """Return the configurations of ``quantized_served.py`` and gpt-oss as JSON."""
+    sys.path[:0] = [str(ROOT / "tests" / room) for room in ("support", "scenarios", "scenarios/quantized")]
+    from quantized_served import CHECKPOINTS
+
+    return json.dumps({**CHECKPOINTS, "mxfp4 of gpt-oss": {"quant_method": "mxfp4"}})
+
+
 def table(before: Answers, now: Answers) -> list[str]:
     """Return the lines of the page: counts, and the checkpoints with changed answers."""
     lines = []
@@ -131,10 +143,7 @@ def main() -> None:
     if options.answer:
         print(json.dumps(answers(json.load(sys.stdin))))
         return
-    sys.path[:0] = [str(ROOT / "tests" / room) for room in ("support", "scenarios", "scenarios/quantized")]
-    from quantized_served import CHECKPOINTS
-
-    said = json.dumps({**CHECKPOINTS, "mxfp4 of gpt-oss": {"quant_method": "mxfp4"}})
+    said = kinds()
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", options.before, "src"], cwd=ROOT, capture_output=True, check=True)
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as sources:
