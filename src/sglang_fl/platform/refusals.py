@@ -39,6 +39,12 @@ BY_HOST: Mapping[str, str] = {
     "saver": "gives memory back by a library for GPUs (create in utils/torch_memory_saver_adapter.py)",
 }
 """SGLang's line that forbids a feature on a CPU, with its function and file."""
+KEPT_STATES = (
+    "SGLang takes the state after each draft, commit_mamba_states_after_verify in speculative/spec_utils.py, and our "
+    "layers keep the last one"
+)
+MINIMAX = "MiniMaxM2ForCausalLM"
+MINIMAX_NORMS = "its norms of queries and keys are Triton kernels: rms_sumsq_serial in models/minimax_m2.py"
 ONE_PREDICTOR = "SGLang asserts that there is one: _initialize_nextn_conf in deepseek_weight_loader.py"
 
 
@@ -105,6 +111,7 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
         *_sparse(runner, device),
         *_quantized(runner, device),
         *_predictors(runner, device),
+        *_norms(runner, device),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
             "values of another size than keys",
@@ -164,7 +171,7 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
             quantized and groups % args.tp_size != 0,
             f"quantized {what} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py)",
         ),
-        (args.speculative_algorithm is not None, f"drafts beside {what}"),
+        (args.speculative_algorithm is not None, f"drafts beside {what} ({KEPT_STATES})"),
         (args.enable_dp_attention, f"data-parallel attention beside {what}"),
     ]
 
@@ -193,6 +200,12 @@ def _predictors(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str
         (device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
         (count > 1, f"drafts of {count} predictors ({ONE_PREDICTOR})"),
     ]
+
+
+def _norms(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    """Return the models with norms that only SGLang's Triton kernels compute."""
+    names = runner.model_config.hf_config.architectures or ()
+    return [(MINIMAX in names and not device.accelerator, f"{MINIMAX} ({MINIMAX_NORMS})")]
 
 
 def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:

@@ -24,6 +24,8 @@ BY_MODEL = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms that draft with a model; SGLang treats NEXTN as another name of EAGLE."""
 BY_LOOK_UP = "NGRAM"
 SERVED = (*BY_MODEL, BY_LOOK_UP)
+BOTH_WAYS = ("DFLASH", "DSPARK")
+"""Algorithms with drafts that attend to each other in both directions (``models/dflash.py``)."""
 STEPS = 3
 """Default number of drafts of a step: SGLang's number for most models."""
 
@@ -49,7 +51,9 @@ def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[
         return []
     what = f"speculative decoding with '{algorithm}'"
     if not serves(algorithm):
-        return [(True, what if algorithm not in SERVED else f"{what} under SGLang {host_version()}")]
+        both = "its drafts attend both ways: _get_dflash_layer_attention_params in models/dflash.py"
+        why = f" under SGLang {host_version()}" if algorithm in SERVED else f" ({both})" * (algorithm in BOTH_WAYS)
+        return [(True, what + why)]
     backend, mode = args.speculative_draft_attention_backend, args.speculative_attention_mode
     cache, quantized = args.speculative_draft_kv_cache_dtype, args.speculative_draft_model_quantization
     return [

@@ -74,6 +74,7 @@ def test_data_parallel_attention_is_refused_on_an_accelerator(scheduler: None) -
 
 
 STATES = "layers with a state for each request"
+DRAFTS = f"drafts beside {STATES} ({refusals.KEPT_STATES})"
 PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size": 1}
 
 
@@ -81,8 +82,18 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
     ("device", "arguments", "config", "said"),
     [
         (CUDA, {}, "Qwen3NextConfig", f"{STATES} on cuda"),
-        (ASCEND, {"speculative_algorithm": "NGRAM"}, "Qwen3NextConfig", f"drafts beside {STATES} on ascend"),
-        (CPU, {"speculative_algorithm": "NGRAM"}, "Qwen3NextConfig", f"drafts beside {STATES} on cpu"),
+        (
+            ASCEND,
+            {"speculative_algorithm": "NGRAM"},
+            "Qwen3NextConfig",
+            f"{DRAFTS} on ascend",
+        ),
+        (
+            CPU,
+            {"speculative_algorithm": "NGRAM"},
+            "Qwen3NextConfig",
+            f"{DRAFTS} on cpu",
+        ),
         (CPU, {"enable_dp_attention": True}, "Qwen3NextConfig", f"data-parallel attention beside {STATES} on cpu"),
         (
             CPU,
@@ -116,6 +127,24 @@ def test_layers_with_a_state_are_refused_before_weights_load(
     text.architectures = ["A"]
     with pytest.raises(ValueError, match=f"^sglang_fl does not support {re.escape(said)} yet"):
         refusals.check_model(runner, device)
+
+
+def test_sglang_takes_the_state_after_each_draft_from_buffers_that_its_kernels_fill(scheduler: None) -> None:
+    from sglang.srt.speculative import spec_utils
+
+    assert "keep per-step" in (inspect.getdoc(spec_utils.commit_mamba_states_after_verify) or "")
+
+
+def test_minimax_is_refused_on_a_cpu_for_sglangs_triton_kernels(scheduler: None) -> None:
+    import sglang.srt
+
+    source = Path(sglang.srt.__path__[0], "models/minimax_m2.py").read_text()
+    (norm,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "rms_sumsq_serial")
+    assert "rmsnorm_sumsq_kernel_serial[" in ast.unparse(norm)
+    said = SimpleNamespace(architectures=[refusals.MINIMAX])
+    runner: Any = SimpleNamespace(model_config=SimpleNamespace(hf_config=said))
+    assert refusals._norms(runner, CPU) == [(True, f"{refusals.MINIMAX} ({refusals.MINIMAX_NORMS})")]
+    assert not refusals._norms(runner, CUDA)[0][0]
 
 
 def test_sglang_divides_no_quantized_projection_whose_groups_ranks_share(scheduler: None) -> None:

@@ -5,6 +5,9 @@ One engine for each way to draft. SGLang counts how often drafts are checked, an
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,7 +249,7 @@ REFUSED = {
     "adapters": ({"enable_lora": True}, "LoRA and speculative decoding with 'EAGLE'"),
     "stages": ({"pp_size": 2}, "pipeline stages and speculative decoding with 'EAGLE'"),
     "replicas": ({"dp_size": 2}, "data-parallel ranks and speculative decoding with 'EAGLE'"),
-    "others": ({"speculative_algorithm": "dflash"}, "speculative decoding with 'DFLASH'"),
+    "others": ({"speculative_algorithm": "uno"}, "speculative decoding with 'UNO'"),
 }
 
 
@@ -262,6 +265,34 @@ def test_what_is_not_covered_is_refused_in_one_sentence(case: str, scheduler: No
     given, said = REFUSED[case]
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} on cpu yet \(model m\)$"):
         refusals.refuse_unsupported(_asked(**given), detect_device())
+
+
+@pytest.mark.parametrize("algorithm", speculation.BOTH_WAYS)
+def test_drafts_that_attend_both_ways_are_refused_with_the_line_of_sglangs(algorithm: str, scheduler: None) -> None:
+    import sglang.srt
+
+    said = f"sglang_fl does not support speculative decoding with '{algorithm}' (its drafts attend both ways: "
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}") as refused:
+        refusals.refuse_unsupported(_asked(speculative_algorithm=algorithm.lower()), detect_device())
+    found = re.search(r": (\w+) in (\S+\.py)\)", str(refused.value))
+    assert found is not None
+    (function,) = (
+        node
+        for node in ast.parse(Path(sglang.srt.__path__[0], found[2]).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == found[1]
+    )
+    assert "AttentionType.ENCODER_ONLY" in ast.unparse(function)
+
+
+def test_drafters_of_dspark_are_those_of_dflash(scheduler: None) -> None:
+    """SGLang itself asks the platform for DFLASH, and takes DSpark on CUDA, NPUs and XPUs alone."""
+    import sglang.srt
+    from sglang.srt.arg_groups import speculative_hook
+
+    dspark = Path(sglang.srt.__path__[0], "models/dspark.py").read_text()
+    assert "from sglang.srt.models.dflash import DFlashDraftModel" in dspark
+    assert "supports_speculative_algorithm(algorithm)" in inspect.getsource(speculative_hook._handle_dflash)
+    assert "only supports CUDA, NPU or XPU device" in inspect.getsource(speculative_hook._handle_dspark)
 
 
 @pytest.mark.parametrize("algorithm", speculation.SERVED)

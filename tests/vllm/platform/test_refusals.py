@@ -5,7 +5,9 @@ The configurations are vLLM's own, made from a checkpoint's ``config.json`` as `
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -266,6 +268,21 @@ def test_the_host_itself_refuses_balanced_experts_by_the_platforms_name(configur
     only = "Expert parallelism load balancing is only supported on CUDA devices or ROCm devices or XPU devices now."
     with pytest.raises(ValueError, match=re.escape(only)):
         configure("qwen3_moe", **sharded, enable_eplb=True)
+
+
+def test_the_host_overlaps_batches_by_parts_that_it_imports_for_cuda_like_platforms_alone() -> None:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    assert "Microbatching currently only supports the deepep_low_latency, " in inspect.getsource(VllmConfig)
+    (guarded,) = (
+        node
+        for node in ast.parse(inspect.getsource(all2all_utils)).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "current_platform.is_cuda_alike()"
+    )
+    for name in ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"):
+        assert name in ast.unparse(guarded)
+        assert not hasattr(all2all_utils, name)
 
 
 def invariant() -> Any:
