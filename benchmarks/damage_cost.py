@@ -37,6 +37,7 @@ PARTS = {
     "ignore": "nothing",
     "scheduler": "the scheduler's part",
     "function": "the same, and a count function that does nothing",
+    "arguments": "the same, and all that precedes a launch",
     "launch": "the same, and a launch over one column",
     "kernel": "the same, but over the logits",
     "marks": "the same, but each step has marks of its own",
@@ -99,18 +100,21 @@ class Check:
         assert runner.sampler.compute_nans, "the engine contains no damage"
         self.sampler, self.module, self.count = runner.sampler, sampler, sampler.get_num_nans
         self.hooks = [
-            ("scheduler", Scheduler, "schedule", Scheduler.schedule),
             ("scheduler", Scheduler, "update_from_output", Scheduler.update_from_output),
             ("marks", runner, "sample", runner.sample),
             ("recompute", AsyncOutput, "get_output", AsyncOutput.get_output),
         ]
         column = torch.zeros(batch, 1, dtype=runner.dtype, device=runner.device)
-        memory = host_marks(batch)
-        slot = memory and memory.mark(column)
+        memory, unlaunched = host_marks(batch), host_marks(batch)
+        slot, other = memory and memory.mark(column), unlaunched and unlaunched.mark(column)
         assert slot, "this device does not write its marks to host memory"
+        unlaunched._launches = dict.fromkeys(unlaunched._launches, lambda *_: None)
 
         def nothing(logits: Any) -> None:
             pass
+
+        def arguments(logits: Any) -> None:
+            unlaunched.mark(column, other)
 
         def launch(logits: Any) -> None:
             memory.mark(column, slot)
@@ -118,7 +122,7 @@ class Check:
         def kernel(logits: Any) -> None:
             memory.mark(logits, slot)
 
-        self.functions = {"function": nothing, "launch": launch, "kernel": kernel}
+        self.functions = {"function": nothing, "arguments": arguments, "launch": launch, "kernel": kernel}
 
     def become(self, setting: str) -> None:
         """Let a setting's parts run, and no others."""

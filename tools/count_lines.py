@@ -44,16 +44,16 @@ PARTS = {
     ),
     "shadow mode": Part(("fl_dispatch/shadow/*.py",), lines=470, tokens=4_220),
     "compiled": Part(("fl_dispatch/compiled/*.py",), lines=470, tokens=4_750),
-    "devices": Part(("fl_dispatch/devices/*.py",), lines=755, tokens=6_150),
+    "devices": Part(("fl_dispatch/devices/*.py",), lines=775, tokens=6_360),
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_265, tokens=11_950),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=5_020, tokens=65_150),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_400, tokens=125_200),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=4_970, tokens=51_500),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=5_000, tokens=51_820),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_810, tokens=61_400),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_625, tokens=32_700),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_400, tokens=87_950),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_810, tokens=44_960),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_810, tokens=45_000),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

@@ -3,11 +3,13 @@
 ``JITFunction[grid](...)`` computes a kernel's specialization at every launch: 7 to 15 µs in Python. A :class:`Launcher`
 keeps the compiled kernel under a key that determines the specialization, and launches it with ``CompiledKernel.run``,
 which ``JITFunction.run`` also calls. If that shortcut is untested (another compiler, an untested version of Triton, a
-profiler's hook, tracing by Dynamo, the interpreter), it uses the public launch.
+profiler's hook, tracing by Dynamo, the interpreter), it uses the public launch. :meth:`Launcher.first` is for a kernel
+of every step: later launches compute no key either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +28,10 @@ MISALIGNED = 15  # Triton specializes a pointer on divisibility by 16
 INTERPRETED = interpreted()
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors that have data."""
+Grid = tuple[int, int, int]
+"""Programs along three axes."""
+Repeat = Callable[[Grid, tuple[int, ...]], None]
+"""A function that launches a kernel again, with a grid, and addresses and sizes in one tuple."""
 
 
 def _short_way() -> bool:
@@ -55,7 +61,7 @@ class Launcher:
 
     def __call__(
         self,
-        grid: tuple[int, int, int],
+        grid: Grid,
         tensors: tuple[Tensor, ...],
         numbers: tuple[Any, ...],
         *,
@@ -103,3 +109,25 @@ class Launcher:
         compiled.run(
             *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *sizes, *numbers
         )
+
+    def first(
+        self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], *, sizes: tuple[int, ...], warps: int
+    ) -> Repeat | None:
+        """Launch, and return a function that launches again; ``None`` if the shortcut is untested.
+
+        The caller of the function ensures that its tensors have the dtypes, device and alignment of these.
+        """
+        native.require_data(tensors)
+        compiled = self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps)
+        if not _short_way():
+            return None
+        device, stream_of = tensors[0].get_device(), torch._C._cuda_getCurrentRawStream
+        run, fixed = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+        def launch(grid: Grid, arguments: tuple[int, ...]) -> None:
+            if _hooked():
+                compiled[grid](*arguments, *numbers)
+            else:
+                run(*grid, stream_of(device), *fixed, *arguments, *numbers)
+
+        return launch

@@ -74,7 +74,8 @@ class Damage:
 
     def watches(self, batch: ScheduleBatch) -> bool:
         """Whether a batch reads a request again."""
-        return any(request.rid in self.verdicts.watched for request in batch.reqs)
+        watched = self.verdicts.watched
+        return bool(watched) and any(request.rid in watched for request in batch.reqs)
 
     def add(self, origins: Sequence[Origin] | None) -> None:
         """Store origins that a watched step found; ``None`` if calls were not checked."""
@@ -84,7 +85,8 @@ class Damage:
     def judge(self, scheduler: Scheduler, batch: ScheduleBatch, rows: Sequence[int], watched: bool) -> list[Req]:
         """End damaged requests, and return those to be read again."""
         again = []
-        for request, damaged in zip(batch.reqs, rows, strict=False):
+        calm = not (self.verdicts.watched or self.suspects or any(rows))
+        for request, damaged in () if calm else zip(batch.reqs, rows, strict=False):
             if request.finished() or request.to_finish is not None:
                 self.verdicts.watched.discard(request.rid)
                 continue
@@ -301,7 +303,8 @@ def _rows(result: Any) -> list[int]:
     for each in found:
         if each.copied is not None:
             each.copied.synchronize()
-    return torch.stack([each.rows for each in found]).amax(0).tolist()
+    rows = [each.rows for each in found]
+    return (rows[0] if len(rows) == 1 else torch.stack(rows).amax(0)).tolist()
 
 
 def _under_way(scheduler: Scheduler) -> list[Req]:

@@ -104,11 +104,10 @@ class Marking:
         """The marks of the step that is being sampled, and of the steps before it in one scheduling."""
 
     def __call__(self, logits: Tensor) -> Tensor | None:
-        slot = self.memory.mark(logits, self.slot) if self.samples else None
-        if slot is None:
-            return damaged_rows(logits)
-        self.slot = slot
-        return None
+        if self.samples and (slot := self.memory.mark(logits, self.slot)) is not None:
+            self.slot = slot
+            return None
+        return damaged_rows(logits)
 
     def around(self, sample: Any) -> Any:
         """Wrap the runner's ``sample``, which may sample several steps: all their marks are on what it returns."""
@@ -139,7 +138,7 @@ def _with_marks(get_output: Any) -> Any:
         if slot is not None and (seen or slot.found()):
             seen = True  # from now on, because a request keeps its count until it gets another one
             counts = output.num_nans_in_logits or {}  # of later steps, in which the kernel failed
-            named = zip(output.req_ids, slot.marks.tolist(), strict=False)
+            named = zip(output.req_ids, slot.damaged(), strict=False)
             output.num_nans_in_logits = {name: mark + counts.get(name, 0) for name, mark in named}
         return output
 

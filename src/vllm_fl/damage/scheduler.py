@@ -32,31 +32,21 @@ def contain() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     if not hasattr(Scheduler.update_from_output, "__wrapped__"):
-        Scheduler.schedule = _ordering(Scheduler.schedule)
         Scheduler.update_from_output = _judging(Scheduler.update_from_output)
-
-
-def _ordering(schedule: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
-    @wraps(schedule)
-    def ordered(self: Scheduler, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        step = schedule(self, *args, **kwargs)
-        damage = DAMAGE.find(self)
-        if damage is not None and not damage.verdicts.watched.isdisjoint(step.num_scheduled_tokens):
-            WATCH.give(step, True)
-        return step
-
-    return ordered
 
 
 def _judging(update: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(update)
     def judged(self: Scheduler, step: SchedulerOutput, output: ModelRunnerOutput) -> Any:
-        report, watched = STEP_REPORT.find(output), WATCH.find(step) is not None
-        counts, spoiled = output.num_nans_in_logits, _spoiled(self, output)
+        report, damage = STEP_REPORT.find(output), DAMAGE.find(self)
+        counts, heard = output.num_nans_in_logits, output.kv_connector_output
+        spoiled = {} if heard is None else _spoiled(self, heard)
+        watched = damage is not None and WATCH.find(step) is not None
         if not (report or watched or spoiled or (counts and any(counts.values()))) or choice.is_off():
             return update(self, step, output)
-        if (damage := DAMAGE.find(self)) is None:
+        if damage is None:
             DAMAGE.give(self, damage := Damage(self))
+            self.schedule = damage.ordering(self.schedule)
         ended = damage.judge(step, output, watched, report or NOTHING, spoiled)
         result = update(self, step, output)
         for request, why in ended:
@@ -72,6 +62,18 @@ class Damage:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.verdicts = Verdicts(get_settings().damaged_requests)
+
+    def ordering(self, schedule: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
+        """Wrap the scheduler's ``schedule``: it marks steps to be watched. Before the first damage, no step is."""
+
+        @wraps(schedule)
+        def ordered(*args: Any, **kwargs: Any) -> SchedulerOutput:
+            step = schedule(*args, **kwargs)
+            if not self.verdicts.watched.isdisjoint(step.num_scheduled_tokens):
+                WATCH.give(step, True)
+            return step
+
+        return ordered
 
     def judge(
         self,
@@ -178,10 +180,10 @@ class Damage:
         self.scheduler.kv_cache_manager.evict_blocks(set(blocks))
 
 
-def _spoiled(scheduler: Scheduler, output: ModelRunnerOutput) -> Mapping[int, str]:
-    """Return blocks with another engine's wrong keys and values, and why they are wrong."""
-    heard, ask = output.kv_connector_output, getattr(scheduler.connector, "fl_spoiled", None)
-    return ask(heard) if heard is not None and ask is not None else {}
+def _spoiled(scheduler: Scheduler, heard: Any) -> Mapping[int, str]:
+    """Return blocks with another engine's wrong keys and values, and why they are wrong, as a connector heard."""
+    ask = getattr(scheduler.connector, "fl_spoiled", None)
+    return {} if ask is None else ask(heard)
 
 
 def _answer(result: Any, request: Request, why: str) -> None:

@@ -36,6 +36,17 @@ def logits(dtype: torch.dtype) -> torch.Tensor:
     return made[:, :WIDTH]
 
 
+def on_an_accelerator(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> rows.HostMarks:
+    """Return memory for marks, which kernels write although this machine has no accelerator."""
+    memory = rows.HostMarks(most_rows)
+    memory.on_host = False
+    device = SimpleNamespace(accelerator=True, writes_pinned_memory=True, torch_type="cpu")
+    monkeypatch.setattr(rows, "FAILED", {})
+    monkeypatch.setattr(rows, "detect_device", lambda: device)
+    monkeypatch.setattr(rows, "why_unavailable", lambda: "")
+    return memory
+
+
 def check(found: Any, before: torch.Tensor, after: torch.Tensor) -> None:
     faults = [fault for _, fault in CHANGES]
     assert [bool(mark) for mark in found] == faults
@@ -59,7 +70,78 @@ def test_marks_in_host_memory_keep_those_of_earlier_steps() -> None:
     assert memory.mark(second, slot) is slot
     faults = [fault for _, fault in CHANGES]
     expected = [one or other for one, other in zip(faults, reversed(faults), strict=True)]
-    assert slot.marks.tolist()[: len(CHANGES)] == expected
+    assert (slot.found(), slot.damaged()) == (True, expected)
+    memory = rows.HostMarks(len(CHANGES))
+    assert memory.mark(torch.ones(2, 8)).damaged() == [0, 0]  # type: ignore[union-attr]
+
+
+def test_a_clean_scheduling_writes_nothing_to_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "KEPT", 1)
+    memory = rows.HostMarks(len(CHANGES))
+    slot = memory.mark(logits(torch.float32))
+    assert slot is not None
+    before = slot.marks.clone()
+    assert memory.mark(torch.ones(3, 8)) is slot
+    assert torch.equal(slot.marks, before), "nothing is cleared"
+    assert not slot.found()
+
+
+def test_a_slot_that_is_taken_again_shows_nothing_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "KEPT", 1)
+    monkeypatch.setattr(rows, "MOST_NUMBER", 2)
+    memory = rows.HostMarks(len(CHANGES))
+    found = []
+    for given in (logits(torch.float32), torch.ones(3, 8)):
+        slot = memory.mark(given)
+        assert slot is not None
+        found.append((slot.number, slot.found(), sum(slot.damaged())))
+    assert found == [(1, True, sum(fault for _, fault in CHANGES)), (2, False, 0)]
+    slot = memory.mark(torch.full((3, 8), NAN))
+    assert slot is not None
+    assert (slot.number, slot.damaged()) == (1, [1, 1, 1])
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
+def test_from_the_second_step_on_logits_of_one_layout_are_launched_again(
+    offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = [], []
+
+    def mark_in_slot(logits: torch.Tensor, slot: rows.Slot) -> Any:
+        first.append((logits.data_ptr(), slot.address, slot.number))
+        return lambda grid, arguments: again.append((grid, arguments))
+
+    memory = on_an_accelerator(monkeypatch, 4)
+    monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.mark_in_slot", mark_in_slot)
+    steps = [torch.zeros(3 * 64 + 1)[offset : offset + 3 * 64].view(3, 64) for _ in range(3)]
+    slots = [memory.mark(step) for step in steps]
+    assert first == [(steps[0].data_ptr(), slots[0].address, 1)]  # type: ignore[union-attr]
+    assert (
+        again
+        == [
+            ((3, 1, 1), (step.data_ptr(), slot.address, slot.number, 64))  # type: ignore[union-attr]
+            for step, slot in zip(steps[1:], slots[1:], strict=True)
+        ]
+    )
+    assert memory.mark(steps[0][:2, :63]) is not None, "a padded vocabulary"
+    assert again[2][0] == (2, 1, 1)
+    assert again[2][1][-1] == 63
+    for other in (torch.zeros(3, 63), steps[0].double(), torch.zeros(193)[1 - offset :][:192].view(3, 64)):
+        assert memory.mark(other) is not None
+    assert (len(first), len(again)) == (4, 3)
+
+
+def test_a_launch_that_fails_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def again(grid: Any, arguments: Any) -> None:
+        calls.append(arguments)
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    memory = on_an_accelerator(monkeypatch, 4)
+    monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.mark_in_slot", lambda logits, slot: again)
+    found = [memory.mark(torch.zeros(3, 64)) is not None for _ in range(4)]
+    assert (found, len(calls), list(rows.FAILED)) == ([True, False, False, False], 1, [True])
 
 
 @pytest.mark.parametrize("device", [{"writes_pinned_memory": False}, {"writes_pinned_memory": True, "triton": False}])
@@ -87,24 +169,22 @@ def test_a_kernel_that_refuses_host_memory_still_marks_on_the_device(
 ) -> None:
     launched = []
 
-    def launch(logits: torch.Tensor, marks: torch.Tensor | None) -> torch.Tensor:
-        launched.append(marks is not None)
-        if marks is not None:
-            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+    def in_slot(logits: torch.Tensor, slot: rows.Slot) -> None:
+        launched.append("in slot")
+        raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+    def on_device(logits: torch.Tensor) -> torch.Tensor:
+        launched.append("on device")
         return torch.ones(len(logits), dtype=torch.int32)
 
-    device = SimpleNamespace(accelerator=True, writes_pinned_memory=True, torch_type="cpu")
-    monkeypatch.setattr(rows, "FAILED", {})
-    memory = rows.HostMarks(most)
-    memory.on_host = False
-    monkeypatch.setattr(rows, "detect_device", lambda: device)
-    monkeypatch.setattr(rows, "why_unavailable", lambda: "")
-    monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.damaged_rows_in_one_launch", launch)
+    memory = on_an_accelerator(monkeypatch, most)
+    monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.mark_in_slot", in_slot)
+    monkeypatch.setattr("fl_dispatch.hosting.damage.rows_kernel.damaged_rows_in_one_launch", on_device)
     given = logits(torch.float32)
     for _ in range(2):
         assert memory.mark(given) is None
         assert rows.damaged_rows(given).all()
-    assert launched == ([True, False, False] if most == len(CHANGES) else [False, False])
+    assert launched == (["in slot"] if most == len(CHANGES) else []) + ["on device"] * 2
 
 
 KERNEL = """
@@ -113,19 +193,24 @@ sys.path[:0] = {folders!r}
 from test_damaged_rows import check, logits
 from fl_dispatch.hosting.damage import rows, rows_kernel
 launch, launched = rows_kernel.damaged_rows_in_one_launch, []
-def counted(logits, marks=None):
+def counted(logits):
     launched.append(logits.dtype)
-    return launch(logits, marks)
+    return launch(logits)
 rows_kernel.damaged_rows_in_one_launch = counted
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     given = logits(dtype)
     before, behind = given.clone(), given._base[:, -8:].clone()
     check(rows.damaged_rows(given).tolist(), before, given)
     assert torch.equal(given._base[:, -8:], behind)
-    again, marks = before.clone(), torch.zeros(len(before), dtype=torch.int32)
-    marks[0] = 1  # of an earlier step
-    assert launch(again, marks) is marks and marks[0]
-    check([0, *marks[1:].tolist()], before, again)
+    again, slot = before.clone(), rows.Slot(torch.full((1 + len(before),), 6, dtype=torch.int32))
+    for number in (6, 7):
+        slot.number, slot.rows = number, len(before)
+        assert rows_kernel.mark_in_slot(again, slot) is None, "the interpreter repeats nothing"
+        assert slot.found() == (number == 6), "an overwritten row is damaged no more"
+    again = before.clone()
+    rows_kernel.mark_in_slot(again, slot)
+    assert slot.found()
+    check(slot.damaged(), before, again)
 assert rows.damaged_rows(given[:0]).tolist() == []
 print(json.dumps([len(launched), list(rows.FAILED)]))
 """
@@ -160,7 +245,7 @@ def test_a_kernel_that_found_no_memory_is_tried_again(
 ) -> None:
     launched = []
 
-    def launch(logits: torch.Tensor, marks: torch.Tensor | None) -> torch.Tensor:
+    def launch(logits: torch.Tensor) -> torch.Tensor:
         launched.append(logits)
         raise error
 

@@ -1,4 +1,7 @@
-"""Marks of damaged logits in host memory become vLLM's counts, of every request and of every step."""
+"""Marks of damaged logits in host memory become vLLM's counts, of every request and of every step.
+
+Until the first damage, schedulers have vLLM's own ``schedule``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fl_dispatch.hosting.damage.rows import KEPT, HostMarks
-from vllm_fl.damage import detection
+from vllm_fl.damage import detection, scheduler
+from vllm_fl.damage.messages import WATCH
 
 
 def new_marking() -> detection.Marking:
@@ -71,7 +75,7 @@ def test_an_engine_is_told_of_its_damage_after_another_one_started_in_its_proces
 
 def test_a_rank_whose_output_nobody_reads_keeps_the_memory_that_its_device_may_still_write() -> None:
     marking = new_marking()
-    places = [detection.MARKS.of(sampled(marking, marking, logits(1))).marks.data_ptr() for _ in range(KEPT + 1)]
+    places = [detection.MARKS.of(sampled(marking, marking, logits(1))).address for _ in range(KEPT + 1)]
     assert len(set(places)) == KEPT
     assert places[0] == places[KEPT]
 
@@ -109,3 +113,36 @@ def test_the_start_compiles_for_logits_of_a_padded_vocabulary_too(
     model = SimpleNamespace(get_vocab_size=lambda: words, dtype=torch.bfloat16)
     detection.warm_up(model, torch.device("cpu"))  # type: ignore[arg-type]
     assert marked == counted == {(stride, 1, words) for stride in strides}
+
+
+class Scheduler:
+    """vLLM's scheduler of two requests."""
+
+    connector = None
+
+    def schedule(self) -> SimpleNamespace:
+        return SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1})
+
+    @scheduler._judging
+    def update_from_output(self, step: Any, output: Any) -> dict[int, Any]:
+        return {}
+
+
+def test_vllms_scheduling_is_not_wrapped_until_the_first_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler as Original
+
+    scheduler.contain()
+    assert not hasattr(Original.schedule, "__wrapped__")
+    monkeypatch.setattr(scheduler.Damage, "judge", lambda *_: [])
+    one, watched = Scheduler(), []
+    for counts in (None, {"a": 0, "b": 0}, {"a": 0, "b": 1}, None, {"a": 1, "b": 0}):
+        step = one.schedule()
+        watched.append(WATCH.find(step) is not None)
+        before = dict(vars(one))
+        one.update_from_output(step, SimpleNamespace(num_nans_in_logits=counts, kv_connector_output=None))
+        if not (counts and any(counts.values())):
+            assert vars(one) == before
+        elif not before:
+            scheduler.DAMAGE.of(one).verdicts.watched.add("b")
+    assert watched == [False, False, False, True, True]
+    assert one.schedule.__wrapped__.__func__ is Scheduler.schedule, "it is wrapped once"  # type: ignore[attr-defined]

@@ -23,6 +23,10 @@ memory, only for that call."""
 KEPT = 64
 """The number of schedulings that have marks at a time, more than can be under way. A host reads the output of one rank,
 and the others drop theirs before their devices have written it."""
+ALIGNED = 16
+"""Bytes: Triton compiles a kernel of its own for addresses that are no multiple of it."""
+MOST_NUMBER = (1 << 31) - 1
+"""The largest number of a scheduling, after which 1 comes again."""
 
 
 def damaged_rows(logits: Tensor) -> Tensor:
@@ -38,9 +42,12 @@ def damaged_rows(logits: Tensor) -> Tensor:
     Returns:
         1 for each damaged row, else 0, ``[rows]``, int32.
     """
-    marks = _by_kernel(logits, None) if _has_kernel(logits, in_host_memory=False) else None
-    if marks is not None:
-        return marks
+    if _has_kernel(logits, in_host_memory=False):
+        try:
+            found: Tensor = _kernel().damaged_rows_in_one_launch(logits)
+            return found
+        except Exception as error:
+            _give_up(error, in_host_memory=False)
     highest = logits.amax(-1)
     damaged = (highest - highest).ne(0)  # NaN from NaN and from infinity
     if detect_device().accelerator or bool(damaged.any()):  # reading it on an accelerator would wait for the device
@@ -49,29 +56,40 @@ def damaged_rows(logits: Tensor) -> Tensor:
 
 
 class Slot:
-    """The marks of one scheduling in host memory: 1 for each row that was damaged in one of its steps, else 0.
+    """The marks of one scheduling in host memory.
+
+    Each scheduling has a number of its own, which the device writes for damaged rows. So a slot is never cleared, and
+    the host compares one number while all is right.
 
     Args:
-        marks: ``[most rows]``, int32.
+        marks: ``[1 + most rows]``, int32: the number if any row was damaged in a step of the scheduling, then that of
+            each row.
 
     Attributes:
-        rows: number of rows that the steps have.
+        address: of the marks.
+        number: the number of the scheduling.
+        rows: the number of rows that its steps have.
     """
 
-    __slots__ = ("_words", "marks", "rows")
+    __slots__ = ("_words", "address", "marks", "number", "rows")
 
     def __init__(self, marks: Tensor) -> None:
-        self.marks, self.rows = marks, 0
+        self.marks, self.address = marks, marks.data_ptr()
         self._words = marks.numpy()
+        self.number = self.rows = 0
 
-    def clear(self, rows: int) -> None:
+    def begin(self, rows: int) -> None:
         """Begin a scheduling."""
-        self._words.fill(0)
+        self.number = self.number % MOST_NUMBER + 1
         self.rows = rows
 
     def found(self) -> bool:
-        """Whether a row is marked, once the device has finished the steps."""
-        return bool(self._words.any())
+        """Whether a row is damaged, once the device has finished the steps."""
+        return bool(self._words[0] == self.number)
+
+    def damaged(self) -> list[int]:
+        """Return 1 for each damaged row, else 0, once the device has finished the steps."""
+        return [int(word == self.number) for word in self._words[1 : 1 + self.rows]]
 
 
 class HostMarks:
@@ -85,9 +103,12 @@ class HostMarks:
 
     def __init__(self, most_rows: int) -> None:
         self.on_host = not detect_device().accelerator
-        self.most_rows = most_rows + -most_rows % 4  # so that each slot is aligned to 16 bytes
-        slots = torch.zeros(KEPT, self.most_rows, dtype=torch.int32, device="cpu", pin_memory=not self.on_host)
+        self.most_rows = most_rows
+        words = 1 + most_rows + (-most_rows - 1) % 4  # so that each slot is aligned to 16 bytes
+        slots = torch.zeros(KEPT, words, dtype=torch.int32, device="cpu", pin_memory=not self.on_host)
         self._slots = itertools.cycle([Slot(marks) for marks in slots])
+        self._launches: dict[Any, Any] = {}
+        """Layout of logits → a function that launches the kernel for them again."""
 
     def mark(self, logits: Tensor, slot: Slot | None = None) -> Slot | None:
         """Mark and overwrite damaged rows, see :func:`damaged_rows`.
@@ -99,18 +120,30 @@ class HostMarks:
         Returns:
             The marks. ``None`` if no kernel takes these logits, or if ``slot`` is of other rows.
         """
-        rows = logits.shape[0]
+        rows, width = logits.shape
         if rows > self.most_rows if slot is None else rows != slot.rows:
-            return None
-        if not (self.on_host or _has_kernel(logits, in_host_memory=True)):
             return None
         if slot is None:
             slot = next(self._slots)
-            slot.clear(rows)
+            slot.begin(rows)
         if self.on_host:
-            slot.marks[:rows].bitwise_or_(damaged_rows(logits))
+            _mark_on_host(logits, slot)
             return slot
-        return None if _by_kernel(logits, slot.marks) is None else slot
+        address = logits.data_ptr()
+        layout = (logits.stride(), logits.dtype, logits.get_device(), address % ALIGNED)
+        launch = self._launches.get(layout)
+        try:
+            if launch is not None:
+                launch((rows, 1, 1), (address, slot.address, slot.number, width))
+            elif not _has_kernel(logits, in_host_memory=True):
+                return None
+            elif rows and (launch := _kernel().mark_in_slot(logits, slot)) is not None:
+                self._launches[layout] = launch
+        except Exception as error:
+            self._launches.clear()
+            _give_up(error, in_host_memory=True)
+            return None
+        return slot
 
 
 def host_marks(most_rows: int) -> HostMarks | None:
@@ -125,16 +158,18 @@ def _has_kernel(logits: Tensor, in_host_memory: bool) -> bool:
     return fits and in_host_memory not in FAILED and not why_unavailable()
 
 
-def _by_kernel(logits: Tensor, marks: Tensor | None) -> Tensor | None:
-    """Launch the kernel; return ``None`` if it fails."""
-    try:
-        found: Tensor = _kernel().damaged_rows_in_one_launch(logits, marks)
-    except Exception as error:
-        if not is_out_of_memory(error):  # then Triton compiles no such kernel for this chip
-            FAILED[marks is not None] = str(error)
-        logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
-        return None
-    return found
+def _mark_on_host(logits: Tensor, slot: Slot) -> None:
+    damaged = damaged_rows(logits).bool()
+    if damaged.any():
+        slot.marks[0] = slot.number
+        slot.marks[1 : 1 + slot.rows][damaged] = slot.number
+
+
+def _give_up(error: Exception, in_host_memory: bool) -> None:
+    """Launch the kernel no more for such marks, unless it lacked memory: Triton compiles no such kernel here."""
+    if not is_out_of_memory(error):
+        FAILED[in_host_memory] = str(error)
+    logger.info("PyTorch's operators look for damaged logits, because the kernel fails: %s", error)
 
 
 @functools.cache

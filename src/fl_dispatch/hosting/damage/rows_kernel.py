@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -10,15 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fl_dispatch.devices import device_of
-from fl_dispatch.devices.launcher import Launcher
+from fl_dispatch.devices.launcher import Launcher, Repeat
+
+if TYPE_CHECKING:
+    from .rows import Slot
 
 TILE = 16384
 """Elements that a program reads at a time: rows are few and wide, so a program keeps many loads in flight."""
 MOST_WARPS, MOST_THREADS = 32, 1024
 
 
-@triton.jit(do_not_specialize=["width"])
-def _mark(logits, marks, width, STRIDE, TILE: tl.constexpr, ONLY_DAMAGED: tl.constexpr):
+@triton.jit(do_not_specialize=["number", "width"])
+def _mark(logits, marks, number, width, STRIDE, TILE: tl.constexpr, IN_SLOT: tl.constexpr):
     row = tl.program_id(0)
     source = logits + row.to(tl.int64) * STRIDE
     lowest = float("-inf")
@@ -30,11 +34,12 @@ def _mark(logits, marks, width, STRIDE, TILE: tl.constexpr, ONLY_DAMAGED: tl.con
         damaged |= (~(x < float("inf"))).to(tl.int32)
         highest = tl.maximum(highest, x)
     mark = (tl.max(damaged, 0) > 0) | (tl.max(highest, 0) == lowest)
-    if not ONLY_DAMAGED:
+    if not IN_SLOT:
         tl.store(marks + row, mark.to(tl.int32))
     if mark:
-        if ONLY_DAMAGED:
-            tl.store(marks + row, 1)
+        if IN_SLOT:
+            tl.store(marks, number)
+            tl.store(marks + 1 + row, number)
         zeros = tl.zeros((TILE,), logits.dtype.element_ty)
         for start in range(0, width, TILE):
             column = start + tl.arange(0, TILE)
@@ -50,18 +55,21 @@ def _warps(device: torch.device) -> int:
     return min(MOST_WARPS, MOST_THREADS // device_of(device.type).warp_size(device.index or 0))
 
 
-def damaged_rows_in_one_launch(logits: Tensor, marks: Tensor | None = None) -> Tensor:
-    """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row are contiguous.
+def damaged_rows_in_one_launch(logits: Tensor) -> Tensor:
+    """See :func:`fl_dispatch.hosting.damage.rows.damaged_rows`; elements of a row are contiguous."""
+    rows, width = logits.shape
+    marks = logits.new_empty(rows, dtype=torch.int32)
+    if rows:
+        numbers = (logits.stride(0), TILE, False)
+        _launch((rows, 1, 1), (logits, marks), numbers, sizes=(1, width), warps=_warps(logits.device))
+    return marks
 
-    Args:
-        logits: ``[rows, vocabulary]``.
-        marks: ``[rows]``, int32, where only damaged rows are marked; new ones on the device if ``None``.
+
+def mark_in_slot(logits: Tensor, slot: Slot) -> Repeat | None:
+    """Mark damaged rows in a slot and overwrite them; see :meth:`fl_dispatch.devices.launcher.Launcher.first`.
+
+    The function that it returns takes the addresses of logits and slot, the slot's number, and the vocabulary.
     """
     rows, width = logits.shape
-    only_damaged = marks is not None
-    if marks is None:
-        marks = logits.new_empty(rows, dtype=torch.int32)
-    if rows:
-        numbers = (logits.stride(0), TILE, only_damaged)
-        _launch((rows, 1, 1), (logits, marks), numbers, sizes=(width,), warps=_warps(logits.device))
-    return marks
+    numbers, sizes = (logits.stride(0), TILE, True), (slot.number, width)
+    return _launch.first((rows, 1, 1), (logits, slot.marks), numbers, sizes=sizes, warps=_warps(logits.device))

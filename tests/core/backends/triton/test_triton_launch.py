@@ -22,14 +22,29 @@ class Kernel:
     def __init__(self) -> None:
         self.public: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
         self.short: list[tuple[Any, ...]] = []
+        self.hooked: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, **options: Any) -> SimpleNamespace:
             self.public.append((grid, arguments, options))
-            name = f"kernel {len(self.public)}"
-            return SimpleNamespace(function=name, packed_metadata="metadata", run=lambda *args: self.short.append(args))
+            return Compiled(self, f"kernel {len(self.public)}")
 
         return run
+
+
+class Compiled:
+    """In the place of what Triton compiles."""
+
+    packed_metadata = "metadata"
+
+    def __init__(self, kernel: Kernel, function: str) -> None:
+        self.kernel, self.function = kernel, function
+
+    def run(self, *arguments: Any) -> None:
+        self.kernel.short.append(arguments)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.kernel.hooked.append((grid, arguments))
 
 
 @pytest.fixture
@@ -50,6 +65,22 @@ def test_from_the_second_launch_on_the_compiled_kernel_runs(kernel: Kernel) -> N
     nothing = (None, None, None)
     pointers = (x.data_ptr(), y.data_ptr())
     assert kernel.short == [(4, 1, 1, STREAM, "kernel 1", "metadata", *nothing, *pointers, 8, 10, 5, True)]
+
+
+def test_a_repeated_launch_passes_what_it_is_given_and_the_first_ones_numbers(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.zeros(8), torch.zeros(8)
+    again = Launcher(kernel).first((2, 1, 1), (x, y), (5, True), sizes=(7,), warps=2)
+    assert kernel.public == [((2, 1, 1), (x, y, 7, 5, True), {"num_warps": 2})]
+    assert again is not None
+    again((4, 1, 1), (32, 64, 9))
+    assert kernel.short == [(4, 1, 1, STREAM, "kernel 1", "metadata", None, None, None, 32, 64, 9, 5, True)]
+    monkeypatch.setattr(module, "_hooked", lambda: True)
+    again((3, 1, 1), (16, 48, 8))
+    assert kernel.hooked == [((3, 1, 1), (16, 48, 8, 5, True))]
+    monkeypatch.setattr(module, "_short_way", lambda: False)
+    assert Launcher(kernel).first((2, 1, 1), (x,), (5,), sizes=(), warps=4) is None
 
 
 ROW = torch.zeros(64)
