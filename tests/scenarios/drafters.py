@@ -216,6 +216,43 @@ def under_sglang(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, t
     return {**found, "ngram": (found["draft_model"][0], None)}
 
 
+def continued(network: Any, text: list[int], count: int) -> list[int]:
+    """Return the tokens that a network chooses next."""
+    found = list(text)
+    with torch.no_grad():
+        for _ in range(count):
+            found.append(int(network(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(text) :]
+
+
+def drafted(drafter: Any, text: list[int], answer: list[int], best: int = 1) -> int:
+    """Return how many first tokens of an answer are among the drafter's best ones."""
+    with torch.no_grad():
+        for place, token in enumerate(answer):
+            logits = drafter(torch.tensor([[*text, *answer[:place]]])).logits[0, -1]
+            if token not in logits.topk(best).indices:
+                return place
+    return len(answer)
+
+
+def accepted(
+    target: Any, right: Callable[[list[int], list[int]], int], prompt: list[int], count: int, width: int
+) -> list[int]:
+    """Return how many tokens of each draft are accepted until an answer has ``count`` tokens.
+
+    Args:
+        target: the network; it chooses its best tokens.
+        right: a text and its next tokens → how many of these are drafted.
+        prompt: the request; its own step gives the answer's first token.
+        count: number of tokens of the answer.
+        width: number of tokens in a draft.
+    """
+    text, found = [*prompt, *continued(target, prompt, count + width)], list[int]()
+    while (done := len(prompt) + 1 + sum(found) + len(found)) < len(prompt) + count:
+        found.append(right(text[:done], text[done : done + width]))
+    return found
+
+
 TOP, TEMPERATURE = 3, 2.0
 """Number of best tokens, and temperature, of sampled steps."""
 

@@ -3,75 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
 import psutil
 import pytest
-from serving import environment, server_arguments
+from serving import environment
+from sglang_server import Server
 
 from fl_dispatch.hosting.records.runs import Sizes, recorded
-from over_http import ASK, KEY, OverHTTP
-from processes import free_port
+from over_http import ASK, OverHTTP
 from running import PROMPTS
-
-READY_WITHIN = 400.0
-
-
-class Server:
-    """A running server.
-
-    Args:
-        process: its first process.
-        address: of its own protocol, beside OpenAI's.
-        log: the file that it writes.
-        client: of OpenAI, which has the key.
-    """
-
-    def __init__(self, model: Path, log: Path) -> None:
-        port = free_port()
-        options = ["--served-model-name", "tiny", "--port", str(port), "--api-key", KEY, "--enable-metrics"]
-        self.log, self.address = log, f"http://127.0.0.1:{port}"
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *server_arguments(model), *options],
-                env=environment(SGLANG_FL_WIBBLE="1"),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY)
-        self._wait(f"http://127.0.0.1:{port}/health")
-
-    def _wait(self, url: str) -> None:
-        deadline = time.monotonic() + READY_WITHIN
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(url, timeout=2):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        self.kill()
-        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
-
-    def kill(self) -> None:
-        """End every process of it."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(checkpoint("qwen3"), tmp_path_factory.mktemp("serve") / "log.txt")
+    running = Server(checkpoint("qwen3"), tmp_path_factory.mktemp("serve") / "log.txt", SGLANG_FL_WIBBLE="1")
     yield running
     running.kill()
 
@@ -110,8 +61,7 @@ def test_the_server_ran_our_operators_and_said_so(server: Server) -> None:
 
 def test_metrics_and_commands_say_what_the_scheduler_process_runs(server: Server) -> None:
     server.client.completions.create(prompt=PROMPTS[0], **ASK)
-    with urllib.request.urlopen(f"{server.address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    text = server.metrics()
     assert 'fl_selected_implementation{implementation="reference.torch",operator="rms_norm",rank="0"} 1.0' in text
     assert "sglang:prompt_tokens_total{" in text
     found = subprocess.run(

@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,15 +126,6 @@ def result(models: dict[str, tuple[Path, Path | None]]) -> Callable[[str], dict[
     return lambda method: runs[method].result()
 
 
-def _continued(network: Any, text: list[int], count: int) -> list[int]:
-    """The tokens that Hugging Face's network chooses next."""
-    found = list(text)
-    with torch.no_grad():
-        for _ in range(count):
-            found.append(int(network(torch.tensor([found])).logits[0, -1].argmax()))
-    return found[len(text) :]
-
-
 @each
 def test_greedy_tokens_equal_hugging_face_in_chunks_and_from_the_radix_cache(
     method: str, result: Callable[[str], dict[str, Any]], expected: Callable[[str], list[list[int]]]
@@ -149,7 +141,8 @@ def test_long_answers_equal_hugging_face(
     method: str, result: Callable[[str], dict[str, Any]], models: dict[str, tuple[Path, Path | None]]
 ) -> None:
     network = reference_network(models[method][0], torch.float32)
-    assert result(method)["steps"][2]["tokens"] == [_continued(network, turn, drafters.LONG) for turn in drafters.TURNS]
+    answers = [drafters.continued(network, turn, drafters.LONG) for turn in drafters.TURNS]
+    assert result(method)["steps"][2]["tokens"] == answers
 
 
 @each
@@ -173,12 +166,7 @@ def _right(method: str, target: Any, drafter: Any, text: list[int], answer: list
     """
     if method in SEPARATE:
         best = RUNS[method].arguments.get("speculative_eagle_topk", 1)
-        with torch.no_grad():
-            for place, token in enumerate(answer):
-                logits = drafter(torch.tensor([[*text[1:], *answer[:place]]])).logits[0, -1]
-                if token not in logits.topk(best).indices:
-                    return place
-        return len(answer)
+        return drafters.drafted(drafter, text[1:], answer, best)
     with torch.no_grad():
         states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         last, norm = states[-1][0, -1], target.model.norm
@@ -199,12 +187,8 @@ def test_drafts_are_those_that_hugging_face_predicts(
     network = reference_network(target, torch.float32)
     other = reference_network(drafter, torch.float32) if drafter is not None and "eagle" not in method else None
     for prompt, found in zip(PROMPTS, result(method)["steps"][0]["drafts"], strict=True):
-        text = [*prompt, *_continued(network, prompt, MAX_TOKENS + count)]
-        done, checked, right = len(prompt) + 1, 0, 0
-        while done < len(prompt) + MAX_TOKENS:
-            equal = _right(method, network, other, text[:done], text[done : done + count])
-            done, checked, right = done + equal + 1, checked + 1, right + equal
-        assert found == [checked, right]
+        right = drafters.accepted(network, partial(_right, method, network, other), prompt, MAX_TOKENS, count)
+        assert found == [len(right), sum(right)]
 
 
 @each
