@@ -8,6 +8,7 @@ from logging import DEBUG, INFO
 from pathlib import Path
 from typing import Any, Literal
 
+from fl_dispatch import devices
 from fl_dispatch.logger_manager import get_logger
 
 from . import platforms, tuned
@@ -180,7 +181,7 @@ def _unknown_key(key: str, known: Mapping[str, Item]) -> str:
 
 
 def _read_platform(forced: str | None) -> _Found:
-    """Read the defaults of a platform; one WARNING and the origins name its stale tuning."""
+    """Read the defaults of a platform; its stale tuning does not count, and one WARNING and the origin name it."""
     platform = forced or platforms.detect_platform()
     path = platforms.get_config_path(platform) if platform is not None else None
     if path is None:
@@ -190,13 +191,21 @@ def _read_platform(forced: str | None) -> _Found:
     found.values["platform_file"] = platforms.identity(path)
     logger.log(INFO if own else DEBUG, "the platform's defaults come from %s", path)
     if stale := tuned.stale_entries(path):
-        logger.warning("%s was tuned with something else: %s; fl tune measures again", path, tuned.in_words(stale))
-        for name in [name for name in found.origins if name.partition(".")[0] == "op_tuned"]:
-            own_part = stale.get(name.partition(".")[2].partition("@")[0])
-            why = tuned.in_words(stale) if name == "op_tuned" else own_part
-            if why:
-                found.origins[name] = Origin(f"{found.origins[name]}; stale: {why}")
+        why = tuned.in_words(stale)
+        logger.warning("%s was tuned with something else, and does not count for %s; fl tune measures again", path, why)
+        shipped = platforms.shipped_path(devices.detect_device()) if own and forced is None else None
+        _leave_out(stale, found, _Found() if shipped is None else _read_file(shipped, f"{shipped.name} (platform)"))
+        found.origins["op_tuned"] = Origin(f"{found.origins.get('op_tuned', path)}; stale: {why}")
     return found
+
+
+def _leave_out(stale: Mapping[str, str], found: _Found, shipped: _Found) -> None:
+    """Replace stale entries of a tuned file with those of the shipped file."""
+    own, other = (dict(file.values.get("op_tuned", ())) for file in (found, shipped))
+    left = {key for key in {*own, *other} if tuned.EVERY in stale or key.partition("@")[0] in stale}
+    rules = {key: one for key, one in own.items() if key not in left} | {key: other[key] for key in left & {*other}}
+    found.values["op_tuned"] = tuple(sorted(rules.items()))
+    found.origins |= {name: shipped.origins[name] for key in left & {*other} if (name := f"op_tuned.{key}")}
 
 
 def _read_variables(item: Item, environment: _Environment, found: _Found) -> bool:

@@ -1,7 +1,10 @@
-"""Whether a tuned file is still valid: its evidence names the versions, driver and chip of its measurement."""
+"""Which entries of a tuned file are valid: its evidence names the versions, driver and chip of its measurement."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ DRIVER = "driver"
 MACHINE = "machine"
 """Key of the evidence: the machine; its device is the chip's name."""
 OURS = "fl-dispatch"
+EVERY = "every operator"
+"""Stands for all operators in :func:`stale_entries`."""
+BACKENDS = Path(__file__).parents[1] / "backends"
 
 
 def stale_entries(file: Path) -> dict[str, str]:
@@ -37,7 +43,7 @@ def stale_entries(file: Path) -> dict[str, str]:
         providers = {str(op): dict(versions) for op, versions in data[PROVIDERS].items()}
         chip, driver = str(data[MACHINE]["device"]), str(data[DRIVER])
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
-        return {"every operator": f"its evidence {printable(str(evidence))} cannot be read: {error}"}
+        return {EVERY: f"its evidence {printable(str(evidence))} cannot be read: {error}"}
     device = devices.detect_device()
     common = [_changed("the chip", chip, device.device_name(0)), _changed("the driver", driver, device.driver())]
     found = {}
@@ -53,18 +59,27 @@ MOST_BYTES = 1 << 24
 
 
 def installed(package: str) -> str:
-    """Return the version of an installed package; empty if it is not installed."""
+    """Return the version of an installed package, for ours with a hash of its kernels; empty if it is missing."""
+    if package == OURS:
+        return f"{__version__} ({_kernels()})"
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return __version__ if package == OURS else ""
+        return ""
+
+
+@cache
+def _kernels() -> str:
+    """Return a short hash of the source of our implementations."""
+    files = sorted(path for path in BACKENDS.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 def _changed(what: str, then: Any, now: str) -> str:
     return "" if str(then) == now else f"{what} {printable(str(then))}, now {now or 'missing'}"
 
 
-def in_words(entries: dict[str, str]) -> str:
+def in_words(entries: Mapping[str, str]) -> str:
     """Return stale entries in one line, grouping operators with the same reason."""
     reasons: dict[str, list[str]] = {}
     for op_name, why in entries.items():

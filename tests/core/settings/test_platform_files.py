@@ -14,7 +14,7 @@ import yaml
 
 from fl_dispatch import devices
 from fl_dispatch.devices import DeviceSpec
-from fl_dispatch.settings import load_settings, platforms, tuned
+from fl_dispatch.settings import load_config_file, load_settings, platforms, tuned
 
 
 @pytest.fixture
@@ -49,9 +49,14 @@ def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
+OWN = {"rms_norm": ("impl:vendor.cuda",), "linear": ("reference",)}
+"""Operator → the order that a user's file has for it, which the shipped file does not have."""
+
+
 def tune_file(folder: Path, name: str, **evidence: object) -> Path:
     file = folder / f"{name}.yaml"
-    file.write_text('op_tuned:\n  rms_norm: [{order: ["impl:default.triton"]}]\n  linear: [{order: [reference]}]\n')
+    rules = {name: [{"order": [*order]}] for name, order in OWN.items()}
+    file.write_text(yaml.safe_dump({"op_tuned": rules}, sort_keys=False))
     if evidence:
         facts = {"machine": {"device": "NVIDIA H100 80GB HBM3"}, "driver": "580.1", "providers": {}}
         platforms.evidence_path(file).write_text(json.dumps({**facts, **evidence}))
@@ -101,18 +106,27 @@ def test_a_users_file_is_named_in_the_log_in_origins_and_with_a_hash_of_its_cont
         ({"providers": 5}, {"every operator"}, "cannot be read"),
     ],
 )
-def test_what_was_tuned_with_something_else_is_named_in_one_warning_and_still_holds(
+def test_what_was_tuned_with_something_else_does_not_count_and_is_named_in_one_warning(
     own: Path, caplog: pytest.LogCaptureFixture, evidence: dict[str, Any], stale: set[str], why: str
 ) -> None:
+    """The shipped file's rules count in its place."""
     file = tune_file(own, "cuda-h100", **evidence)
+    shipped = load_config_file(platforms.CONFIG_DIR / "cuda-h100.yaml").policy
     found = load_settings({})
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert why in warning
     assert set(tuned.stale_entries(file)) == stale
-    told = {name for name in ("rms_norm", "linear") if "; stale: " in str(found.origin(f"op_tuned.{name}"))}
-    assert told == stale - {"every operator"}
-    assert "; stale: " in str(found.origin("op_tuned"))
-    assert found.policy.get_tuned_rules("rms_norm")[0].order == ("impl:default.triton",)
+    assert why in str(found.origin("op_tuned"))
+    for name, order in OWN.items():
+        rules = found.policy.get_tuned_rules(name)
+        if name in stale or tuned.EVERY in stale:
+            assert rules == shipped.get_tuned_rules(name)
+            assert "cuda-h100.yaml (platform), line" in str(found.origin(f"op_tuned.{name}")) or not rules
+        else:
+            assert rules[0].order == order
+            assert str(file) in str(found.origin(f"op_tuned.{name}"))
+    if tuned.EVERY in stale:
+        assert dict(found.policy.op_tuned) == dict(shipped.op_tuned)
 
 
 def test_a_rule_for_one_layer_is_stale_with_its_operator(own: Path) -> None:
@@ -120,8 +134,24 @@ def test_a_rule_for_one_layer_is_stale_with_its_operator(own: Path) -> None:
     rules = "\n".join(f"  {key}:\n    - order: [reference]" for key in ("rms_norm@a.*", "rms_norm", "linear@a.*"))
     file.write_text(f"op_tuned:\n{rules}\n")
     policy = load_settings({}).policy
-    stale = {key for key, _ in policy.op_tuned if "; stale: pyyaml 1.0" in str(policy.origin(f"op_tuned.{key}"))}
-    assert stale == {"rms_norm@a.*", "rms_norm"}
+    assert {key for key, _ in policy.op_tuned if str(file) in str(policy.origin(f"op_tuned.{key}"))} == {"linear@a.*"}
+
+
+def test_kernels_of_ours_with_another_source_are_another_version(
+    own: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernels = tmp_path / "backends"
+    kernels.mkdir()
+    monkeypatch.setattr(tuned, "BACKENDS", kernels)
+    found = []
+    for text in ("one", "another"):
+        (kernels / "kernel.py").write_text(text)
+        tuned._kernels.cache_clear()
+        if not found:
+            file = tune_file(own, "cuda-h100", providers={"rms_norm": {tuned.OURS: tuned.installed(tuned.OURS)}})
+        found.append(sorted(tuned.stale_entries(file)))
+    tuned._kernels.cache_clear()
+    assert found == [[], ["rms_norm"]]
 
 
 # -- files of benchmarks

@@ -12,11 +12,13 @@ import ast
 import fcntl
 import gc
 import hashlib
+import inspect
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +182,12 @@ def _file() -> Path:
 
 
 def _place() -> str:
-    """Return where tactics are valid: the chip, and the compiler."""
+    """Return where tactics are valid: the chip, its driver, and the compiler."""
     import triton
 
-    return f"{detect_device().device_name(0)}, Triton {triton.__version__}, PyTorch {torch.__version__}"
+    spec = detect_device()
+    versions = f"driver {spec.driver()}, Triton {triton.__version__}, PyTorch {torch.__version__}"
+    return f"{spec.device_name(0)}, {versions}"
 
 
 def _read(path: Path) -> dict[str, dict[str, dict[str, str]]]:
@@ -253,12 +257,22 @@ def _inside(launcher: Any) -> Iterator[Any]:
 
 
 def _tuners() -> dict[str, list[Any]]:
-    """Return kernel → its autotuners, which have the same configurations."""
+    """Return kernel → its autotuners, which have the same source and configurations."""
     found: dict[str, list[Any]] = {}
     if (kind := _autotuner()) is None:
         return found
     for one in _interfaces():
         if isinstance(one, kind) and len(one.configs) > 1 and isinstance(one.cache, dict):
-            configs = hashlib.sha256("; ".join(map(str, one.configs)).encode()).hexdigest()[:8]
-            found.setdefault(f"{one.base_fn.__module__}.{one.base_fn.__qualname__} {configs}", []).append(one)
+            text = "; ".join((_source(one.base_fn), *map(str, one.configs)))
+            version = hashlib.sha256(text.encode()).hexdigest()[:8]
+            found.setdefault(f"{one.base_fn.__module__}.{one.base_fn.__qualname__} {version}", []).append(one)
     return found
+
+
+@cache
+def _source(fn: Any) -> str:
+    """Return a kernel's own source; empty if it has no file."""
+    try:
+        return inspect.getsource(fn)
+    except (OSError, TypeError):
+        return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,15 +97,60 @@ def test_the_file_names_chip_and_versions(starts: Mapping[str, Ranks], folder: P
     assert f"PyTorch {torch.__version__}" in place
 
 
+PLANTED: tactics.Tactics = {"kernel": {(1, "torch.int32"): "BLOCK: 16"}}
+
+
+@pytest.mark.parametrize("changed", ["chip", "driver", "Triton", "PyTorch", "nothing"])
+def test_tactics_of_another_chip_or_version_are_not_used(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    chip = SimpleNamespace(device_name=lambda index: "a chip", driver=lambda: "580.1")
+    monkeypatch.setattr(tactics, "_file", lambda: tmp_path / "tactics.json")
+    monkeypatch.setattr(tactics, "detect_device", lambda: chip)
+    assert tactics.remembered(PLANTED) == (PLANTED, 0)
+    if changed == "chip":
+        monkeypatch.setattr(chip, "device_name", lambda index: "another chip")
+    elif changed == "driver":
+        monkeypatch.setattr(chip, "driver", lambda: "580.2")
+    elif changed != "nothing":
+        monkeypatch.setattr({"Triton": triton, "PyTorch": torch}[changed], "__version__", "9.9")
+    assert tactics.remembered({}) == ((PLANTED, 1) if changed == "nothing" else ({}, 0))
+
+
+def test_a_tactic_of_another_source_of_the_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(tactics, "why_unavailable", str)
+    key, made = (100, "torch.int32"), []
+    for source in (one_more, two_more, one_more):
+        fn = FunctionType(source.__code__, source.__globals__)
+        fn.__qualname__ = "kernel"
+        configs = [triton.Config({"BLOCK": size}) for size in (16, 32)]
+        made.append(triton.autotune(configs, key=["elements"], do_bench=print)(triton.jit(fn)))
+    known, changed, same = made
+    known.cache[key] = known.configs[1]
+    tactics.install(tactics.chosen())
+    assert (changed.cache, same.cache) == ({}, {key: same.configs[1]})
+
+
+def one_more(out: Any, elements: Any, BLOCK: Any) -> None:  # noqa: N803
+    """A kernel's source, which is never run."""
+    out[0] = elements + BLOCK + 1
+
+
+def two_more(out: Any, elements: Any, BLOCK: Any) -> None:  # noqa: N803
+    """Another source."""
+    out[0] = elements + BLOCK + 2
+
+
 def test_a_damaged_file_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tactics, "_file", lambda: tmp_path / "tactics.json")
     (tmp_path / "tactics.json").write_text("{")
-    given: tactics.Tactics = {"kernel": {(1, "torch.int32"): "BLOCK: 16"}}
-    assert tactics.remembered(given) == (given, 0)
+    assert tactics.remembered(PLANTED) == (PLANTED, 0)
     assert "is damaged" in caplog.text
-    assert tactics.remembered({"kernel": {(1, "torch.int32"): "BLOCK: 32"}}) == (given, 1)
+    assert tactics.remembered({"kernel": {(1, "torch.int32"): "BLOCK: 32"}}) == (PLANTED, 1)
 
 
 @pytest.mark.parametrize(
