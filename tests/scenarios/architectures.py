@@ -44,6 +44,14 @@ _MAMBA: Mapping[str, Any] = {
     "mamba_chunk_size": 16,
 }
 _EXPERTS: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SHARED: Mapping[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+}
+"""Experts of which a shared one sees every token.
+"""
 
 WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
 """The architectures that ``test_states.py`` runs."""
@@ -70,30 +78,13 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm4": ("Glm4Config", {**_HEADS, "partial_rotary_factor": 0.5}),  # four norms a layer, pairs rotated
     "gpt_oss": ("GptOssConfig", {**_HEADS, **_EXPERTS, "sliding_window": 32}),  # sinks, biased experts
     "qwen2": ("Qwen2Config", _GROUPED),  # a bias in query, key and value
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        {
-            **_GROUPED,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_GROUPED, **_SHARED}),
     "ernie4_5": ("Ernie4_5Config", _HEADS),
     "nemotron": ("NemotronConfig", {**_HEADS, "partial_rotary_factor": 0.5}),  # the square of ReLU
     "exaone4": ("Exaone4Config", {**_HEADS, "sliding_window": 32, "sliding_window_pattern": 2}),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),  # the gated delta net beside attention with a gate
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {
-            **_DELTA,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_SHARED}),
+    "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_SHARED}),
     "mamba": ("MambaConfig", {**_IDS, **_TIED, "hidden_size": 64, "num_hidden_layers": 4}),  # no attention at all
     "falcon_mamba": ("FalconMambaConfig", {**_IDS, "hidden_size": 64, "num_hidden_layers": 4}),  # norms without weights
     "jamba": (

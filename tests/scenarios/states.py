@@ -25,6 +25,7 @@ OPERATORS: Mapping[str, Sequence[str]] = {
     "lfm2": CONVOLUTION,
     "lfm2_moe": CONVOLUTION,
     "qwen3_5": (*DELTA_NET, "rms_norm_gated"),
+    "qwen3_5_moe": (*DELTA_NET, "rms_norm_gated"),
     "qwen3_next": (*DELTA_NET, "rms_norm_gated"),
     "granitemoehybrid": (*SCAN, "rms_norm_gated"),
     "falcon_h1": (*SCAN, "rms_norm_gated"),
@@ -36,6 +37,7 @@ OPERATORS: Mapping[str, Sequence[str]] = {
 """Architecture → the operators of its layers with a state, those of the last tokens before those of others' norms."""
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5": {"full_attention_interval": 2},
+    "qwen3_5_moe": {"full_attention_interval": 2},
     "qwen3_next": {"full_attention_interval": 2},
     "nemotron_h": {"hybrid_override_pattern": "M*-M", "layers_block_type": None, "mamba_n_groups": 2},
     "mamba2": {"intermediate_size": 128, "rms_norm": True},

@@ -23,14 +23,16 @@ _DELTA: Mapping[str, Any] = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+_DELTA_AND_EXPERTS: Mapping[str, Any] = {
+    **_DELTA,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts_per_tok": 4,  # all, because rounding changes close choices
+}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5": _DELTA,  # four parts, stored as two products
-    "qwen3_next": {
-        **_DELTA,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-        "num_experts_per_tok": 4,  # all, because rounding changes close choices
-    },
+    "qwen3_5_moe": _DELTA_AND_EXPERTS,
+    "qwen3_next": _DELTA_AND_EXPERTS,
     # five parts, none of them a whole block of 128
     "mamba2": {"hidden_size": 128, "num_heads": 16, "intermediate_size": 256},
     "granitemoehybrid": {
@@ -60,6 +62,7 @@ SCHEMES_OF_STATES = (
 )
 PRODUCTS: Mapping[str, int] = {
     "qwen3_5": 16,
+    "qwen3_5_moe": 16,
     "qwen3_next": 16,
     "mamba2": 8,
     "granitemoehybrid": 16,
@@ -69,7 +72,7 @@ PRODUCTS: Mapping[str, int] = {
 """Number of quantized products in all layers, merged as in vLLM, without experts."""
 OF_SGLANG: Mapping[str, int] = {**PRODUCTS, "lfm2": 20}
 """The same, merged as in SGLang: LFM2's gate and up products stay separate."""
-EXPERT_LAYERS: Mapping[str, int] = {"qwen3_next": 4}
+EXPERT_LAYERS: Mapping[str, int] = {"qwen3_5_moe": 4, "qwen3_next": 4}
 PLANTED: Mapping[str, tuple[str, slice]] = {
     "qwen3_5": ("in_proj_z", slice(None)),  # the fourth part of ``in_proj_qkvz``
     "mamba2": ("in_proj", slice(-16, None)),  # the steps, the last of five parts

@@ -15,7 +15,10 @@ from sampling import drawn
 NAMES = drawn(tuple(name for name in ARCHITECTURES if name not in WITHOUT_ATTENTION), 3, "architectures")
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
 WRONG = {"prefer": "reference", "per_op_order": {"paged_attention": ["impl:vendor.wrong"]}}
-EXPERTS = {"olmoe", "granitemoe", "gpt_oss", "qwen2_moe", "qwen3_next", "granitemoehybrid", "jamba", "lfm2_moe"}
+EXPERTS = {
+    *("olmoe", "granitemoe", "gpt_oss", "qwen2_moe", "qwen3_5_moe", "qwen3_next"),
+    *("granitemoehybrid", "jamba", "lfm2_moe"),
+}
 TRANSFORMERS = {"olmo2", "smollm3"}
 """Those with a norm that vLLM puts into Transformers' own class of the model."""
 
