@@ -70,8 +70,12 @@ def main() -> None:
     }
     fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(options.threads)}
     with tempfile.TemporaryDirectory() as folder:
-        model = build_checkpoint("qwen3", Path(folder) / "qwen3", num_hidden_layers=options.layers)
-        arguments = {"model": str(model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
+        sizes = {"head_dim": 32, "num_hidden_layers": options.layers}  # vanilla has no kernel for smaller heads
+        model = build_checkpoint(
+            "qwen3", Path(folder) / "qwen3", layer_types=["full_attention"] * options.layers, **sizes
+        )
+        memory = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}  # of main memory, side by side
+        arguments = {"model": str(model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, **memory}
         command = [__file__, "--serve", json.dumps(arguments)]
         engines = {
             name: Child(name, [python, *command], {**os.environ, **fixed, **own})
