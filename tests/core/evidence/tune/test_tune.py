@@ -484,9 +484,10 @@ def test_the_command_writes_a_file_that_the_next_start_reads_and_that_says_when_
     assert found["providers"]["silu_and_mul"]
     command._compare(file, file, json=False)
     assert "agree on 3 of 3 keys: 1.000" in capsys.readouterr().out
+    assert "op_tunedofsilu_and_mul" in "".join(fl("explain", "silu_and_mul", **environment).stdout.split())
     evidence.write_text(json.dumps({**found, "providers": {"silu_and_mul": {"torch": "1.0"}}}))
     explained = fl("explain", "silu_and_mul", **environment)
     told = "".join(explained.stdout.split())
     assert "".join(f"{file} (platform, your own), line".split()) in told
-    assert "stale:torch1.0,now" in told
-    assert "was tuned with something else: silu_and_mul (torch 1.0, now" in explained.stderr
+    assert "op_tunedofsilu_and_mul" not in told
+    assert "was tuned with something else, and does not count for silu_and_mul (torch 1.0, now" in explained.stderr
