@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -58,6 +57,8 @@ def main() -> None:
     if options.serve:
         serve(json.loads(options.serve))
         return
+    from serve_vllm import compare
+
     from fl_dispatch.cli.checkpoints import build_checkpoint  # not above: vanilla engines run this file too
     from fl_dispatch.evidence.child import Child
 
@@ -91,16 +92,7 @@ def main() -> None:
                         rates[f"batch {batch}"][name].append(rate)
         for engine in engines.values():
             engine.stop()
-    compared = {
-        work: {
-            name: {
-                "tokens_per_s": statistics.median(values),
-                "ratio": statistics.median(value / base for value, base in zip(values, found["vanilla"], strict=True)),
-            }
-            for name, values in found.items()
-        }
-        for work, found in rates.items()
-    }
+    compared = compare(rates)
     said = {key: str(value) for key, value in vars(options).items() if key != "json"}
     found = {"machine": said, "versions": versions, "rates": rates, "compared": compared}
     if options.json:

@@ -268,7 +268,7 @@ def test_the_results_of_this_project_are_shown() -> None:
     assert all(sections[anchor].parts for anchor in ("selected", "right", "fast", "engines"))
     compared = [
         path
-        for path in RESULTS.glob("serve_*.json")
+        for path in (*RESULTS.glob("serve_*.json"), *RESULTS.glob("several_steps_*.json"))
         if {"compared", "formats", "runs"} & set(json.loads(path.read_text()))
     ]
     shown = {Path(name).name for name, where in report.files if "Engines" in where}
