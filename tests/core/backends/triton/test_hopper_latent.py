@@ -211,7 +211,7 @@ def test_strides_beyond_32_bits() -> None:
     bufs, bars = (machine._allocate(dtype, [2, 1], None) for dtype in (torch.bfloat16, torch.int64))
     ring = names["Ring"](bufs, bufs, bars, bars, 0, 2)
     cache = names["LatentCache"](None, 1 << 24, 576, table, batch.table.shape[1])
-    config = SimpleNamespace(heads=64, block_size=16, causal=True, divided=False, listed=False)
+    config = SimpleNamespace(heads=64, block_size=16, causal=True, divided=False, listed=False, persistent=False)
     names["_load_queries"] = lambda *args: None
     items = names["Items"](begins, lengths, 1, 1, 1)
     pipeline = SimpleNamespace(left=ring, right=ring, q_free=None)

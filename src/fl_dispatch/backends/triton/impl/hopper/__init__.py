@@ -302,8 +302,8 @@ def attend_listed(
         block_size, halvings: slots of a block of the cache, and steps of the search for a token's request.
     """
     query, splits = tensors[0], sizes[1]
-    programs = min(tiles * len(query) * splits, processors(query.device))
+    items, most = tiles * len(query) * splits, processors(query.device)
     _launcher(LISTED)(
-        (programs, 1, 1), tensors, (*numbers, block_size, halvings, splits > 1), sizes=(tiles, len(query), *sizes),
-        warps=WARPS,
+        (min(items, most), 1, 1), tensors, (*numbers, block_size, halvings, splits > 1, items > most),
+        sizes=(tiles, len(query), *sizes), warps=WARPS,
     )  # fmt: skip

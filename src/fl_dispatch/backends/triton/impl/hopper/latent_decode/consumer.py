@@ -46,7 +46,7 @@ class Sums:
 
 
 @gluon.jit
-def _scores(pipeline, stage, pair, n):
+def _scores(config, pipeline, stage, pair, n):
     """Scores of the tile in a stage, once its two pieces are there; after those of the last pair the queries may go."""
     left = pipeline.left
     right = pipeline.right
@@ -59,7 +59,9 @@ def _scores(pipeline, stage, pair, n):
     qk = warpgroup_mma(pipeline.q_right.index(zero), tile.main.permute((1, 0)), qk, is_async=True)
     qk = warpgroup_mma(pipeline.q_rotary.index(zero), tile.rest.permute((1, 0)), qk, is_async=True)
     qk = warpgroup_mma_wait(0, deps=[qk])
-    mbarrier.arrive(pipeline.q_free, pred=n < 2)
+    if config.persistent:  # noqa: SIM102 - known to the compiler, which the other condition is not
+        if n < 2:
+            mbarrier.arrive(pipeline.q_free)
     return qk
 
 
@@ -90,13 +92,13 @@ def _start_own(acc, p, values):
 
 
 @gluon.jit
-def _first_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
+def _first_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
     """Weigh the first tile of a pair, and add the left values of both."""
     left = pipeline.left
     right = pipeline.right
     zero = pair // (1 << 30)
     L: gl.constexpr = sums.m_i.type.layout
-    qk = _scores(pipeline, zero, pair, n)
+    qk = _scores(config, pipeline, zero, pair, n)
     p, m_first, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, start, mask, qk_scale, MASKED)
     p = p.to(left.main.dtype)
     _hand_over(pipeline, zero, p, m_first)
@@ -114,7 +116,7 @@ def _first_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl
 
 
 @gluon.jit
-def _second_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
+def _second_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
     """Weigh the second tile of a pair, and add the right values of both.
 
     The softmax runs beside the product of the first tile's values.
@@ -122,7 +124,7 @@ def _second_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: g
     right = pipeline.right
     zero = pair // (1 << 30)
     L: gl.constexpr = sums.m_i.type.layout
-    qk = _scores(pipeline, zero + 1, pair, n)
+    qk = _scores(config, pipeline, zero + 1, pair, n)
     m_first = _take_over(pipeline, zero, turn & 1, L)
     alpha = gl.exp2(sums.m_i - m_first)
     acc = scale_rows(sums.acc, alpha)
@@ -139,14 +141,16 @@ def _second_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: g
 
 
 @gluon.jit
-def _pairs(pipeline, sums, pair, turn, n, stop, work, mask, qk_scale, WHICH: gl.constexpr, MASKED: gl.constexpr):
+def _pairs(
+    config, pipeline, sums, pair, turn, n, stop, work, mask, qk_scale, WHICH: gl.constexpr, MASKED: gl.constexpr
+):
     """Pairs of key tiles ``n`` and ``n - 1``, ``n - 2`` and ``n - 3`` … as long as the first is at least ``stop``."""
     while n >= stop:
         start = work.start + n * KEYS
         if WHICH == 0:
-            sums = _first_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED)
+            sums = _first_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED)
         else:
-            sums = _second_pair(pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED)
+            sums = _second_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED)
         n -= 2
         pair += 1
         turn += 1
@@ -189,33 +193,46 @@ def _write(config, work, out, partial, acc, m_i, l_i, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def _consume_item(config, pipeline, items, item, out, partial, SCALE, pair, turn, WHICH: gl.constexpr):
+    """Half ``WHICH`` of an item's results; return the new ``pair`` and ``turn``."""
+    S: gl.constexpr = mma_layout(KEYS)
+    A: gl.constexpr = mma_layout(HALF)
+    work = find_work(config, items, item)
+    token, _head, _valid = work.rows(gl.SliceLayout(1, S))
+    mask = Mask(work.length - work.new + token, work.stop, config.causal)
+    qk_scale = SCALE * LOG2E
+    acc = gl.zeros([ROWS, HALF], gl.float32, A)
+    m_i = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, S))
+    l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+    if work.tiles > 0:
+        if WHICH == 1:
+            # The queries came before it; its stage is filled again after this consumer.
+            pipeline.right.wait_stage(0, pair & 1)
+        sums = Sums(acc, m_i, l_i)
+        n = work.tiles - 1
+        sums, pair, turn, n = _pairs(
+            config, pipeline, sums, pair, turn, n, work.whole, work, mask, qk_scale, WHICH, True
+        )
+        sums, pair, turn, n = _pairs(config, pipeline, sums, pair, turn, n, 0, work, mask, qk_scale, WHICH, False)
+        acc = sums.acc
+        m_i = sums.m_i
+        l_i = _all_weights(pipeline, sums.l_i, turn, WHICH)
+        turn += 1
+    _write(config, work, out, partial, acc, m_i, l_i, WHICH)
+    return pair, turn
+
+
+@gluon.jit
 def consume(config, pipeline, items, out, partial, SCALE, WHICH: gl.constexpr):
-    """Half ``WHICH`` of the results of all items of a program.
+    """Half ``WHICH`` of the results of a program's items.
 
     ``pair`` counts pairs of tiles, and ``turn`` also the items, after each of which the consumers exchange sums.
     """
-    S: gl.constexpr = mma_layout(KEYS)
-    A: gl.constexpr = mma_layout(HALF)
-    qk_scale = SCALE * LOG2E
+    first = gl.program_id(0)
     pair = gl.to_tensor(0)
     turn = pair + 0
-    for item in range(gl.program_id(0), items.number(), gl.num_programs(0)):
-        work = find_work(config, items, item)
-        token, _head, _valid = work.rows(gl.SliceLayout(1, S))
-        mask = Mask(work.length - work.new + token, work.stop, config.causal)
-        acc = gl.zeros([ROWS, HALF], gl.float32, A)
-        m_i = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, S))
-        l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-        if work.tiles > 0:
-            if WHICH == 1:
-                # The queries came before it; its stage is filled again after this consumer.
-                pipeline.right.wait_stage(0, pair & 1)
-            sums = Sums(acc, m_i, l_i)
-            n = work.tiles - 1
-            sums, pair, turn, n = _pairs(pipeline, sums, pair, turn, n, work.whole, work, mask, qk_scale, WHICH, True)
-            sums, pair, turn, n = _pairs(pipeline, sums, pair, turn, n, 0, work, mask, qk_scale, WHICH, False)
-            acc = sums.acc
-            m_i = sums.m_i
-            l_i = _all_weights(pipeline, sums.l_i, turn, WHICH)
-            turn += 1
-        _write(config, work, out, partial, acc, m_i, l_i, WHICH)
+    if config.persistent:
+        for item in range(first, items.number(), gl.num_programs(0)):
+            pair, turn = _consume_item(config, pipeline, items, item, out, partial, SCALE, pair, turn, WHICH)
+    else:
+        _consume_item(config, pipeline, items, first, out, partial, SCALE, pair, turn, WHICH)

@@ -85,11 +85,11 @@ def latent_attention(
     MOST_NEW: gl.constexpr,
     DIVIDED: gl.constexpr,
 ):
-    """Grid: any number of programs, which share the items of work. Row ``token * HEADS + head`` of a request.
+    """Grid: the items of work. Row ``token * HEADS + head`` of a request.
 
     Each program has all of a processor's memory.
     """
-    config = Config(HEADS, BLOCK_SIZE, CAUSAL, MOST_NEW, DIVIDED, False)
+    config = Config(HEADS, BLOCK_SIZE, CAUSAL, MOST_NEW, DIVIDED, False, False)
     pipeline = alloc(query.dtype.element_ty)
     # A stride of 1, which a tensor with one head may have, is a constant until it is made a tensor.
     queries = Rows(query, gl.to_tensor(QUERY_TOKEN), gl.to_tensor(QUERY_HEAD))

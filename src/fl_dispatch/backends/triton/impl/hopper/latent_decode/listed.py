@@ -83,12 +83,13 @@ def listed_attention(
     BLOCK_SIZE: gl.constexpr,
     STEPS: gl.constexpr,
     DIVIDED: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):
-    """Grid: any number of programs, which share the items of work: a tile of ``ROWS`` heads of a query, or its share.
+    """Grid: the items of work, a tile of ``ROWS`` heads of a query or its share; persistent programs share them.
 
     A query attends to the first ``counts`` rows of its list. Each program has all of a processor's memory.
     """
-    config = Config(HEADS, BLOCK_SIZE, False, 1, DIVIDED, True)
+    config = Config(HEADS, BLOCK_SIZE, False, 1, DIVIDED, True, PERSISTENT)
     pipeline = alloc(query.dtype.element_ty)
     queries = Rows(query, gl.to_tensor(QUERY_TOKEN), gl.to_tensor(QUERY_HEAD))
     rotary = Rows(query_rope, gl.to_tensor(ROPE_TOKEN), gl.to_tensor(ROPE_HEAD))

@@ -52,40 +52,54 @@ def _load_queries(pipeline, query, rotary, work, L: gl.constexpr):
 
 
 @gluon.jit
+def _produce_item(config, pipeline, items, item, query, rotary, cache, phase, q_phase, WHICH: gl.constexpr):
+    """Fill stage ``WHICH`` with an item's tiles; return the new phases of the stage and the queries."""
+    L: gl.constexpr = copy_layout(PRODUCER_WARPS)
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    left = pipeline.left
+    right = pipeline.right
+    work = find_work(config, items, item)
+    request = cache.request(work)
+    n = work.tiles - 1 - WHICH
+    blocks = cache.blocks(work, request, n, config.block_size, R)
+    if WHICH == 0:
+        if config.persistent:
+            mbarrier.wait(pipeline.q_free, q_phase, pred=n >= 0)
+            q_phase = gl.where(n >= 0, q_phase ^ 1, q_phase)
+        _load_queries(pipeline, query, rotary, work, L)
+    while n >= 0:
+        ahead = cache.blocks(work, request, n - STAGES, config.block_size, R)
+        position = work.start + n * KEYS + gl.arange(0, KEYS, layout=R)
+        mask = position < work.stop
+        rows = cache.rows(blocks, position, config.block_size)
+        left.acquire_stage(WHICH, phase)
+        copy_tile(left.tile(WHICH), cache.pointer, rows, mask, 0, HALF, 0, L)
+        async_copy.commit_group()
+        right.acquire_stage(WHICH, phase)
+        copy_tile(right.tile(WHICH), cache.pointer, rows, mask, HALF, HALF, ROTARY, L)
+        async_copy.commit_group()
+        publish(left.full, WHICH, 1)
+        publish(right.full, WHICH, 0)
+        blocks = ahead
+        n -= STAGES
+        phase = phase ^ 1
+    return phase, q_phase
+
+
+@gluon.jit
 def produce(config, pipeline, items, query, rotary, cache, WHICH: gl.constexpr):
     """Fill stage ``WHICH`` with every other tile, from the last to the first, and with zeros beyond the last key.
 
     The queries of an item go with the first half of its first tile, once both consumers have the scores of the item
     before it; so its copies run while the last results are computed and written.
     """
-    L: gl.constexpr = copy_layout(PRODUCER_WARPS)
-    R: gl.constexpr = gl.SliceLayout(1, L)
-    left = pipeline.left
-    right = pipeline.right
+    first = gl.program_id(0)
     phase = gl.to_tensor(1)
     q_phase = phase + 0
-    for item in range(gl.program_id(0), items.number(), gl.num_programs(0)):
-        work = find_work(config, items, item)
-        request = cache.request(work)
-        n = work.tiles - 1 - WHICH
-        blocks = cache.blocks(work, request, n, config.block_size, R)
-        if WHICH == 0:
-            mbarrier.wait(pipeline.q_free, q_phase, pred=n >= 0)
-            _load_queries(pipeline, query, rotary, work, L)
-            q_phase = gl.where(n >= 0, q_phase ^ 1, q_phase)
-        while n >= 0:
-            ahead = cache.blocks(work, request, n - STAGES, config.block_size, R)
-            position = work.start + n * KEYS + gl.arange(0, KEYS, layout=R)
-            mask = position < work.stop
-            rows = cache.rows(blocks, position, config.block_size)
-            left.acquire_stage(WHICH, phase)
-            copy_tile(left.tile(WHICH), cache.pointer, rows, mask, 0, HALF, 0, L)
-            async_copy.commit_group()
-            right.acquire_stage(WHICH, phase)
-            copy_tile(right.tile(WHICH), cache.pointer, rows, mask, HALF, HALF, ROTARY, L)
-            async_copy.commit_group()
-            publish(left.full, WHICH, 1)
-            publish(right.full, WHICH, 0)
-            blocks = ahead
-            n -= STAGES
-            phase = phase ^ 1
+    if config.persistent:
+        for item in range(first, items.number(), gl.num_programs(0)):
+            phase, q_phase = _produce_item(
+                config, pipeline, items, item, query, rotary, cache, phase, q_phase, WHICH
+            )  # fmt: skip
+    else:
+        _produce_item(config, pipeline, items, first, query, rotary, cache, phase, q_phase, WHICH)

@@ -28,14 +28,15 @@ class Config:
     most_new: gl.constexpr  # most new tokens of a request: rows of the partial results
     divided: gl.constexpr  # whether programs share a request's keys
     listed: gl.constexpr  # whether each token counts as a request, with a list of keys
+    persistent: gl.constexpr  # whether a program takes several items of work
 
 
 @aggregate
 class Items:
     """The items of work of all programs: tiles of ``ROWS`` rows, of each request, for each share of its keys.
 
-    A program takes every ``num_programs(0)``-th item. With ``listed`` keys a token counts as a request, and
-    ``query_starts`` is where the number of covered tokens stands.
+    A persistent program takes every ``num_programs(0)``-th item, another one takes one. With ``listed`` keys a token
+    counts as a request, and ``query_starts`` is where the number of covered tokens stands.
     """
 
     query_starts: gl.tensor
