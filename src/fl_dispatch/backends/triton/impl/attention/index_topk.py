@@ -30,7 +30,7 @@ SCORING_WIDE = (32, 32, 4, 2)
 """``SCORING`` for float32."""
 SELECTING = (32768, 2048, 11, 8)
 """Scores that a program selects from, scores that it reads at a time, bits of a digit, warps."""
-SELECTING_DECODE = (16384, 2048, 8, 16)
+SELECTING_DECODE = (16384, 4096, 8, 16)
 """``SELECTING`` for requests of one query."""
 
 
