@@ -418,6 +418,7 @@ CASES = (
     Case("fp8 product of blocks, 4096 rows", lambda: _scaled(4096, FP8, 128), hopper=False),
     Case("fp8 product of blocks, 32 rows", lambda: _scaled(32, FP8, 128), hopper=False),
     Case("4 bits, 1 row", lambda: _packed(1, 4), hopper=False),
+    Case("4 bits, 8 rows", lambda: _packed(8, 4), hopper=False),
     Case("4 bits, 16 rows", lambda: _packed(16, 4), hopper=False),
     Case("4 bits, 64 rows, many columns", lambda: _packed(64, 4, 28672), hopper=False),
     Case("4 bits, 256 rows", lambda: _packed(256, 4), hopper=False),

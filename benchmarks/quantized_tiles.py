@@ -4,7 +4,7 @@ The products are those of Llama-3.1-8B, or of DeepSeek-V2-Lite. A candidate repl
 during its timed calls. Times are device times in graphs, over copies of the weight that together exceed the cache. Copy
 the fastest into the tables by hand: NARROW, MIDDLE, WIDE, TILES, those of blocks, constants of one row, of words.
 
-    python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--as-it-is]
+    python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 8 16 32 64 256 4096] [--as-it-is]
         [--model deepseek-v2-lite] [--json FILE]
 
 ``--as-it-is``: no candidates, only the current tables next to the vendor's kernels.
@@ -52,6 +52,11 @@ BLOCKS_SOME = (
     (128, 128, 4, 6),
 )  # fmt: skip
 """Columns, elements, warps and stages for some rows."""
+WORD_SOME = (
+    (64, 4, 4, 1), (64, 4, 4, 3), (64, 4, 4, 5), (64, 4, 6, 3), (128, 4, 3, 2), (128, 4, 3, 3), (128, 4, 4, 3),
+    (128, 8, 3, 2), (128, 8, 4, 1), (128, 8, 4, 3),
+)  # fmt: skip
+"""Columns, warps, stages and programs a processor for some rows of 4 bits."""
 AS_IT_IS = "as it is"
 Constants = Mapping[str, Any]
 
@@ -84,22 +89,13 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
                 (4, 512, 4), (8, 512, 8), (8, 256, 4), (16, 128, 4), (16, 256, 4), (16, 256, 8), (4, 256, 2),
             ):  # fmt: skip
                 yield {"WORD_ROW": tile, "WORD_ENOUGH": 0}
-            for some in ((64, 4, 4), (128, 4, 4), (128, 8, 4)):
-                yield {"WORD_FROM": 1, "WORD_FEW": (*some, 3)}
-        elif rows <= weight_only_linear.FEW_ROWS:
-            for some, programs in (
-                ((64, 4, 4), 1), ((64, 4, 4), 5), ((64, 4, 6), 3), ((128, 4, 4), 1), ((128, 4, 4), 3),
-                ((128, 8, 4), 1), ((128, 8, 4), 3), ((32, 2, 6), 5),
-            ):  # fmt: skip
-                yield {"WORD_FEW": (*some, programs)}
-        elif rows <= weight_only_linear.WORD_UP_TO:
-            for some, programs in (
-                ((64, 4, 4), 1), ((64, 4, 4), 2), ((64, 4, 3), 3), ((64, 8, 3), 3), ((128, 8, 4), 1),
-                ((128, 8, 3), 1), ((128, 8, 3), 2), ((128, 4, 3), 2),
-            ):  # fmt: skip
-                yield {"WORD_SOME": (*some, programs)}
+            for tile in WORD_SOME:
+                yield {"WORD_FROM": 1, "WORD_TILES": {1: tile}}
+        elif rows <= max(weight_only_linear.WORD_TILES):
+            for tile in WORD_SOME:
+                yield {"WORD_TILES": {rows: tile}}
         elif rows <= 256:
-            yield {"WORD_UP_TO": rows, "WORD_SOME": (64, 8, 3, 1)}
+            yield {"WORD_TILES": {rows: (64, 8, 3, 1)}}
         else:
             yield {"DEQUANTIZED": (8, 512, 4)}
     elif rows == 1:
@@ -138,7 +134,7 @@ def rivals(op_name: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256, 4096])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 256, 4096])
     parser.add_argument("--model", choices=WEIGHTS, default="llama-3.1-8b")
     parser.add_argument("--as-it-is", action="store_true", help="no candidates")
     parser.add_argument("--json", type=Path)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -55,15 +56,33 @@ def test_spills_and_tensor_cores_are_counted(tool: ModuleType) -> None:
     assert (counts["tensor cores"], counts["spills"], counts["shared loads"]) == (1, 2, 1)
 
 
+def compiled(case: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the kernels of a case of ``kernel_cases.py``."""
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, str(FILE.with_name("kernel_cases.py")), str(folder), "--case", case]
+    subprocess.run(command, check=True, env=variables, capture_output=True)
+    made: list[dict[str, Any]] = json.loads((folder / "kernels.json").read_text())["kernels"]
+    assert made
+    assert [kernel for kernel in made if "error" in kernel] == []
+    return made
+
+
 HOPPER, STATES = ("prefill 64", "latent decode 16", "latent listed"), ("scan, ", "state update, ", "gated norm, ")
 
 
 @pytest.mark.parametrize("case", [*HOPPER, *STATES])
 def test_kernels_for_hopper_and_of_state_spaces_compile_with_the_triton_that_is_here(case: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, str(FILE.with_name("kernel_cases.py")), str(tmp_path), "--case", case]
-    subprocess.run(command, check=True, env=variables, capture_output=True)
-    made = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
-    assert made
-    assert [kernel for kernel in made if "error" in kernel] == []
+    compiled(case, tmp_path)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64])
+def test_four_bits_reach_the_matrix_units_from_registers(rows: int, tmp_path: Path) -> None:
+    """Shared memory has words and rows of the steps that are loaded ahead, and rows in the units' order; no numbers."""
+    pytest.importorskip("triton")
+    from fl_dispatch.backends.triton.impl.products.weight_only_linear import WORD_TILES
+
+    columns, _, stages, _ = next(tile for most, tile in WORD_TILES.items() if rows <= most)
+    stored, given = columns * 128 // 2, rows * 128 * 2
+    shared = {kernel["name"]: kernel["shared"] for kernel in compiled(f"4 bits, {rows} rows", tmp_path)}
+    assert shared["_word_rows"] <= (stages - 1) * (stored + given) + given

@@ -113,8 +113,8 @@ def test_wide_tiles_are_for_chips_with_room_for_two(monkeypatch: pytest.MonkeyPa
         (2, 64, SINGLE, ["dequantize"]),
         (2, 16, HALF, ["dequantize"]),
         (2, 4096, HALF, ["word_rows", "add"]),
-        (weight_only_linear.WORD_UP_TO, 64, HALF, ["word_rows"]),
-        (weight_only_linear.WORD_UP_TO + 1, 64, HALF, ["dequantize"]),
+        (max(weight_only_linear.WORD_TILES), 64, HALF, ["word_rows"]),
+        (max(weight_only_linear.WORD_TILES) + 1, 64, HALF, ["dequantize"]),
     ],
 )
 def test_rows_groups_and_types_decide_how_few_bits_are_multiplied(
@@ -198,6 +198,34 @@ def test_words_have_the_numbers_of_their_bytes_in_the_interpreter() -> None:
     ran, wrong = interpreted(WORDS)
     assert ran == ["add", "row", "word_row", "word_rows"]
     assert wrong == []
+
+
+INTEGERS = """
+import json
+import torch
+from fl_dispatch.backends.reference.impl import quantization as references
+from fl_dispatch.backends.triton.impl.products import weight_only_linear
+
+weight_only_linear.processors = lambda device: 2
+random, kind, wrong = torch.Generator().manual_seed(1), torch.float16, []
+draw = lambda least, most, *shape: torch.randint(least, most + 1, shape, generator=random)
+for rows in (2, 8, 9, 33, 64):
+    for form in ("offset 8", "zero points", "e2m1"):
+        weight, scale = draw(0, 255, 200, 320).byte(), 2.0 ** draw(-3, 3, 200, 5).to(kind)
+        zero = draw(-16, 31, 200, 5).to(torch.int8) if form == "zero points" else None
+        weight = weight.view(torch.float4_e2m1fn_x2) if form == "e2m1" else weight
+        x, bias = draw(-4, 4, rows, 640).to(kind), draw(-64, 64, 200).to(kind)
+        found = weight_only_linear.weight_only_linear(x, weight, scale, zero, bias)
+        right = references.weight_only_linear(x.double(), weight, scale.double(), zero, bias.double()).to(kind)
+        if not torch.equal(found, right):
+            wrong.append([rows, form, float((found - right).abs().max())])
+print(json.dumps(wrong))
+"""
+
+
+def test_words_of_integers_have_exact_products_in_the_interpreter() -> None:
+    """A tile of each size, with rows and columns that do not fill it; powers of two as scales."""
+    assert interpreted(INTEGERS) == []
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------

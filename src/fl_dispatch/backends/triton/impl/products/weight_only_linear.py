@@ -56,12 +56,10 @@ WORD_UNIT = 4
 """Words that are multiplied before the scale is applied: a thread's load, unless groups are shorter."""
 WORD_FROM = 2
 """Fewest rows for matrix units with words."""
-WORD_UP_TO = 64
-"""Most rows for matrix units with words."""
-WORD_FEW = (64, 4, 4, 3)
-"""Columns, warps, stages, and programs wanted for each processor, for up to ``FEW_ROWS`` rows."""
-WORD_SOME = (128, 4, 3, 2)
-"""``WORD_FEW`` for more rows."""
+WORD_FEWEST = 8
+"""Fewest rows of a tile with words."""
+WORD_TILES = {8: (64, 4, 4, 3), 32: (128, 4, 3, 3), 64: (128, 8, 3, 2)}
+"""Most rows for matrix units with words → columns, warps, stages, and programs wanted for each processor."""
 WORD_STEPS = 4
 """Fewest loads of a piece, if columns are cut into pieces to get enough programs."""
 MOST_PIECES = 8
@@ -325,8 +323,12 @@ def _word_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """``WORDS`` at a time, a part of a group, which has ``GROUP``; ``PIECE``: those of a program."""
+    """``WORDS`` at a time, a part of a group, which has ``GROUP``; ``PIECE``: those of a program.
+
+    Products take columns and elements in the order of the loads, so that numbers stay in the registers of a thread.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     UNSCALED: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
     FLOAT4_UNIT: tl.constexpr = 85070591730234615865843651857942052864.0 if dtype == tl.bfloat16 else 16384.0
@@ -337,12 +339,15 @@ def _word_rows(
     left = weight + there[:, None] * WEIGHT_ROW + word[None, :]
     right = x + row.to(tl.int64)[:, None] * X_ROW + element[None, :]
     first = tl.program_id(1) * PIECE
+    BANDS: tl.constexpr = COLUMNS // (16 * WARPS)
+    column = tl.permute(column.reshape(BANDS, 2, WARPS, 8), (0, 2, 1, 3)).reshape(COLUMNS)
+    placed = tl.minimum(column, columns - 1).to(tl.int64)
     acc = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
     for start in range(first, tl.minimum(first + PIECE, words), WORDS):
         packed = tl.load(left + start, eviction_policy="evict_first")
         a = tl.load(right + start * 8, mask=known[:, None], other=0.0)
         group = start // GROUP
-        factor = tl.load(scale + there * GROUPS + group).to(tl.float32)
+        factor = tl.load(scale + placed * GROUPS + group).to(tl.float32)
         if FLOAT4:
             number = _halves(_float4_pairs(_pairs(packed, 0), dtype), dtype) * tl.full([1, 1], FLOAT4_UNIT, dtype=dtype)
         elif HAS_ZERO:
@@ -350,10 +355,11 @@ def _word_rows(
             number = _halves(_pairs(packed, BASE), dtype) - offset[:, None]
         else:
             number = _halves(_pairs(packed, BASE), dtype) - tl.full([1, 1], UNSCALED + 8, dtype=dtype)
-        a = tl.permute(a.reshape(ROWS, WORDS, 2, 4), (0, 1, 3, 2)).reshape(ROWS, WORDS * 8)
-        acc += tl.dot(number, tl.trans(a)) * factor[:, None]
+        number = tl.permute(number.reshape(BANDS, 2, WARPS, 8, WORDS // 4, 16, 2), (0, 2, 1, 3, 5, 4, 6))
+        a = tl.permute(a.reshape(ROWS, WORDS // 4, 4, 2, 4), (0, 2, 4, 1, 3)).reshape(ROWS, WORDS * 8)
+        acc += tl.dot(number.reshape(COLUMNS, WORDS * 8), tl.trans(a)) * factor[:, None]
     if HAS_BIAS:
-        acc += tl.load(bias + there).to(tl.float32)[:, None]
+        acc += tl.load(bias + placed).to(tl.float32)[:, None]
     target = (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * columns + column[:, None]
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=known[None, :] & (column[:, None] < columns))
 
@@ -513,24 +519,23 @@ def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], 
     rows, weight, scale, zero, bias, out = tensors
     (count, (columns, words)), device = (rows.shape[0], weight.shape), rows.device
     has_zero, has_bias, float4 = flags
-    tall = max(FEW_ROWS, power_of_two(count))
-    at_once, warps, stages, wanted = WORD_FEW if tall <= FEW_ROWS else WORD_SOME
+    tall = max(WORD_FEWEST, power_of_two(count))
+    at_once, warps, stages, wanted = next(tile for most, tile in WORD_TILES.items() if count <= most)
     programs, steps = -(-columns // at_once), words // together
     pieces = max(1, min(wanted * processors(device) // programs, steps // WORD_STEPS, MOST_PIECES))
     piece = -(-steps // pieces) * together
     pieces = -(-words // piece)
     parts = out if pieces == 1 else torch.empty((pieces, count, columns), dtype=torch.float32, device=device)
-    expanded = 16 * together * (at_once + tall)
     _launch_word_rows(
         (programs, pieces, 1),
         (rows, weight, scale, zero, bias, parts),
         (
             words, columns, rows.stride(0), weight.stride(0), scale.shape[1], piece, group, has_zero,
-            has_bias and pieces == 1, float4, tall, at_once, together,
+            has_bias and pieces == 1, float4, tall, at_once, together, min(warps, at_once // 16),
         ),
         sizes=(count, HALF_BASES[rows.dtype]),
         warps=warps,
-        stages=stages_that_fit(device, together * (4 * at_once + 16 * tall) + expanded // stages, stages),
+        stages=stages_that_fit(device, together * (4 * at_once + 16 * tall * (stages + 1) // stages), stages),
     )  # fmt: skip
     if pieces > 1:
         grid = -(-columns // SUMMED), count, 1
@@ -579,7 +584,7 @@ def weight_only_linear(
         return out
     group = stored // groups
     together = min(STORED, divisor(group))
-    if words is not None and count <= WORD_UP_TO and together >= FEW_ROWS and x.dtype in HALF_TYPES:
+    if words is not None and count <= max(WORD_TILES) and together >= FEW_ROWS and x.dtype in HALF_TYPES:
         _rows_of_words((rows, words, *tensors[2:]), flags, group // 4, together // 4)
         return out
     wide = -(-columns // WIDE[0]) >= processors(x.device)
