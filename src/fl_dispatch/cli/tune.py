@@ -180,7 +180,7 @@ def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool, quiet: bool)
     threads, busy = free_threads()
     spec = device_of(place.device.type)
     here = origin(place.device)
-    facts = {**here, **plan.facts(here["machine"], spec.driver())}
+    facts = {**here, **plan.facts(here["machine"], spec.driver_version())}
     facts |= {"threads": threads, "date": time.strftime("%Y-%m-%d %H:%M:%S%z")}
     record = resumed(left, facts)
     torch.set_num_threads(record.facts["threads"])
@@ -238,7 +238,7 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
     rules = merge(winners, dict(plan.policy.op_tuned))
     file.write_text(platform_file(title, base, rules, figures, choices), encoding="utf-8")
     load_config_file(file)  # an invalid file raises now rather than at the next start
-    evidence.finish({**record.as_data(complete=True), "providers": plan.providers(winners)})
+    evidence.finish({**record.as_data(complete=True), "providers": plan.providers(winners, rules)})
     rows.say(f"written: {file} and {platforms.evidence_path(file).name}")
 
 

@@ -193,6 +193,13 @@ class DeviceSpec:
         if isinstance(self.platform_config, Path) and not self.platform_config.is_file():
             raise DeviceError(self.name, f"platform_config names {self.platform_config}, which does not exist")
 
+    def driver_version(self) -> str:
+        """Return the driver's version; empty if there is none or the chip's function fails."""
+        try:
+            return self.driver()
+        except Exception:  # of a vendor's function
+            return ""
+
     def module(self) -> Any:
         """Return PyTorch's module of the device, such as ``torch.npu``; ``None`` if there is none."""
         return getattr(torch, self.torch_type, None)

@@ -190,12 +190,13 @@ def _read_platform(forced: str | None) -> _Found:
     found = _read_file(path, f"{path} (platform, your own)" if own else f"{path.name} (platform)")
     found.values["platform_file"] = platforms.identity(path)
     logger.log(INFO if own else DEBUG, "the platform's defaults come from %s", path)
-    if stale := tuned.stale_entries(path):
+    if own and (stale := tuned.stale_entries(path)):
         why = tuned.in_words(stale)
         logger.warning("%s was tuned with something else, and does not count for %s; fl tune measures again", path, why)
-        shipped = platforms.shipped_path(devices.detect_device()) if own and forced is None else None
+        shipped = platforms.shipped_path(devices.detect_device())
         _leave_out(stale, found, _Found() if shipped is None else _read_file(shipped, f"{shipped.name} (platform)"))
         found.origins["op_tuned"] = Origin(f"{found.origins.get('op_tuned', path)}; stale: {why}")
+        found.values["platform_file"] = platforms.identity(path, f"stale: {why}")  # ranks may differ in that
     return found
 
 

@@ -37,9 +37,10 @@ def is_own(file: Path) -> bool:
     return file.parent == user_dir()
 
 
-def identity(file: Path) -> str:
-    """Return a platform file's path with a short hash of its content."""
-    return f"{file} ({hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
+def identity(file: Path, remark: str = "") -> str:
+    """Return a platform file's path, a remark, and in brackets at the end a short hash of content and remark."""
+    content = hashlib.sha256(file.read_bytes() + remark.encode()).hexdigest()[:16]
+    return f"{file}{remark and ', '}{remark} ({content})"
 
 
 def evidence_path(file: Path) -> Path:

@@ -32,7 +32,8 @@ BACKENDS = Path(__file__).parents[1] / "backends"
 def stale_entries(file: Path) -> dict[str, str]:
     """Return operator → what changed since it was tuned, such as ``torch 2.11.0, now 2.13.0``.
 
-    Empty for a file without evidence next to it, which ``fl tune`` did not write.
+    Another chip or driver makes every operator stale, also one that was not tuned. Empty for a file without evidence
+    next to it, which ``fl tune`` did not write.
     """
     evidence = platforms.evidence_path(file)
     if not evidence.is_file():
@@ -45,12 +46,14 @@ def stale_entries(file: Path) -> dict[str, str]:
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
         return {EVERY: f"its evidence {printable(str(evidence))} cannot be read: {error}"}
     device = devices.detect_device()
-    common = [_changed("the chip", chip, device.device_name(0)), _changed("the driver", driver, device.driver())]
+    common = _changed("the chip", chip, device.device_name(0)), _changed("the driver", driver, device.driver_version())
+    if any(common):
+        return {EVERY: "; ".join(filter(None, common))}
     found = {}
     for op_name, versions in providers.items():
-        own = [_changed(package, version, installed(package)) for package, version in versions.items()]
-        if changes := [change for change in (*common, *own) if change]:
-            found[op_name] = "; ".join(changes)
+        changes = (_changed(package, version, installed(package)) for package, version in versions.items())
+        if why := "; ".join(filter(None, changes)):
+            found[op_name] = why
     return found
 
 
@@ -64,24 +67,25 @@ def installed(package: str) -> str:
         return f"{__version__} ({_kernels()})"
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
+    except (metadata.PackageNotFoundError, ValueError):  # the latter for what is no name
         return ""
 
 
 @cache
 def _kernels() -> str:
     """Return a short hash of the source of our implementations."""
-    files = sorted(path for path in BACKENDS.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    found = (path for path in BACKENDS.rglob("[!.]*") if path.suffix in (".py", ".cpp", ".h"))
+    files = sorted(path for path in found if path.is_file())
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 def _changed(what: str, then: Any, now: str) -> str:
-    return "" if str(then) == now else f"{what} {printable(str(then))}, now {now or 'missing'}"
+    return "" if str(then) == now else f"{printable(what)} {printable(str(then))}, now {now or 'missing'}"
 
 
 def in_words(entries: Mapping[str, str]) -> str:
     """Return stale entries in one line, grouping operators with the same reason."""
     reasons: dict[str, list[str]] = {}
     for op_name, why in entries.items():
-        reasons.setdefault(why, []).append(op_name)
+        reasons.setdefault(why, []).append(printable(op_name))
     return "; ".join(f"{', '.join(ops)} ({why})" for why, ops in reasons.items())

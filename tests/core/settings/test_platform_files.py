@@ -97,10 +97,11 @@ def test_a_users_file_is_named_in_the_log_in_origins_and_with_a_hash_of_its_cont
     [
         ({"providers": {"rms_norm": {"pyyaml": "1.0"}, "linear": {}}}, {"rms_norm"}, "pyyaml 1.0, now "),
         ({"providers": {"rms_norm": {"no-such-package": "1.0"}}}, {"rms_norm"}, "no-such-package 1.0, now missing"),
-        ({"driver": "570.2", "providers": {"rms_norm": {}}}, {"rms_norm"}, "the driver 570.2, now 580.1"),
+        ({"driver": "570.2", "providers": {"rms_norm": {}}}, {"every operator"}, "the driver 570.2, now 580.1"),
+        ({"providers": {"rms_norm": {"": "1.0"}}}, {"rms_norm"}, " 1.0, now missing"),
         (
             {"machine": {"device": "NVIDIA H100 PCIe"}, "providers": {"rms_norm": {}, "linear": {}}},
-            {"rms_norm", "linear"},
+            {"every operator"},
             "the chip NVIDIA H100 PCIe, now NVIDIA H100 80GB HBM3",
         ),
         ({"providers": 5}, {"every operator"}, "cannot be read"),
@@ -115,6 +116,7 @@ def test_what_was_tuned_with_something_else_does_not_count_and_is_named_in_one_w
     found = load_settings({})
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert why in warning
+    assert why in str(found.platform_file)  # so ranks of which one finds the file stale name the reason
     assert set(tuned.stale_entries(file)) == stale
     assert why in str(found.origin("op_tuned"))
     for name, order in OWN.items():
@@ -127,6 +129,35 @@ def test_what_was_tuned_with_something_else_does_not_count_and_is_named_in_one_w
             assert str(file) in str(found.origin(f"op_tuned.{name}"))
     if tuned.EVERY in stale:
         assert dict(found.policy.op_tuned) == dict(shipped.op_tuned)
+    assert load_settings({"VLLM_FL_PLATFORM": "cuda-h100"}).policy.op_tuned == found.policy.op_tuned
+
+
+def test_evidence_next_to_a_shipped_file_takes_no_rule_away(
+    own: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No other rules could take their place."""
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    tune_file(shipped, "cuda-h100", driver="570.2")
+    monkeypatch.setattr(platforms, "CONFIG_DIR", shipped)
+    assert {name for name, _ in load_settings({"VLLM_FL_PLATFORM": "cuda-h100"}).policy.op_tuned} == {*OWN}
+
+
+def test_a_chip_whose_driver_cannot_be_asked_has_none(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise OSError("no library")
+
+    spec = replace(devices.detect_device(), driver=fail)
+    monkeypatch.setattr(devices, "detect_device", lambda: spec)
+    tune_file(own, "cuda-h100", driver="580.1")
+    assert "the driver 580.1, now missing" in str(load_settings({}).origin("op_tuned"))
+
+
+def test_names_in_a_warning_have_no_control_characters(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tune_file(own, "cuda-h100", providers={"rms_norm\nERROR": {"pack\x1bage": "1.0"}})
+    load_settings({})
+    assert caplog.text.count("\n") == 1
+    assert "\x1b" not in caplog.text
 
 
 def test_a_rule_for_one_layer_is_stale_with_its_operator(own: Path) -> None:
@@ -146,6 +177,9 @@ def test_kernels_of_ours_with_another_source_are_another_version(
     found = []
     for text in ("one", "another"):
         (kernels / "kernel.py").write_text(text)
+        (kernels / f"._{text}.py").write_text("not a kernel")
+        (kernels / ".#kernel.py").unlink(missing_ok=True)
+        (kernels / ".#kernel.py").symlink_to("an editor's lock")
         tuned._kernels.cache_clear()
         if not found:
             file = tune_file(own, "cuda-h100", providers={"rms_norm": {tuned.OURS: tuned.installed(tuned.OURS)}})

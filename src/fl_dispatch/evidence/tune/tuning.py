@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ...ops.declaration import Mode
 from ...run.direct import direct_function
 from ...selection.decision import select
 from ...settings.selection_policy import SelectionPolicy
+from ...settings.tuned import OURS, installed
 from ...state import State
 from ...types import OpImpl
 from ..bench import expected_seconds
@@ -140,9 +141,9 @@ class Plan:
     def _impls(self, op_name: str) -> Sequence[OpImpl]:
         return self.manager.registry.get_implementations(op_name)
 
-    def providers(self, winners: Mapping[Key, str]) -> dict[str, dict[str, str]]:
-        """Return operator → package → version, for the packages of its winners."""
-        found = {}
+    def providers(self, winners: Mapping[Key, str], rules: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Return operator → package → version: the packages of its winners, or ours for rules of the shipped file."""
+        found = {name.partition("@")[0]: {OURS: installed(OURS)} for name in rules}
         for name in dict.fromkeys(key.op_name for key in winners):
             chosen = {winner for key, winner in winners.items() if key.op_name == name}
             found[name] = providers(impl for impl in self._impls(name) if impl.impl_id in chosen)

@@ -171,7 +171,9 @@ def _loaded(plain: Any) -> Tactics:
     for name, choices in plain.items() if isinstance(plain, dict) else ():
         for text, words in choices.items() if isinstance(choices, dict) else ():
             try:
-                found.setdefault(name, {})[ast.literal_eval(text)] = str(words)
+                key = ast.literal_eval(text)
+                repr(key)  # fails for numbers of thousands of digits
+                found.setdefault(name, {})[key] = str(words)
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 continue
     return found
@@ -186,7 +188,7 @@ def _place() -> str:
     import triton
 
     spec = detect_device()
-    versions = f"driver {spec.driver()}, Triton {triton.__version__}, PyTorch {torch.__version__}"
+    versions = f"driver {spec.driver_version()}, Triton {triton.__version__}, PyTorch {torch.__version__}"
     return f"{spec.device_name(0)}, {versions}"
 
 

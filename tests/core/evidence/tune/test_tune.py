@@ -33,7 +33,8 @@ from fl_dispatch.hosting.layers.survey import Survey
 from fl_dispatch.hosting.records import runs
 from fl_dispatch.hosting.records.runs import Sizes
 from fl_dispatch.ops import Place
-from fl_dispatch.settings import TunedRule, platforms
+from fl_dispatch.settings import TunedRule, load_config_file, platforms
+from fl_dispatch.settings.tuned import OURS, installed
 from fl_dispatch.types import OpImpl
 
 CONFIG = {
@@ -482,6 +483,8 @@ def test_the_command_writes_a_file_that_the_next_start_reads_and_that_says_when_
     assert found["complete"]
     assert {(row["op_name"], row["tokens"]) for row in found["keys"]} == {("silu_and_mul", n) for n in (1, 2, 8)}
     assert found["providers"]["silu_and_mul"]
+    copied = {name for name, _ in load_config_file(file).policy.op_tuned} - {"silu_and_mul"}
+    assert all(found["providers"][name] == {OURS: installed(OURS)} for name in copied)
     command._compare(file, file, json=False)
     assert "agree on 3 of 3 keys: 1.000" in capsys.readouterr().out
     assert "op_tunedofsilu_and_mul" in "".join(fl("explain", "silu_and_mul", **environment).stdout.split())

@@ -105,14 +105,14 @@ def test_tactics_of_another_chip_or_version_are_not_used(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("triton")
-    chip = SimpleNamespace(device_name=lambda index: "a chip", driver=lambda: "580.1")
+    chip = SimpleNamespace(device_name=lambda index: "a chip", driver_version=lambda: "580.1")
     monkeypatch.setattr(tactics, "_file", lambda: tmp_path / "tactics.json")
     monkeypatch.setattr(tactics, "detect_device", lambda: chip)
     assert tactics.remembered(PLANTED) == (PLANTED, 0)
     if changed == "chip":
         monkeypatch.setattr(chip, "device_name", lambda index: "another chip")
     elif changed == "driver":
-        monkeypatch.setattr(chip, "driver", lambda: "580.2")
+        monkeypatch.setattr(chip, "driver_version", lambda: "580.2")
     elif changed != "nothing":
         monkeypatch.setattr({"Triton": triton, "PyTorch": torch}[changed], "__version__", "9.9")
     assert tactics.remembered({}) == ((PLANTED, 1) if changed == "nothing" else ({}, 0))
@@ -155,7 +155,11 @@ def test_a_damaged_file_ends_nothing(
 
 @pytest.mark.parametrize(
     "kept",
-    [["a"], {"kernel": "BLOCK: 16"}, {"kernel": {"[1]": "BLOCK: 16", "(" * 9999: "", "1": ["BLOCK: 16"]}}],
+    [
+        ["a"],
+        {"kernel": "BLOCK: 16"},
+        {"kernel": {"[1]": "BLOCK: 16", "(" * 9999: "", "1": ["BLOCK: 16"], f"(0x{'f' * 6000},)": ""}},
+    ],
     ids=["a list", "a text", "keys"],
 )
 def test_other_data_in_the_file_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: object) -> None:
