@@ -13,6 +13,7 @@ import pytest
 
 import quantized_checkpoints as checkpoints
 from fl_dispatch.cli import small_model
+from fl_dispatch.cli.half_precision import COMPARED
 from half_on_npu import FEW, HEADS, REFUSED_EXPERTS, as_near_as_dequantized, expert_kernels, quantized_kernels
 from host_engines import Engine, Host, Pass, Scenario, Served, clean, ran
 from quantized_checkpoints import SCHEMES
@@ -34,6 +35,8 @@ class QuantizedOnNPU(Scenario):
     """Further operators, which the chip does not have."""
     PRODUCTS: ClassVar[int] = QuantizedModels.PRODUCTS
     """Number of quantized layers."""
+    COMPARED: ClassVar[float] = 1.0
+    """Share of the tokens for which the bounds hold."""
 
     def cases(self) -> Mapping[str, Sequence[Any]]:
         kernels = [(name, kernel) for name in self.DRAWN for kernel in self.kernels(name)]
@@ -76,7 +79,7 @@ class QuantizedOnNPU(Scenario):
     def test_it_is_as_near_to_the_dequantized_network_as_hugging_faces(
         self, name: str, served: Callable[[str], Served], model: Path
     ) -> None:
-        assert as_near_as_dequantized(SCHEMES[name], *served(name).answers[0].scored(), model)
+        assert as_near_as_dequantized(SCHEMES[name], *served(name).answers[0].scored(), model, self.COMPARED)
 
     def test_all_is_the_vendors_but_what_no_kernel_computes(
         self, name: str, host: Host, served: Callable[[str], Served]
@@ -97,8 +100,12 @@ class QuantizedOnNPU(Scenario):
 
 
 class QuantizedExpertsOnNPU(QuantizedOnNPU):
-    """Engines with a mixture of experts; ``REFUSED`` has the schemes that no kernel takes."""
+    """Engines with a mixture of experts; ``REFUSED`` has the schemes that no kernel takes.
 
+    Rounding may change a close choice of experts, so the bounds hold for most of the tokens.
+    """
+
+    COMPARED: ClassVar[float] = COMPARED
     REFUSED: ClassVar[Sequence[str]]
     OTHERS: ClassVar[set[str]] = {"rms_norm", "rotary_embedding", "kv_cache_write", "paged_attention", "topk_softmax"}
 
