@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import Any
 
 import pytest
 
+from tool_modules import tool
+
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("features", ROOT / "tools/features.py")
-assert _spec is not None
-assert _spec.loader is not None
-features = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(features)
+features = tool("features")
 
 PAGE = ROOT / "docs/features.md"
 PLUGINS = {"vllm_cpu": ["vllm_fl"], "vllm_gpu": ["vllm_fl"], "sglang_cpu": ["sglang_fl"], "sglang_gpu": ["sglang_fl"]}

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tool_modules import tool
+
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("mistakes", ROOT / "tools/mistakes.py")
-assert _spec is not None
-assert _spec.loader is not None
-mistakes = importlib.util.module_from_spec(_spec)
-sys.modules["mistakes"] = mistakes  # where its data classes look for their annotations
-_spec.loader.exec_module(mistakes)
+mistakes = tool("mistakes")
 
 
 @pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.name)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
+from tool_modules import tool
+
 TOOL = Path(__file__).parents[2] / "tools/prose.py"
-_spec = importlib.util.spec_from_file_location("prose", TOOL)
-assert _spec is not None
-assert _spec.loader is not None
-prose = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(prose)
+prose = tool("prose")
 
 
 def found(text: str) -> list[tuple[int, str]]:

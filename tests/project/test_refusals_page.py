@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
+from tool_modules import tool
+
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("refusals", ROOT / "tools/refusals.py")
-assert _spec is not None
-assert _spec.loader is not None
-refusals = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(refusals)
+refusals = tool("refusals")
 
 
 def test_the_counts_of_today_are_those_of_the_command() -> None:
