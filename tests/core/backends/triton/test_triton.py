@@ -497,6 +497,22 @@ def test_a_list_is_right_whose_scores_several_programs_share(bits: int) -> None:
         assert all_ran
 
 
+TIES = """
+import json
+import torch
+from fl_dispatch.backends.triton.impl.attention import index_topk
+starts, lengths = torch.tensor([0, 1]).int(), torch.tensor([100]).int()
+out = torch.full((2, 64), -7).int()
+index_topk._best(torch.zeros(1, 128), starts, lengths, out[:1], 0, 64, (128, 32, 8, 4))
+print(json.dumps(out.tolist()))
+"""
+
+
+@needs_triton
+def test_of_equal_scores_the_first_are_listed_and_nothing_is_written_behind_a_list() -> None:
+    assert json.loads(run(TIES)) == [[*range(64)], [-7] * 64]
+
+
 SMALL_VALUES = """
 import torch
 from fl_dispatch.backends.reference.impl import attention as reference
