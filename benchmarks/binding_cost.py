@@ -1,10 +1,10 @@
 """The cost of binding the layers of a model, of changing the policy once they are bound, and of the record of a run.
 
 Meanwhile a second thread calls an operator repeatedly, also in a known context, because no reader may wait for a
-writer. The output is wall-clock seconds, and the processor time of the working thread, which a busy machine does not
-change.
+writer. The output is wall-clock seconds, and the processor time of the working thread. With ``--count`` it is the
+number of functions that the working thread calls, which is the same in each run.
 
-    python benchmarks/binding_cost.py [--layers 500] [--operators 20] [--kept 64] [--tenants 0] [--json FILE]
+    python benchmarks/binding_cost.py [--layers 500] [--operators 20] [--kept 64] [--tenants 0] [--count] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,6 +73,17 @@ def measure(work: Callable[[], None]) -> dict[str, float]:
     return {**row, "longest_call": reader.stop()}
 
 
+def count(work: Callable[[], None]) -> dict[str, int]:
+    """Return how many functions, also those written in C, this thread calls for some work."""
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, argument: calls.update((event,)))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return {"calls": calls["call"] + calls["c_call"]}
+
+
 def bind(operators: list[str], layers: range) -> None:
     for layer in layers:
         for name in operators:
@@ -115,33 +128,40 @@ def main() -> None:
     parser.add_argument("--operators", type=int, default=20)
     parser.add_argument("--kept", type=int, default=64, help="policies that contexts had")
     parser.add_argument("--tenants", type=int, default=0, help="policies that take turns, compared with 60")
+    parser.add_argument("--count", action="store_true", help="count calls of functions instead of seconds")
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     operators = [name for name, operator in OPERATORS.items() if not operator.selection][: arguments.operators]
     record = RunReport()
     more = range(arguments.layers, arguments.layers + 10)
-    results = {
-        BIND: measure(lambda: bind(operators, range(arguments.layers))),
-        ENTER: measure(lambda: keep(arguments.kept)),
-        BIND_MORE: measure(lambda: bind(operators, more)),
-        CHANGE: measure(lambda: set_global_policy(SelectionPolicy(prefer="vendor")) and None),
-        RECORD: measure(lambda: record.choices() and None),
-        LOOK: measure(lambda: record.choices() and None),
+    take = count if arguments.count else measure
+    results: dict[str, Any] = {
+        BIND: take(lambda: bind(operators, range(arguments.layers))),
+        ENTER: take(lambda: keep(arguments.kept)),
+        BIND_MORE: take(lambda: bind(operators, more)),
+        CHANGE: take(lambda: set_global_policy(SelectionPolicy(prefer="vendor")) and None),
+        RECORD: take(lambda: record.choices() and None),
+        LOOK: take(lambda: record.choices() and None),
     }
     tenants = (60, arguments.tenants) if arguments.tenants else ()
     results |= {f"{policies} policies in turn": in_turns(policies) for policies in tenants}
     for name, row in results.items():
         if "milliseconds" in row:
             print(f"{name}: {row['milliseconds']:.3f} ms an entry, {row['bytes'] / 1024:.0f} KiB a table")
-    print_table(
-        f"{arguments.layers} layers of {len(operators)} operators, {arguments.kept} kept policies; seconds",
-        ("what", "clock", "goal", "processor", f"longest call of a reader (goal {LONGEST_WAIT})"),
-        (
-            (name, f"{row['seconds']:.3f}", goal(name), f"{row['processor']:.3f}", f"{row['longest_call']:.3f}")
-            for name, row in results.items()
-            if "seconds" in row
-        ),
-    )
+    case_of = f"{arguments.layers} layers of {len(operators)} operators, {arguments.kept} kept policies"
+    if arguments.count:
+        rows = ((name, str(row["calls"])) for name, row in results.items() if "calls" in row)
+        print_table(case_of, ("what", "calls of functions"), rows)
+    else:
+        print_table(
+            f"{case_of}; seconds",
+            ("what", "clock", "goal", "processor", f"longest call of a reader (goal {LONGEST_WAIT})"),
+            (
+                (name, f"{row['seconds']:.3f}", goal(name), f"{row['processor']:.3f}", f"{row['longest_call']:.3f}")
+                for name, row in results.items()
+                if "seconds" in row
+            ),
+        )
     if arguments.json:
         machine = {"python": sys.version.split()[0], "torch": torch.__version__, "machine": platform.machine()}
         case = {"layers": arguments.layers, "operators": len(operators), "kept": arguments.kept}

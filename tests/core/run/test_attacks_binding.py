@@ -186,25 +186,25 @@ BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "binding_cost.py"
 
 
 @pytest.fixture
-def seconds(tmp_path: Path) -> Callable[..., float]:
-    """Processor time of one part of the benchmark, in a process of its own."""
+def calls(tmp_path: Path) -> Callable[..., int]:
+    """How many functions one part of the benchmark calls, in a process of its own."""
 
-    def measured(part: str, *, layers: int, kept: int) -> float:
+    def counted(part: str, *, layers: int, kept: int) -> int:
         file = tmp_path / "result.json"
-        arguments = ("--layers", str(layers), "--kept", str(kept), "--json", str(file))
+        arguments = ("--layers", str(layers), "--kept", str(kept), "--count", "--json", str(file))
         ended = processes.python(str(BENCHMARK), *arguments, environment=os.environ, timeout=120)
         assert ended.returncode == 0, ended.log
-        found: float = json.loads(file.read_text())["results"][part]["processor"]
+        found: int = json.loads(file.read_text())["results"][part]["calls"]
         return found
 
-    return measured
+    return counted
 
 
-def test_the_cost_of_binding_a_layer_does_not_grow_with_the_layers_that_are_bound(seconds: Any) -> None:
-    part = "bind the layers"
-    assert seconds(part, layers=240, kept=0) < 6 * seconds(part, layers=60, kept=0)
+def test_the_cost_of_binding_a_layer_does_not_grow_with_the_layers_that_are_bound(calls: Any) -> None:
+    part = "bind ten more layers"
+    assert calls(part, layers=240, kept=0) == pytest.approx(calls(part, layers=60, kept=0), rel=0.1)
 
 
-@pytest.mark.parametrize("part", ["bind ten more layers", "change the policy"])
-def test_the_cost_of_a_change_does_not_grow_with_the_policies_that_are_kept(part: str, seconds: Any) -> None:
-    assert seconds(part, layers=20, kept=32) < 6 * seconds(part, layers=20, kept=0)
+@pytest.mark.parametrize(("part", "times"), [("change the policy", 1.1), ("bind ten more layers", 4.5)])
+def test_the_cost_of_a_change_hardly_grows_with_the_policies_that_are_kept(part: str, times: float, calls: Any) -> None:
+    assert calls(part, layers=20, kept=32) < times * calls(part, layers=20, kept=0)

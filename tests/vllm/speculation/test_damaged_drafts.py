@@ -15,9 +15,9 @@ import drafters
 from drafting import LOOK_UP, NGRAM, SPREAD
 from fl_dispatch.hosting.damage.rows import damaged_rows, damaged_tokens
 from fl_dispatch.settings import reset_settings
-from largest import Largest
 from poison import SAID, variables
 from running import expected_tokens, reference_network
+from tensors import Largest
 from vllm_fl.damage import detection
 
 SAMPLES = 300

@@ -33,7 +33,7 @@ from fl_dispatch.backends.vendor.ascend.register_ops import register_builtins
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.types import OpImpl
-from largest import Largest
+from tensors import Largest
 
 HALF = torch.float16
 INT8, FP8, ONE = torch.int8, torch.float8_e4m3fn, torch.ones(1, 1)

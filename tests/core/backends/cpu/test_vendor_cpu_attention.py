@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from builders import as_called
-from comparing import alike
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.impl import attention, limits
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
+from tensors import alike
 
 MISSING = library.why_unavailable()
 WRITE, ATTEND = "kv_cache_write", "paged_attention"

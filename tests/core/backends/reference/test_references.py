@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.testing import assert_close
 
-from comparing import alike
 from fl_dispatch import OpImpl, get_default_manager
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.evidence.arguments import has_nan
@@ -31,6 +30,7 @@ from fl_dispatch.ops.quantization import FP4, packs_two, rounded
 from fl_dispatch.ops.results import flat
 from fl_dispatch.run.direct import why_declined
 from sampling import drawn
+from tensors import alike
 
 REFERENCE = ReferenceBackend()
 COMPUTED = [name for name, op in OPERATORS.items() if not op.selection]
