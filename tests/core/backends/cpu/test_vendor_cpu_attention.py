@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from builders import as_called
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
-from fl_dispatch.backends.vendor.cpu.impl import attention, limits
+from fl_dispatch.backends.vendor.cpu.impl import attention, limits, tiles
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
@@ -129,6 +130,87 @@ def test_what_another_request_left_behind_the_end_of_a_sequence_reaches_no_resul
         actual = implementation(ATTEND).fn(*sample.args)[:tokens]
         expected = implementation(ATTEND).fn(*again.args)[:tokens]
         torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3, msg=sample.label)
+
+
+needs_tiles = pytest.mark.skipif(bool(MISSING) or not library.has_tiles(), reason=MISSING or "no matrix unit")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "in both directions": {"causal": False},
+    "a window": {"sliding_window": 50},
+    "soft caps": {"softcap": 20.0},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4)},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.8, 4)},
+}
+
+
+LENGTHS = [[(300, 300)], [(128, 700), (257, 257), (1, 33)], [(100, 2000)]]
+
+
+@needs_tiles
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize(("option", "lengths"), [*product(OPTIONS, LENGTHS[:2]), ("causal", LENGTHS[2])], ids=str)
+def test_long_prompts_are_multiplied_by_the_matrix_unit_on_copies(
+    option: str, lengths: list[tuple[int, int]], host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "AT_ONCE", 256)
+    copied, copies = list[int](), tiles.copies
+    monkeypatch.setattr(tiles, "copies", lambda *args: copied.append(1) or copies(*args))
+    options = OPTIONS[option]
+    args = prompts(lengths)
+    starts, seq_lens = args[4:6]
+    lists = {"query_start_loc_host": starts.tolist(), "seq_lens_host": seq_lens.tolist()} if host else {}
+    wide = [each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+    exact = OPERATORS[ATTEND].reference(*wide, **options)
+    found = attention.paged_attention(*args, **options, **lists)
+    assert copied
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=1e-2)
+
+
+def prompts(lengths: list[tuple[int, int]], heads: int = 4, kv_heads: int = 2, head_dim: int = 64) -> list[Any]:
+    """Arguments of attention over requests of (tokens, keys), with NaN behind their ends, in the kernels' layout."""
+    generator, block_size = torch.Generator().manual_seed(0), 32
+    tokens, keys = zip(*lengths, strict=True)
+    counts = [-(-length // block_size) for length in keys]
+    numbers, shape = torch.randperm(sum(counts), generator=generator), (sum(counts), block_size, kv_heads, head_dim)
+    caches = [torch.randn(shape, generator=generator).bfloat16() for _ in range(2)]
+    table, first = torch.zeros(len(lengths), max(counts), dtype=torch.int32), 0
+    for row, (length, count) in enumerate(zip(keys, counts, strict=True)):
+        table[row, :count] = numbers[first : first + count]
+        for cache in caches:
+            cache[table[row, count - 1], length - (count - 1) * block_size :] = float("nan")
+        first += count
+    starts = torch.tensor([0, *tokens]).cumsum(0).int()
+    query = torch.randn(sum(tokens), heads, head_dim, generator=generator).bfloat16()
+    rest = (table, starts, torch.tensor(keys).int(), max(tokens), max(keys), head_dim**-0.5)
+    return [query, *moved(*caches), *rest]
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "window", "pays"),
+    [
+        ([0, 64], [512], -1, True),
+        ([0, 63], [512], -1, False),
+        ([0, 512, 513], [512, 4096], -1, False),  # a decode beside the prompt has too many keys
+        ([0, 512, 513], [512, 3000], -1, True),
+        ([0, 64], [512], 300, False),
+        ([0, 64], [1 << 20], -1, False),  # too large a copy
+    ],
+)
+def test_copies_pay_with_many_tokens_for_each_key(
+    starts: list[int], lengths: list[int], window: int, pays: bool
+) -> None:
+    assert tiles.pays(8, 128, starts, lengths, window) is pays
+
+
+def test_vectors_multiply_other_dtypes_short_prompts_and_odd_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "has_tiles", lambda: True)
+    query = torch.zeros(64, 4, 64, dtype=torch.bfloat16)
+    assert tiles.may_pay(query, 64)
+    assert not tiles.may_pay(query, 63)
+    assert not tiles.may_pay(query.float(), 64)
+    assert not tiles.may_pay(query[..., :48], 64)
+    monkeypatch.setattr(library, "has_tiles", lambda: False)
+    assert not tiles.may_pay(query, 64)
 
 
 @needs_kernels

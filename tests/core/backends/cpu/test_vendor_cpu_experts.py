@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,34 @@ def test_experts_without_a_gate(activation: str) -> None:
     args = arguments(5, plain=True)
     assert own_experts.supports_fused_moe(*args, activation) is True
     close(own_experts.fused_moe(*args, activation), args, activation)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_wheels_variant_is_the_matrix_units_for_bfloat16(dtype: torch.dtype, monkeypatch: Any) -> None:
+    named: list[object] = []
+    kernels = SimpleNamespace(
+        prepack_moe_weight=lambda *args: named.append(args[-1]), cpu_fused_moe=lambda *args: named.append(args[-1])
+    )
+    monkeypatch.setattr(experts.library, "has_tiles", lambda: True)
+    monkeypatch.setattr(experts.torch.ops, "_C", kernels)
+    experts.fused_moe(*arguments(4, dtype))
+    assert named == ["amx" if dtype is torch.bfloat16 else "vec"] * 3
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 70, 300])
+def test_both_variants_of_the_wheels_kernel(tokens: int, tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not limits.rounds(torch.bfloat16) or (tiles and not library.has_tiles()):
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(library, "has_tiles", lambda: tiles)
+    args = arguments(tokens, torch.bfloat16)
+    close(experts.fused_moe(*args), args)
+    args[0][0] = float("nan")
+    found = experts.fused_moe(*args)
+    assert found[0].isnan().all()
+    assert not found[1:].isnan().any()
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)

@@ -22,6 +22,12 @@ each_product = pytest.mark.parametrize(("name", "product"), PRODUCTS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
+@pytest.fixture(autouse=True)
+def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch's product repack the small weights of these tests, too."""
+    monkeypatch.setattr(linear, "SMALL", 0)
+
+
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
     operator = OPERATORS["linear"]
     assert operator.samples is not None
@@ -89,3 +95,14 @@ def test_compiled_code_multiplies_with_the_repacked_weight_and_follows_it() -> N
         weight.data.mul_(3.0)
         weight_forms.follow(weight, forms)
         close(compiled(x), x @ weight.t(), torch.float32)
+
+
+@pytest.mark.parametrize(("rows", "packs"), [(511, False), (512, True)])
+def test_a_small_weight_in_float32_stays_plain_in_pytorchs_product(
+    rows: int, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "SMALL", 512 * 64)
+    weight, x = torch.randn(rows, 64), torch.randn(3, 64)
+    forms = weight_forms.declare(weight)
+    close(linear.linear_reordered(x, weight), x @ weight.t(), torch.float32)
+    assert (forms.made["vendor.cpu.onednn"] is not None) is packs

@@ -29,6 +29,9 @@ LIBRARIES: tuple[tuple[str, frozenset[str]], ...] = (
 )
 """Library and the processor flags that it needs (names in ``/proc/cpuinfo``), most demanding first."""
 
+TILES = frozenset({"amx_tile", "amx_bf16"})
+"""Processor flags of a matrix unit for bfloat16 (AMX)."""
+
 _MARK = "cpu_attention_with_kv_cache"  # an operator that only the CPU libraries register
 
 
@@ -72,7 +75,7 @@ def locate() -> tuple[Path | None, str]:
 def why_unavailable() -> str:
     """Load the library once in a process; return why its kernels are unavailable, or an empty string."""
     if hasattr(torch.ops._C, _MARK):  # vLLM loaded it first
-        truncates()
+        _look_at_processor()
         return ""
     path, problem = locate()
     if path is None:
@@ -84,8 +87,14 @@ def why_unavailable() -> str:
     logger.debug("loaded %s", path)
     if not hasattr(torch.ops._C, _MARK):
         return f"{path} has no operator {_MARK}"
-    truncates()  # cached before any trace
+    _look_at_processor()
     return ""
+
+
+def _look_at_processor() -> None:
+    """Cache what depends on the processor before any trace."""
+    truncates()
+    has_tiles()
 
 
 @functools.cache
@@ -95,6 +104,17 @@ def truncates() -> bool:
     x, residual = torch.ones(8, **options), torch.full((8,), 1.5 * 2.0**-8, **options)
     torch.ops._C.fused_add_rms_norm(x, residual, None, 1e-6)
     return bool((residual == 1.0).any())  # rounding would give the next larger number
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether the kernels may use the processor's matrix unit in bfloat16.
+
+    Linux gives the unit's registers to a process that asks for them. The kernels do not ask, and without the registers
+    their first instruction for the unit would end the process.
+    """
+    ask = getattr(torch._C._cpu, "_init_amx", None)
+    return processor_flags() >= TILES and ask is not None and bool(ask())
 
 
 def why_missing(kernels: Iterable[str]) -> str:

@@ -5,7 +5,8 @@ keys are transposed, values are not. Views in the declared order differ only in 
 read and write the same cache. A host with a cache in this layout states it as :data:`KV_LAYOUT`.
 
 The attention kernel reads all values of a sequence's last block, with weight zero after the sequence's end. If another
-request left a NaN or an infinity there, the result is NaN, and the call is repeated without such leftovers.
+request left a NaN or an infinity there, the result is NaN, and the call is repeated without such leftovers. Copies for
+the matrix unit (:mod:`.tiles`) have none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from fl_dispatch.types import Traits
 
 from .. import library
-from . import schedules
+from . import schedules, tiles
 from .limits import problem, rounds
 from .schedules import instructions
 
@@ -144,15 +145,20 @@ def paged_attention(
         out = query.new_empty(query.shape)
     if sinks is not None and sinks.dtype is torch.float16:
         sinks = sinks.float()
-    _, _, keys, values, _ = _views(key_cache, value_cache)
+    _, _, keys, values, variant = _views(key_cache, value_cache)
     window = -1 if sliding_window is None else sliding_window
+    if tiles.may_pay(query, max_query_len):
+        starts, lengths = query_start_loc_host or query_start_loc.tolist(), seq_lens_host or seq_lens.tolist()
+        if tiles.pays(*key_cache.shape[2:], starts, lengths, window):
+            keys, values, block_table = tiles.copies(key_cache, value_cache, block_table, lengths)
+            variant = tiles.TILES
     schedule = schedules.find(
-        query, values, query_start_loc, seq_lens, causal, window, query_start_loc_host, seq_lens_host
+        query, values, query_start_loc, seq_lens, causal, window, query_start_loc_host, seq_lens_host, variant
     )
     rest = (query_start_loc, seq_lens, scale, causal, alibi_slopes, window)
     _attend(query, keys, values, block_table, out, schedule, softcap, sinks, *rest)
     # One pass over the results: if one of them is not finite, neither is the sum.
-    if not math.isfinite(out.sum()) and out[: int(query_start_loc[-1])].isnan().any():
+    if variant != tiles.TILES and not math.isfinite(out.sum()) and out[: int(query_start_loc[-1])].isnan().any():
         keys, values, block_table = _without_leftovers(keys, values, block_table, seq_lens, max_seq_len)
         _attend(query, keys, values, block_table, out, schedule, softcap, sinks, *rest)
     return out

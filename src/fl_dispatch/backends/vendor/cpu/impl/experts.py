@@ -11,6 +11,7 @@ from fl_dispatch.ops import moe as declared
 from .. import library
 from .expert_shapes import mismatch
 from .limits import problem, rounds
+from .tiles import TILES
 
 KERNELS = ("cpu_fused_moe", "prepack_moe_weight")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
@@ -18,8 +19,8 @@ COLUMNS = 32
 """Columns that the kernel takes at a time."""
 MANY = 96
 """Most rows of an expert, on average, for which the kernel is faster than PyTorch's products in float32."""
-INSTRUCTIONS = "vec"
-"""Name of the instruction set that every build has."""
+VECTORS = "vec"
+"""The kernel's name of the variant for vectors; it reads weights in another order than the matrix unit's variant."""
 
 
 def why_unavailable() -> str:
@@ -63,11 +64,16 @@ def supports_fused_moe(
     return rounds(hidden_states.dtype) or "the build for this processor truncates results to bfloat16"
 
 
+def instructions(dtype: torch.dtype) -> str:
+    """Return the kernel's variant: the matrix unit multiplies bfloat16 only."""
+    return TILES if dtype is torch.bfloat16 and library.has_tiles() else VECTORS
+
+
 def pack(weight: Tensor, before: Tensor | None) -> Tensor:
     """Repack weights ``[experts, columns, inner]`` into the order in which the kernel reads them."""
     fits = before is not None and before.shape == weight.shape and before.dtype is weight.dtype
     packed = before if before is not None and fits else torch.empty_like(weight)
-    torch.ops._C.prepack_moe_weight(weight.detach(), packed, INSTRUCTIONS)
+    torch.ops._C.prepack_moe_weight(weight.detach(), packed, instructions(weight.dtype))
     return packed
 
 
@@ -111,6 +117,6 @@ def fused_moe(
         topk_ids.int().contiguous(),
         False,
         activation,
-        INSTRUCTIONS,
+        instructions(hidden_states.dtype),
     )
     return out

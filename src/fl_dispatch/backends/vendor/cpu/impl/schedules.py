@@ -34,6 +34,7 @@ def find(
     window: int,
     starts: list[int] | None,
     lengths: list[int] | None,
+    variant: str,
 ) -> Tensor:
     """Return a batch's schedule: the last one if the lengths are the same, else a new one (6 to 13 us).
 
@@ -44,11 +45,22 @@ def find(
         causal: whether a token sees only tokens up to itself.
         window: keys that a token sees before itself, or -1.
         starts, lengths: the values of both tensors; ``None`` makes a new schedule.
+        variant: the kernel's variant.
     """
     _, kv_heads, block_size, head_dim = values.shape
     key = None
     if starts is not None and lengths is not None:
-        shape = (query.shape[1], kv_heads, head_dim, block_size, query.dtype, causal, window, torch.get_num_threads())
+        shape = (
+            query.shape[1],
+            kv_heads,
+            head_dim,
+            block_size,
+            query.dtype,
+            causal,
+            window,
+            torch.get_num_threads(),
+            variant,
+        )
         key = (tuple(starts), tuple(lengths), *shape)
         if key == _last.key:
             return _last.schedule
@@ -62,7 +74,7 @@ def find(
         query_start_loc,
         causal,
         window,
-        instructions(block_size, head_dim),
+        variant,
         True,  # threads may split the keys of a request
         None,
         "auto",

