@@ -101,7 +101,7 @@ _LEFT = {
         "MHCPreDelayedOp",
         "MHCPreOp",
     ),
-    "compiled kernels of one model": ("HpcRopeNorm", "FusedMMInputNorm", "MiniMaxText01RMSNormTP", "GateLinear"),
+    "compiled kernels of one model": ("HpcRopeNorm", "FusedMMInputNorm", "MiniMaxText01RMSNormTP"),
     "the weight plus one; there is no operator for it": ("NemotronLayerNorm1P",),
 }
 """Why → the classes that stay vLLM's: a class, or all classes of a module."""

@@ -176,6 +176,7 @@ LAYER_CLASSES = (
         )
     ),
     *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
+    LayerClass(f"{_MOE}.router.gate_linear", "GateLinear", linear.LinearLayer, own_kernel=True, cpu_only=True),
     LayerClass(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead", linear.HeadLayer, own_kernel=True),
     LayerClass(f"{_HW}.layernorm", "RMSNorm", forwards.RMSNormLayer),
     LayerClass(f"{_HW}.activation", "SiluAndMul", forwards.activation_layer("SiluAndMul")),

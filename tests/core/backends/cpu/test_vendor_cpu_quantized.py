@@ -13,7 +13,7 @@ from builders import as_called
 from fl_dispatch import weight_forms
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
-from fl_dispatch.backends.vendor.cpu.impl import own_integers, quantization
+from fl_dispatch.backends.vendor.cpu.impl import integers, own_integers, quantization
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
@@ -21,10 +21,12 @@ from fl_dispatch.types import OpImpl
 MISSING = library.why_unavailable()
 NO_INTEGERS = own_integers.why_unavailable()
 needs_integers = pytest.mark.skipif(bool(NO_INTEGERS), reason=NO_INTEGERS)
-FAST = quantization._multiplies_int8()
+INEXACT = integers.why_unavailable()
+FAST = quantization.multiplies_int8()
 HALF, DTYPES = [torch.bfloat16], [torch.float32, torch.bfloat16, torch.float16]
 KERNELS = [
     pytest.param("quantize", "vendor.cpu", DTYPES, marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
+    pytest.param("scaled_linear", "vendor.cpu", DTYPES, marks=pytest.mark.skipif(bool(INEXACT), reason=INEXACT)),
     pytest.param("scaled_linear", "vendor.cpu.onednn", DTYPES, marks=pytest.mark.skipif(not FAST, reason="no VNNI")),
     ("weight_only_linear", "vendor.cpu.onednn", HALF),
     pytest.param("scaled_linear", "vendor.cpu.cpp", DTYPES, marks=needs_integers),
@@ -193,7 +195,7 @@ def test_a_processor_without_avx2_has_no_products_of_integers(monkeypatch: pytes
     assert own_integers.why_unavailable() == "the processor has no AVX2"
 
 
-def test_the_processor_is_asked_once_whether_it_multiplies_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processor_is_asked_once_whether_itmultiplies_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[frozenset[str]] = []
 
     def flags() -> frozenset[str]:
@@ -201,10 +203,10 @@ def test_the_processor_is_asked_once_whether_it_multiplies_int8(monkeypatch: pyt
         return asked[-1]
 
     monkeypatch.setattr(library, "processor_flags", flags)
-    quantization._multiplies_int8.cache_clear()
+    quantization.multiplies_int8.cache_clear()
     args = (bytes_of(1, 64), ONES(1, 1), bytes_of(4, 64))
     answers = {quantization.supports_scaled_linear(*args) for _ in range(3)}
-    quantization._multiplies_int8.cache_clear()
+    quantization.multiplies_int8.cache_clear()
     assert answers == {"the processor has no instructions for products of int8"}
     assert len(asked) == 1
 
@@ -219,3 +221,29 @@ def test_weights_of_4_bits_are_kept_for_the_kernel() -> None:
             assert all(form.made["vendor.cpu.onednn"] is not None for form in forms)
             kept += 1
     assert kept
+
+
+@pytest.mark.skipif(bool(INEXACT), reason=INEXACT)
+@pytest.mark.parametrize("written", ["the weight", "the scales", "both", "the dtype"])
+def test_the_wheels_packed_weight_follows_its_weight_its_scales_and_the_dtype(written: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-128, 128, (rows, 64), generator=generator, dtype=torch.int8) for rows in (3, 32))
+    x_scale, scale = torch.rand(3, 1, generator=generator), torch.rand(32, 1, generator=generator)
+    weight_forms.declare_all((weight, scale))
+
+    def agree(dtype: str) -> None:
+        wanted = (x.double() @ weight.double().t()) * x_scale * scale.t()
+        found = integers.scaled_linear(x, x_scale, weight, scale, None, dtype)
+        torch.testing.assert_close(found.double(), wanted, rtol=2.0**-7, atol=0.0)
+
+    agree("float32")
+    made = weight_forms.declare(weight).made[integers.NAME]
+    assert made is not None
+    agree("float32")
+    assert weight_forms.declare(weight).made[integers.NAME] is made
+    if written in ("the weight", "both"):
+        weight.data[3].neg_()
+    if written in ("the scales", "both"):
+        scale.data[5:9].mul_(3.0)
+    agree("bfloat16" if written == "the dtype" else "float32")
+    assert weight_forms.declare(weight).made[integers.NAME] is not made

@@ -47,6 +47,7 @@ ROWS = (
     Wheel("quantize", "quantization", supports="supports_quantize", traits=Traits(inductor=False)),
     # An operator without results needs no fake function.
     Wheel("linear", "linear", needs=(why_elsewhere, library.why_unavailable), opaque=False),
+    Build("scaled_linear", "integers", supports="supports_scaled_linear"),
     Build("fused_moe", "experts", supports="supports_fused_moe"),
     OneDnn("linear", "linear:linear_reordered"),
     OneDnn("scaled_linear", "quantization", supports="supports_scaled_linear"),

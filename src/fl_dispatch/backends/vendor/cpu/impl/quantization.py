@@ -25,9 +25,11 @@ COLUMNS = 32
 INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 """x86 instructions for int8 products; without them PyTorch's int8 product is far slower than its float32 product."""
 
+NO_INT8 = "the processor has no instructions for products of int8"
+
 
 @cache
-def _multiplies_int8() -> bool:
+def multiplies_int8() -> bool:
     """Whether this processor has fast int8 products; other processors than x86 report other flags, or none."""
     flags = library.processor_flags()
     return not flags or bool(INT8 & flags)
@@ -60,8 +62,8 @@ def supports_scaled_linear(x: Tensor, x_scale: Tensor, weight: Tensor, block_siz
         return "the kernel multiplies int8, without scales of blocks"
     if x_scale.dtype is not torch.float32:
         return f"x_scale is {x_scale.dtype}, not float32"
-    if not _multiplies_int8():
-        return "the processor has no instructions for products of int8"
+    if not multiplies_int8():
+        return NO_INT8
     return True if x.is_cpu else f"x is on {x.device}, not on the CPU"
 
 
