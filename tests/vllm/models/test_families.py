@@ -62,6 +62,7 @@ class Family:
 
 
 ONE_LAYER = "fused_moe@model.layers.2.mlp.experts"
+ROUTER = "linear@model.layers.2.mlp.gate"
 FAMILIES = {
     "qwen3": Family((*LLAMA, "linear"), wrong=(*LLAMA, "linear"), linear=True),
     "llama": Family(LLAMA),
@@ -71,7 +72,7 @@ FAMILIES = {
     "gemma2": Family(GEMMA, layer="GemmaRMSNorm"),  # soft caps, a window in every other layer, tied embeddings
     "bloom": Family(("gelu", *PAGED), layer="GELU"),  # ALiBi
     "qwen3_moe": Family(
-        (*EXPERTS, "topk_softmax", "linear"), ("fused_moe", "topk_softmax", "linear", ONE_LAYER), 3, linear=True
+        (*EXPERTS, "topk_softmax", "linear"), ("fused_moe", "topk_softmax", "linear", ONE_LAYER, ROUTER), 3, linear=True
     ),
     "mixtral": Family((*EXPERTS, "topk_softmax"), ("fused_moe", "topk_softmax"), 3),
     "minimax_m2": Family((*EXPERTS, "topk_sigmoid"), ("fused_moe", "topk_sigmoid"), 3),
@@ -119,7 +120,8 @@ def _steps(family: Family) -> list[Mapping[str, Any]]:
         return {**STEP, "policy": policy, "reset": True}  # else it would read what the last implementation wrote
 
     wrong = [
-        {name: ["impl:vendor.wrong_products" if name == "linear" else "impl:vendor.wrong"]} for name in family.wrong
+        {name: ["impl:vendor.wrong_products" if name.startswith("linear") else "impl:vendor.wrong"]}
+        for name in family.wrong
     ]
     return [STEP, STEP, *(changed(**rule) for rule in wrong), changed()]
 

@@ -44,7 +44,7 @@ ROWS = (
     Wheel("gelu_and_mul", "activation", supports="supports_gelu_and_mul", traits=Traits(inductor=False)),
     Wheel("rms_norm", "normalization", supports="supports_rms_norm", traits=Traits(inductor=False)),
     Wheel("rotary_embedding", "rotary", supports="supports_rotary_embedding", traits=Traits(inductor=False)),
-    Wheel("quantize", "quantization", supports="supports_quantize", traits=Traits(inductor=False)),
+    Wheel("quantize", "quantization", supports="supports_quantize"),
     # An operator without results needs no fake function.
     Wheel("linear", "linear", needs=(why_elsewhere, library.why_unavailable), opaque=False),
     Build("scaled_linear", "integers", supports="supports_scaled_linear"),

@@ -149,7 +149,7 @@ def paged_attention(
     window = -1 if sliding_window is None else sliding_window
     if tiles.may_pay(query, max_query_len):
         starts, lengths = query_start_loc_host or query_start_loc.tolist(), seq_lens_host or seq_lens.tolist()
-        if tiles.pays(*key_cache.shape[2:], starts, lengths, window):
+        if tiles.pays(values.shape[1], values.shape[3], starts, lengths, window):
             keys, values, block_table = tiles.copies(key_cache, value_cache, block_table, lengths)
             variant = tiles.TILES
     schedule = schedules.find(

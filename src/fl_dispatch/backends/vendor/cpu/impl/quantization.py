@@ -51,7 +51,8 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
     if x.numel():
         rows = x.view(-1, x.shape[-1])
         torch.ops._C.dynamic_scaled_int8_quant(out.view(rows.shape), rows, scales.view(-1, 1), None)
-        if not math.isfinite(rows.sum(dtype=torch.float32)) or bool((scales < LEAST_SCALE).any()):
+        wide = torch.float32 if x.dtype is torch.float16 else None  # a sum of float16 overflows; others need no copy
+        if not math.isfinite(rows.sum(dtype=wide)) or bool((scales < LEAST_SCALE).any()):
             return declared.quantize.reference(x, dtype, group_size, scale)
     return out, scales
 

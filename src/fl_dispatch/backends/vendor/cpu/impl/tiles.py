@@ -19,8 +19,10 @@ LEAST = 64
 """Tokens for each copied key from which the copy pays (``benchmarks/products_cpu.py``)."""
 MOST = 1 << 28
 """Elements that a call copies at most: 512 MiB. Beyond that, the cache is read as it is."""
-BLOCK, VECTOR = 128, 32
-"""Keys of a block in the copies, and the number that divides a head's size."""
+BLOCK = 128
+"""Keys of a block in the copies."""
+VECTOR = 32
+"""Number that divides a head's size."""
 AT_ONCE = 4096
 """Keys that are gathered at a time."""
 
@@ -72,7 +74,7 @@ def copies(
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         torch.arange(first, first + count, out=table[row, :count])
         blocks = block_table[row, : -(-length // block_size)]
-        for part, some in enumerate(blocks.split(at_once) if length else ()):
+        for part, some in enumerate(torch.split(blocks, at_once) if length else ()):
             begin = part * at_once * block_size
             there = min(len(some) * block_size, length - begin)
             slots = torch.arange(there) + (first * BLOCK + begin)
