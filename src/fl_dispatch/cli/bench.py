@@ -49,25 +49,26 @@ def bench(
     impl: Annotated[list[str] | None, typer.Option(help="Only this implementation (repeatable).")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     tokens: Annotated[
-        list[int] | None, typer.Option(help=f"Numbers of tokens (repeatable). Default: of {_sizes(TOKENS)} what fits.")
+        list[int] | None,
+        typer.Option(help=f"Numbers of tokens (repeatable). Default: those of {_sizes(TOKENS)} that fit."),
     ] = None,
     hidden: Annotated[
-        list[int] | None, typer.Option(help=f"Hidden sizes (repeatable). Default: of {_sizes(HIDDEN)} what fits.")
+        list[int] | None, typer.Option(help=f"Hidden sizes (repeatable). Default: those of {_sizes(HIDDEN)} that fit.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="PyTorch device. Default: this machine's.")] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure each row at least.")] = 0.05,
-    quick: Annotated[bool, typer.Option("--quick", help="Only the smallest hidden size of the default.")] = False,
+    seconds: Annotated[float, typer.Option(help="Minimum seconds to measure each row.")] = 0.05,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure only the smallest default hidden size.")] = False,
     json: AsJson = False,
     out: ResultsOption = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw to this image file (needs matplotlib).")] = None,
 ) -> None:
     """Measure implementations: device time and host time of a call, against this device's copy and matrix rates.
 
-    The share is that of the floor: for an operator that only moves bytes, of the copy rate measured in the same run.
-    An implementation that prepares weights has two rows: prepared ones, as in an engine, and plain ones.
-    Shapes fit where a call takes at most 1 ms at the device's rates; a size that is asked for is always measured.
+    A share is the floor divided by the measured time; the floor follows from the rates measured in the same run.
+    An implementation that prepares weights has two rows: with prepared weights, as in an engine, and with plain ones.
+    A default shape fits if a call takes at most 1 ms at the device's rates; a size that you name is always measured.
 
-    Exit status 0: measured. 2: nothing matches, or what was named cannot run here. 130: interrupted.
+    Exit status 0: measured. 2: nothing matches, or a named implementation cannot run here. 130: interrupted.
     """
     file = ResultFile(out, json)
     check_file(plot)

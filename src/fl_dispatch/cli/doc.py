@@ -14,7 +14,7 @@ from .output import console
 
 ACCESS = {
     Access.UPDATE: "may be overwritten",
-    Access.OUTPUT: "is written, whatever it held",
+    Access.OUTPUT: "is overwritten without being read",
     Access.STATE: "is written in part",
 }
 

@@ -42,9 +42,10 @@ SHOWN_SETTINGS = 8
 def doctor(
     json: AsJson = False,
     host_contract: Annotated[
-        bool, typer.Option("--host-contract", help="Only the names in the installed hosts that the plugins rely on.")
+        bool,
+        typer.Option("--host-contract", help="Check only the names in the installed hosts that the plugins rely on."),
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Print every table, not one screen.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print every table instead of one screen.")] = False,
     run: PidOption = None,
 ) -> None:
     """Check this installation, or with --run the workers of an engine. The exit status is 1 if there is a problem."""
@@ -87,7 +88,7 @@ def _print_screen(report: dict[str, Any]) -> None:
         *((f"worker {process}", f"{host}, {model}, {when}") for when, host, process, model, *_ in report["runs"]),
     ]
     print_facts((name, value) for name, value in facts if value)
-    print("fl doctor --all prints every table, fl doctor --run PROCESS what a worker runs.")
+    print("fl doctor --all prints every table; fl doctor --run PID shows what a running engine runs.")
 
 
 def _print_tables(report: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def explain(
 ) -> None:
     """Say which implementation of an operator runs here, and why each other one does not.
 
-    It speaks of this shell's settings and of this machine, or with --run of what the workers of an engine run.
+    The answer is for this machine and this shell's settings; with --run it is for the workers of a running engine.
     """
     if run is not None:
         run_view.explain(operator, scope, runs.named(run), json)

@@ -49,7 +49,7 @@ PreferOption = Annotated[Prefer | None, typer.Option(help="Kind to try first (VL
 ConfigOption = Annotated[
     Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)
 ]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and activations.", case_sensitive=False)]
+DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of weights and activations.", case_sensitive=False)]
 CompiledOption = Annotated[bool, typer.Option("--compiled", help="Compile the model (vLLM).")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")]
 """Options of the commands that start an engine."""

@@ -32,9 +32,9 @@ TEMPLATES = files(__package__) / "package"
 def new_backend(
     name: Annotated[str, typer.Argument(help="The vendor's name, as in vendor:NAME; the module is NAME_fl.")],
     device: Annotated[
-        str | None, typer.Option(help="PyTorch device type of the chip, such as npu; left out for kernels on a CPU.")
+        str | None, typer.Option(help="PyTorch device type of the chip, such as npu; omit it for kernels on a CPU.")
     ] = None,
-    path: Annotated[Path | None, typer.Option(help="The folder to make, NAME-fl by default.")] = None,
+    path: Annotated[Path | None, typer.Option(help="The folder to create, NAME-fl by default.")] = None,
 ) -> None:
     """Write a package with a vendor's kernels that is green from the start: kernels in PyTorch, to be replaced.
 

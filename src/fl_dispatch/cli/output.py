@@ -53,7 +53,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 there.
 """
 PidOption = Annotated[
-    str | None, typer.Option(help="A serving process's number, or a directory of records: speak of those workers.")
+    str | None, typer.Option(help="Describe a running engine: a process ID, or a directory of records.")
 ]
 ResultsOption = Annotated[
     Path | None, typer.Option(help="Write the results to this file, as JSON; to FILE.partial until it is complete.")

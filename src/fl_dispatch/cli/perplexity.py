@@ -33,12 +33,13 @@ def perplexity_command(
     config: hosts.ConfigOption = None,
     dtype: hosts.DtypeOption = hosts.Dtype.FLOAT32,
     compiled: hosts.CompiledOption = False,
-    window: Annotated[int, typer.Option(help="Tokens of a row, which is a request.", min=2)] = small_model.WINDOW,
+    window: Annotated[int, typer.Option(help="Tokens per request.", min=2)] = small_model.WINDOW,
     expect: Annotated[
-        float | None, typer.Option(help="The right perplexity. Default for the small model: Hugging Face's in float32.")
+        float | None,
+        typer.Option(help="The correct perplexity. Default for the small model: Hugging Face's in float32."),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest relative difference from it. Default: by the dtype.", min=0)
+        float | None, typer.Option(help="Largest relative difference from it. Default: depends on the dtype.", min=0)
     ] = None,
     json: AsJson = False,
     out: ResultsOption = None,

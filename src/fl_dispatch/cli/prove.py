@@ -35,25 +35,26 @@ def prove(
     package: Annotated[str | None, typer.Option(help="Write the best one as the package NAME-fl.")] = None,
     path: Annotated[Path | None, typer.Option(help="The package's folder.")] = None,
     against: Annotated[
-        list[str] | None, typer.Option(help="Be faster than this implementation (repeatable). Default: than all.")
+        list[str] | None, typer.Option(help="The implementation to beat (repeatable). Default: all of them.")
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help="Right in these (repeatable); times are of the first. Default: three.")
+        list[str] | None, typer.Option(help="Dtypes to verify (repeatable); the first is timed. Default: three.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="PyTorch device. Default: this machine's.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of one call, at most.")] = 20.0,
-    memory: Annotated[int, typer.Option(min=256, help="MiB of one process, at most.")] = 4096,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time limit of one call.")] = 20.0,
+    memory: Annotated[int, typer.Option(min=256, help="Memory limit of one process, in MiB.")] = 4096,
     allow: Annotated[list[str] | None, typer.Option(help="A package that files may import (repeatable).")] = None,
     json: AsJson = False,
     out: Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")] = None,
 ) -> None:
     """Prove untrusted candidates for an operator, time the correct ones, and package the fastest.
 
-    Each runs in a process of its own: no network, limits of time and memory, on a CPU no other process and no file to
-    write. This process makes the inputs and compares the results. A file may hold functions of tensors alone.
+    Each candidate runs in its own process, without network and with limits of time and memory; on a CPU it can neither
+    start a process nor write a file. This process makes the inputs and compares the results. A file may contain only
+    functions on tensors.
 
-    Exit status 0: a candidate is right, and with --package it was written. 1: none is right, or none is faster.
-    2: nothing to prove, or no sandbox can be installed here.
+    Exit status 0: a candidate is correct, and with --package the package was written. 1: none is correct, or none is
+    faster. 2: nothing to prove, or this machine cannot isolate the process.
     """
     if why := sandbox.why_unavailable():
         raise DispatchError(why)

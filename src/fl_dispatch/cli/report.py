@@ -15,9 +15,9 @@ from .output import AsJson, check_file, console, print_json
 def report(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="Results of other commands (JSON), and folders with such. Default: none."),
+        typer.Argument(help="Results of other commands (JSON), and folders of them. Default: none."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The page.", dir_okay=False)] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="The HTML file to write.", dir_okay=False)] = Path("report.html"),
     json: AsJson = False,
     runs: Annotated[bool, typer.Option("--runs/--no-runs", help="Show the workers that ran last.")] = True,
     strict: Annotated[
@@ -26,10 +26,10 @@ def report(
 ) -> None:
     """Write one self-contained HTML file: choices and reasons, verdicts, speeds, tuning, findings, engines.
 
-    It reads results of fl verify, fl bench, fl tune, fl perplexity and fl demo, and of the benchmarks of engines. A
-    folder's files of other kinds are listed at the page's end; a file that is named and is of no known kind is an
-    error. Figures without date, machine, versions, commit or command are marked. The page needs no network, and is
-    dark where the reader's system is.
+    The command reads results of fl verify, fl bench, fl tune, fl perplexity, fl demo and the benchmarks of engines. A
+    named file of an unknown kind is an error; those in a folder are listed at the end of the page. Figures without
+    date, machine, versions, commit or command are marked. The page needs no network, and follows the system's dark
+    mode.
     """
     check_file(out)
     from ..evidence.report import build, render  # late: a template engine, which is an extra

@@ -48,19 +48,20 @@ def tune(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(help="Instead of --model and sizes: those of a serving process, by its number or its records."),
+        typer.Option(help="Take model and sizes from a serving process: its ID, or a directory of records."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="PyTorch device. Default: this machine's.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32. Default: the model's.")] = "",
     max_batch: Annotated[
-        int | None, typer.Option(min=1, help="The largest decoding step. Default: 256, on a CPU 8.")
+        int | None, typer.Option(min=1, help="Requests of the largest decoding step. Default: 256; 8 on a CPU.")
     ] = None,
     prefill: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of a step that reads prompts (repeatable). Default: 2048 and 8192, on a CPU 512."),
+        typer.Option(help="Tokens of a step that reads prompts (repeatable). Default: 2048 and 8192; 512 on a CPU."),
     ] = None,
     context: Annotated[
-        list[int] | None, typer.Option(help="Keys of a decoding request (repeatable). Default: 1024, 8192; CPU 512.")
+        list[int] | None,
+        typer.Option(help="Keys of a decoding request (repeatable). Default: 1024 and 8192; 512 on a CPU."),
     ] = None,
     tensor_parallel: Annotated[int | None, typer.Option(min=1, help="Ranks that share each layer. Default: 1.")] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this operator (repeatable).")] = None,
@@ -70,25 +71,28 @@ def tune(
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = REPEATS,
     json: AsJson = False,
     out: Annotated[
-        Path | None, typer.Option(help="The file to write. Default: named after the device, in your configuration.")
+        Path | None,
+        typer.Option(help="The file to write. Default: named after the device, in your configuration directory."),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on with what an interrupted run has left.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore the results of an interrupted run.")] = False,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Then serve with vLLM alone, fixed policies and the file, in turns.")
+        bool, typer.Option("--engine", help="Then compare engines: vLLM alone, fixed policies, and the file.")
     ] = False,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of those engines, so that all fit at once.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns of those engines.")] = 5,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of these engines, few enough that all fit at once.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns of these engines.")] = 5,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Say on how many keys two tunings agree, and do nothing else.")
     ] = None,
 ) -> None:
     """Measure the implementations of each operator at a model's shapes, and write the platform's file.
 
-    A candidate may win only if it is right at the shape and compiles nothing after a start. A candidate that is as fast
-    as the default leaves the default in place. Everything measured lies beside the file, in NAME.evidence.json.
+    A candidate wins only if it is correct at the shape, compiles nothing after the start, and is significantly faster
+    than the default. NAME.evidence.json next to the file has every measurement.
 
-    Exit status 0: written. 1: an engine is faster with a fixed policy than with the file. 2: nothing to tune, or
-    something that was named is wrong. 130: interrupted; run again to go on.
+    Exit status 0: written. 1: an engine is faster with a fixed policy than with the file. 2: nothing to tune, or an
+    invalid argument. 130: interrupted; the same command continues.
     """
     if compare is not None:
         _compare(*compare, json)

@@ -57,14 +57,14 @@ def verify(
         typer.Option(help="bfloat16, float16, float32, float64 (repeatable). Default: the first three."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="PyTorch device. Default: this machine's.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the generated inputs.")] = 0,
-    label: Annotated[str, typer.Option("--input", help="Only inputs with this text in their label.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the generated inputs.")] = 0,
+    label: Annotated[str, typer.Option("--input", help="Run only inputs with this text in their label.")] = "",
     repeat: Annotated[int, typer.Option(min=1, help="Calls for each input; all must give the same bits.")] = 3,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only the declared samples: no large sizes, no hostile memory, no load.")
+        bool, typer.Option("--quick", help="Run only the declared samples: no large sizes, no hostile memory, no load.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0, help="At most so long for the calls under load, for each row.")
+        float, typer.Option(min=0, help="Time limit of the calls under load, for each row.")
     ] = RACE_SECONDS,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Also inside torch.compile, as compiled models call it.")
@@ -79,8 +79,8 @@ def verify(
 ) -> None:
     """Verify implementations against the float64 reference on every declared input.
 
-    Exit status 0: all that ran is right. 1: something is wrong. 2: nothing matches, nothing ran, or what was named
-    cannot run here. 130: interrupted.
+    Exit status 0: everything that ran is correct. 1: something is wrong. 2: nothing matches, nothing ran, or a named
+    implementation cannot run here. 130: interrupted.
     """
     manager, file = get_default_manager(), ResultFile(out, json)
     dtypes = [dtype_named(name) for name in dtype] if dtype else DTYPES

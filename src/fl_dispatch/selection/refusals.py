@@ -34,7 +34,7 @@ def why_excluded(
     if policy.batch_invariant and not impl.traits.batch_invariant:
         return f"it does not declare batch_invariant ({policy.origin('batch_invariant')})"
     if not policy.batch_invariant and impl.traits.only_batch_invariant:
-        return f"it stands in for a faster one where batches are invariant ({policy.origin('batch_invariant')})"
+        return f"it runs only with VLLM_BATCH_INVARIANT=1, which is off ({policy.origin('batch_invariant')})"
     for name, needed in impl.requires.items():
         if name in facts and not _holds(facts[name], needed):
             return f"it needs {name}={needed!r}, but here it is {_in_words(facts[name])}"

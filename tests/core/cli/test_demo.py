@@ -112,7 +112,7 @@ def test_sglang_cannot_be_asked_for_a_compiled_model() -> None:
 def test_doc_prints_a_declaration() -> None:
     done = fl("doc", "paged_attention")
     for line in (
-        "out: is written, whatever it held",
+        "out: is overwritten without being read",
         "Tolerance in float16: 0.0005 + 0.002 * |expected|.",
         "block_table",
     ):

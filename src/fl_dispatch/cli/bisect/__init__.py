@@ -36,35 +36,45 @@ def bisect(
     model: Annotated[str | None, typer.Option(help="Checkpoint: a folder, or a name that the host knows.")] = None,
     policy: Annotated[
         Path | None,
-        typer.Option(help="YAML of the policy under suspicion. Default: what the environment asks for."),
+        typer.Option(help="YAML of the policy under suspicion. Default: the environment's policy."),
     ] = None,
     against: Annotated[
         str,
-        typer.Option(help="The right side: a YAML policy, 'reference', or 'huggingface' (references as well)."),
+        typer.Option(
+            help="The trusted policy: a YAML file, 'reference', or 'huggingface' (references, checked by it)."
+        ),
     ] = "reference",
-    host: Annotated[Host | None, typer.Option(help="Default: the one that is installed.", case_sensitive=False)] = None,
+    host: Annotated[
+        Host | None, typer.Option(help="Serving engine; by default the installed one.", case_sensitive=False)
+    ] = None,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", min=1)] = 1,
     compiled: Annotated[
         bool,
-        typer.Option("--compiled/--enforce-eager", help="Compile and capture as the host does. Each run is a start."),
+        typer.Option(
+            "--compiled/--enforce-eager", help="Compile and capture as the host does; each run then starts an engine."
+        ),
     ] = False,
-    dtype: Annotated[str, typer.Option(help="As hosts call it.")] = "auto",
-    prompts: Annotated[Path | None, typer.Option(help="One prompt a line. Default: made here.")] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of the model, by the host's name.")] = "auto",
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with one prompt per line. Default: generated prompts.")
+    ] = None,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(help="KEY=VALUE for vLLM's LLM or SGLang's Engine, the value as JSON or text (repeatable)."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the policy that avoids what was found.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Keep the answers here, and go on from those that are.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the policy that avoids the fault.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep the answers in this folder, and reuse those already in it.")
+    ] = None,
     slower_than: Annotated[
         float | None,
-        typer.Option(min=1.01, help="Find what is slower: more than this many times the trusted policy's own time."),
+        typer.Option(min=1.01, help="Find what makes the policy slower than this many times the trusted policy."),
     ] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Start an engine for each run; switch none.")] = False,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds that an engine has for one step.")] = 900,
+    restart: Annotated[bool, typer.Option("--restart", help="Start a new engine for each run.")] = False,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds allowed for one step of an engine.")] = 900,
     self_test: Annotated[
         list[str] | None,
-        typer.Option("--self-test", help="Find a fault that is planted: its name, or 'all' (repeatable). No --model."),
+        typer.Option("--self-test", help="Find a planted fault, by name or 'all' (repeatable); takes no --model."),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engines' own logs.")] = False,
     json: AsJson = False,
@@ -72,7 +82,7 @@ def bisect(
     """Find the operator, layers and implementation that move a model's logits by more than rounding.
 
     Exit status 0: the policies agree. 1: they differ, and the cause is named. 2: the cause was not found.
-    130: interrupted; --resume goes on.
+    130: interrupted; --resume continues.
     """
     for file in (out, None if resume is None else resume.parent / "x"):
         check_file(file)
@@ -93,7 +103,7 @@ def bisect(
     try:
         result = investigate(case, folder, report, restart=restart, patience=patience, verbose=verbose)
     except KeyboardInterrupt:
-        fail(f"interrupted; the same command with --resume {folder} goes on")
+        fail(f"interrupted; the same command with --resume {folder} continues")
         raise typer.Exit(INTERRUPTED) from None
     if out is not None and result.policy is not None:
         out.write_text(text(result.policy, report.head(result)), encoding="utf-8")

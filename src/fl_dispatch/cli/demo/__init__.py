@@ -47,17 +47,17 @@ def demo(
     host: hosts.HostOption = None,
     family: Annotated[
         Family | None,
-        typer.Option(help="small, which was trained, or a family with random weights.", case_sensitive=False),
+        typer.Option(help="small is a trained model; the others have random weights.", case_sensitive=False),
     ] = None,
     prefer: hosts.PreferOption = None,
     config: hosts.ConfigOption = None,
     dtype: hosts.DtypeOption = hosts.Dtype.FLOAT32,
     head_size: Annotated[
-        int | None, typer.Option(help="Elements of a head, of a model with random weights (qwen3).", min=16)
+        int | None, typer.Option(help="Head size of a model with random weights (qwen3).", min=16)
     ] = None,
     compiled: hosts.CompiledOption = False,
     tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1, max=512)] = 32,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; can be given several times.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt (repeatable).")] = None,
     verbose: hosts.VerboseOption = False,
     json: AsJson = False,
 ) -> None:

@@ -11,16 +11,14 @@ from fl_dispatch.errors import ConfigError
 
 
 def p2p_proxy(
-    host: Annotated[
-        str, typer.Option(help="The address that both ports are opened at; 0.0.0.0 is all of them.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="For clients of OpenAI's API.")] = 10001,
-    proxy_port: Annotated[int, typer.Option(help="For the engines' heartbeats: their 'proxy_port'.")] = 30001,
+    host: Annotated[str, typer.Option(help="Address of both ports; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port for clients of OpenAI's API.")] = 10001,
+    proxy_port: Annotated[int, typer.Option(help="Port for the engines' heartbeats: their 'proxy_port'.")] = 30001,
     secret_file: Annotated[
-        Path | None, typer.Option(help="The engines' 'secret_file'; other heartbeats are dropped.")
+        Path | None, typer.Option(help="The engines' 'secret_file'; heartbeats without its secret are dropped.")
     ] = None,
     read_within: Annotated[
-        float, typer.Option(help="Seconds that an engine may take for a prompt before another one gets it.", min=1)
+        float, typer.Option(help="Seconds that an engine may take for a prompt before another engine gets it.", min=1)
     ] = 300.0,
 ) -> None:
     """Send each request to a prefill engine for its prompt, then to a decode engine for the answer.
