@@ -14,7 +14,7 @@ alternation and comparison are those of ``serve_vllm.py``. The cells:
   second copy of each weight.
 - ``deep_gemm``: DeepGEMM, which compiles its kernels, for more than 64 rows of fp8 in blocks.
 - ``one_stream``: shared experts wait for the router.
-- ``steps``: up to eight steps for one scheduling.
+- ``steps``: up to eight steps per scheduler call.
 - ``vllm_sizes``: graphs are captured only for vLLM's batch sizes.
 - ``bf16``, ``bf16_unfused``: the plugin with weights that are not quantized.
 

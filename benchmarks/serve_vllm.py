@@ -108,7 +108,7 @@ FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
 ROTATIONS = {"VLLM_FL_FUSE_ROPE_KVCACHE": "1"}
 """Fuse the rotations and the write of keys and values into one operator in compiled graphs."""
 SINGLE, STEPS = {"VLLM_FL_STEPS": "1"}, {"VLLM_FL_STEPS": "8"}
-"""Make one step for each scheduling, and up to eight."""
+"""Make one step per scheduler call, and up to eight."""
 
 
 def cells_of(shape: Shape) -> dict[str, Cell]:

@@ -1,6 +1,6 @@
 """Tokens per second of a tiny model on a CPU: vanilla vLLM, the plugin, and the plugin with several steps.
 
-With such a model the time is the engine's own, and several steps for one scheduling save a part of it. Each cell is an
+With such a model the time is the engine's own, and several steps per scheduler call save a part of it. Each cell is an
 engine in a separate process with default settings, except for its number of threads, and all cells alternate. Each
 round is compared with the vanilla engine of the same round.
 

@@ -90,7 +90,7 @@ class WrongResultError(DispatchError, RuntimeError):
 
 
 class RankDivergenceError(DispatchError, RuntimeError):
-    """A fallback on one rank of a group that runs in lockstep, while the other ranks did not fall back."""
+    """Ranks of one engine would run different implementations: their choices differ, or one rank alone fell back."""
 
 
 class DispatchFrozenError(DispatchError, RuntimeError):

@@ -88,7 +88,7 @@ def fl_report(scheduler: Scheduler, folder: str) -> None:
     """Write :func:`worker_report` to this rank's own file in an existing folder.
 
     ``drafter`` has a draft model's layers, and those its first pass missed. ``steps`` maps a number of steps to the
-    decode batches that made that number for one scheduling; it is ``None`` without ``VLLM_FL_STEPS``.
+    decode batches that made that number per scheduler call; it is ``None`` without ``VLLM_FL_STEPS``.
     """
     data = worker_report(scheduler.tp_worker.model_runner)
     worker = getattr(scheduler, "draft_worker", None)

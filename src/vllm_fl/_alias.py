@@ -49,7 +49,7 @@ class _Loader(InspectLoader):
         module.__spec__ = self._real  # the import system has set the alias's spec there
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For ``python -m``."""
+        """Return the module's code, which ``python -m`` needs."""
         loader = self._real.loader
         return loader.get_code(self._real.name) if isinstance(loader, InspectLoader) else None
 

@@ -15,5 +15,5 @@ SCHEDULERS = {
 
 
 def makes_several_steps(config: VllmConfig) -> bool:
-    """Whether the engine makes several steps for one scheduling."""
+    """Whether the engine makes several steps per scheduler call."""
     return config.scheduler_config.scheduler_cls in SCHEDULERS.values()

@@ -1,4 +1,4 @@
-"""vLLM 0.33 on the emulated NPU makes several steps for one scheduling, and requests get the tokens of single steps."""
+"""vLLM 0.33 on the emulated NPU makes several steps per scheduler call, and requests get the tokens of single steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose tokens must not depend on how many steps a scheduling makes, and the engines that get them."""
+"""Requests whose tokens must not depend on how many steps a scheduler call makes, and the engines that get them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engines import PROMPTS, Runs
 from vllm_fl.compat.arrivals import TOOLS
 
 MOST = 8
-"""Steps that a scheduling may make."""
+"""Steps that a scheduler call may make."""
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_FL_STEPS_MS": "10000"}
 """Of all engines: the time of a step on a busy machine shall not bound the number of steps."""
 NEW = 40
@@ -91,7 +91,7 @@ def whole(answers: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
 
 
 class Compared:
-    """What engines answered with one step for each scheduling and with several.
+    """What engines answered with one step per scheduler call and with several.
 
     Args:
         runs: ``one`` and ``several`` → the result of ``start_features``.
@@ -110,5 +110,5 @@ class Compared:
         return self.steps(0, list(ASKED).index(subject))
 
     def made(self, run: int) -> list[dict[str, int]]:
-        """Steps of a scheduling → schedulings, of each rank of the engine with several."""
+        """Steps of a scheduler call → scheduler calls, of each rank of the engine with several."""
         return [report["steps"] for report in self.runs["several"]["runs"][run]["reports"]]

@@ -36,7 +36,7 @@ class Backend(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """Its name, such as ``ascend``."""
+        """The backend's name, such as ``ascend``."""
 
     @property
     def vendor(self) -> str | None:
@@ -44,15 +44,15 @@ class Backend(abc.ABC):
         return None
 
     def is_available(self) -> bool:
-        """Whether its implementations can run on this machine.
+        """Whether the backend's implementations can run on this machine.
 
-        Must not create a device context: parents fork after asking, and a context does not survive that. Look for the
-        library or the device file instead.
+        The method must not create a device context, because hosts fork after calling it, and a context does not survive
+        a fork. Look for the library or the device file instead.
         """
         return True
 
     def why_unavailable(self) -> str:
-        """Why :meth:`is_available` says no, as a message for people who read a decision."""
+        """Return why :meth:`is_available` is false, for the reasons that ``fl explain`` prints."""
         return "not available on this machine"
 
     def implementations(
@@ -66,7 +66,7 @@ class Backend(abc.ABC):
         opaque: bool | None = None,
         device_types: tuple[str, ...] | None = None,
     ) -> list[OpImpl]:
-        """One :class:`OpImpl` for each declared operator that this backend has a method for, in the catalogue's order.
+        """Return an :class:`OpImpl` for each declared operator with a method here, in the catalogue's order.
 
         Args:
             kind: the kind of all of them.

@@ -55,16 +55,16 @@ class Needs:
     checks: tuple[Callable[[], str], ...]
 
     def is_available(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether every check passes."""
         return not self.why_unavailable()
 
     def why_unavailable(self) -> str:
-        """The first check's answer that is not empty, or an empty string."""
+        """Return the reason of the first check that fails; empty if none fails."""
         return next(filter(None, (check() for check in self.checks)), "")
 
 
 def implementations(rows: Iterable[Row], package: str) -> list[OpImpl]:
-    """Rows as the registry takes them; imports their modules.
+    """Return the implementations of rows, and import their modules.
 
     Args:
         rows: of one backend.
@@ -74,7 +74,7 @@ def implementations(rows: Iterable[Row], package: str) -> list[OpImpl]:
 
 
 def absent(rows: Iterable[Row]) -> list[OpImpl]:
-    """Rows of modules that cannot be imported here; each has its operator's reference, so that decisions say why."""
+    """Return rows of modules that cannot be imported here, with the operator's reference, so that decisions say why."""
     return [
         OpImpl(
             row.op_name,

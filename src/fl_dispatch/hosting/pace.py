@@ -1,4 +1,4 @@
-"""The time that a step takes, by which hosts choose how many steps one scheduling makes."""
+"""The time of a step, from which hosts choose the number of steps per scheduler call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Pace:
-    """The time of a step, estimated from the time between two schedulings.
+    """The time of a step, estimated from the time between two scheduler calls.
 
     Args:
-        most: seconds that the steps of one scheduling may take; ``None`` if the number must not depend on time.
+        most: seconds that the steps of one call may take; ``None`` if the number must not depend on time.
         clock: returns seconds.
     """
 
@@ -26,7 +26,7 @@ class Pace:
         return 1 if self.step is None else max(1, min(steps, int(self.most / self.step)))
 
     def begin(self, steps: int) -> None:
-        """Record that ``steps`` begin; 0 for a scheduling that does not only decode, and is not timed."""
+        """Record that ``steps`` begin; 0 for a call that also reads prompts, and is not timed."""
         now = self.clock()
         if steps and self.steps:
             seen = (now - self.begun) / self.steps

@@ -316,7 +316,7 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
 
 @_gated((1.0, None), (2.0, 1.5), layer=LayerForm({"beta": "beta", "linear_beta": "linear_beta"}))
 def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None) -> Tensor:
-    """Sigmoid and tanh of the first half of the last dimension times the second half.
+    """Sigmoid and tanh of the first half of the last dimension times the second half, as in Kimi models.
 
     ``beta * tanh(g / beta) * sigmoid(g) * u`` with ``g = x[..., :width]`` and ``u = x[..., width:]``, or ``u =
     linear_beta * tanh(x[..., width:] / linear_beta)``.
@@ -341,7 +341,7 @@ def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None)
     layer=LayerForm({"std_multiplier": "std_multiplier", "approximate": "approximate"}),
 )
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
-    """``gelu_and_mul`` with a sparse gate: only elements far above the mean of their row pass.
+    """``gelu_and_mul`` with a sparse gate, as in Gemma 3n: only elements far above the mean of their row pass.
 
     The gate is ``max(g - (mean + std_multiplier * std), 0)`` with mean and (biased) standard deviation of ``g = x[...,
     :width]`` over the last dimension.

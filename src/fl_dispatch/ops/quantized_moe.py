@@ -20,9 +20,9 @@ NARROW_PAIRS = 32
 """(token, choice) pairs for each expert beyond which matrix units may sum the first bfloat16 product with blocks in
 fewer bits."""
 QUANTIZED_OTHERWISE = 2**15
-"""Narrow terms, together a 16th, allowed for intermediates that round to another quantized number in such a sum. On an
-H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape, results had errors of 0.0044 of their root mean square, and
-at most 0.085; the quantization itself has an error of 0.044."""
+"""Tolerance for intermediates of such a sum that round to another quantized number, as narrow terms (together 1/16).
+On an H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape, results had errors of 0.0044 of their root mean
+square, and at most 0.085; the quantization itself has an error of 0.044."""
 
 
 def _work(

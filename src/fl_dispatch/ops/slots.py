@@ -25,7 +25,7 @@ from .declaration import (
 )
 
 MODES = frozenset({Mode.EAGER})
-"""Eager only: a view's first results are the arguments that it writes, so none returns a result besides a state."""
+"""Eager only, because an opaque view that writes a state cannot return another result."""
 STATE = Write(Access.STATE)
 # A state is a sum over all earlier tokens, in which terms cancel, so errors scale with its largest terms: kernels that
 # multiply in a half type leave four units in their last place. The mean error is what finds faults in half types.

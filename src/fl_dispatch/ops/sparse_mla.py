@@ -181,7 +181,7 @@ def index_topk(
 
     Query ``i`` of a request stands at ``p = seq_len - query_len + i``, and the cache already holds the new tokens. The
     score of the token at ``j <= p`` is the sum over heads of ``weights * relu(q . k)`` (DeepSeek-AI, arXiv 2512.02556,
-    equation 1). Of equal scores the lower position is taken first.
+    equation 1). If scores are equal, the lower position is taken first.
 
     For a cache in float8_e4m3fn, ``q`` is the query of a head rounded as ``index_key_write`` rounds keys, as published.
 

@@ -180,11 +180,11 @@ ITEMS: tuple[Item, ...] = (
     ),
     _item(
         "steps", "VLLM_FL_STEPS", values.whole, int, partial(values.within, 1, 64),
-        "the largest number of decode steps for one scheduling, while all requests decode",
+        "the largest number of decode steps per scheduler call, while all requests decode",
     ),
     _item(
         "steps_ms", "VLLM_FL_STEPS_MS", values.number, float, partial(values.within, 0.0, 1e4),
-        "milliseconds that the steps of one scheduling may take",
+        "milliseconds that the steps of one scheduler call may take",
     ),
     _item(
         "unused_tensors", "VLLM_FL_UNUSED_TENSORS", values.comma_list, list[str], values.patterns,

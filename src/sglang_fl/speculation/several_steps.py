@@ -1,4 +1,4 @@
-"""The choice whether an engine makes several steps for one scheduling, and how many a batch may make."""
+"""The choice whether an engine makes several steps per scheduler call, and how many a batch may make."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str
     if asked in (None, 1):
         return
     if why := why_single(args):
-        logger.warning("VLLM_FL_STEPS=%d: each scheduling makes one step, because %s", asked, why)
+        logger.warning("VLLM_FL_STEPS=%d: each scheduler call makes one step, because %s", asked, why)
         args.speculative_algorithm = None if is_named(args) else args.speculative_algorithm
         return
     args.speculative_algorithm, args.speculative_eagle_topk = NAME, 1
     args.speculative_num_steps = args.speculative_num_draft_tokens = -(-largest() // 2)  # SGLang reserves twice that
     change(args, "disable_overlap_schedule", True, "several steps wait for the host once")
     logger.info(
-        "a scheduling makes up to %d steps while all requests decode (VLLM_FL_STEPS); SGLang refuses beams and "
+        "a scheduler call makes up to %d steps while all requests decode (VLLM_FL_STEPS); SGLang refuses beams and "
         "return_sampling_mask then",
         largest(),
     )
@@ -100,7 +100,7 @@ def update_running_batch(original: Callable[..., Any], scheduler: Scheduler, bat
 
 
 def leave_room(original: Callable[..., Any], scheduler: Scheduler, request: Req) -> None:
-    """Let SGLang bound a request's length, and leave the slots that it reserves for the steps of one scheduling."""
+    """Let SGLang bound a request's length, and leave the slots that it reserves for the steps of one scheduler call."""
     original(scheduler, request)
     if scheduler.spec_algorithm.name == NAME:
         reserved = LARGEST + 2 * scheduler.page_size

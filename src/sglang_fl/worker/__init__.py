@@ -1,1 +1,1 @@
-"""The scheduler processes: their model runner, several steps for one scheduling, damage, and metrics."""
+"""The scheduler processes: their model runner, several steps per scheduler call, damage, and metrics."""

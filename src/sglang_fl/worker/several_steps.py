@@ -1,6 +1,6 @@
-"""The worker that makes several steps of the model for one scheduling (``VLLM_FL_STEPS``).
+"""The worker that makes several steps of the model per scheduler call (``VLLM_FL_STEPS``).
 
-SGLang gives a request several cache slots and several tokens for one scheduling only under an algorithm for drafts. The
+SGLang gives a request several cache slots and several tokens per scheduler call only under an algorithm for drafts. The
 algorithm here drafts nothing: its worker decodes several times. The model runner knows of no algorithm, so its graphs,
 sampling and attention are the ones for decoding.
 """
@@ -70,7 +70,7 @@ class StepsWorker(BaseSpecWorker):
     """The worker that SGLang's scheduler calls in the place of the model's.
 
     Attributes:
-        made: schedulings of decoding by their number of steps, and their number.
+        made: scheduler calls of decoding by their number of steps, and their number.
     """
 
     draft_worker = None

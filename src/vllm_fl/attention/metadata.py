@@ -89,7 +89,7 @@ def has_exact_host_lengths(vllm_config: VllmConfig) -> bool:
 
     With speculation they are bounds, because the device decides how many drafts count. With fast prefill of layers that
     share a cache they may be missing, because vLLM copies them from the device without waiting. Several steps for one
-    scheduling may end early, after vLLM has scheduled the next ones.
+    scheduler call may end early, after vLLM has scheduled the next ones.
     """
     if vllm_config.speculative_config is not None or vllm_config.cache_config.kv_sharing_fast_prefill:
         return False

@@ -1,6 +1,6 @@
 """Requests that arrive while an engine's thread makes steps, and requests that stream calls of tools.
 
-vLLM receives a request in a separate thread, and its engine sees it at the next scheduling. A worker in the same
+vLLM receives a request in a separate thread, and its engine sees it at the next scheduler call. A worker in the same
 process asks here whether to end its steps earlier.
 
 Some of vLLM's parsers send broken calls of tools if a piece of a stream has several tokens. Only the server knows
@@ -113,5 +113,5 @@ def forget(has_room: bool) -> None:
 
 
 def has_come() -> bool:
-    """Whether a request that could begin has arrived since the last scheduling."""
+    """Whether a request that could begin has arrived since the last scheduler call."""
     return _come and _has_room

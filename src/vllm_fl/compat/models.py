@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 UNBALANCED_IN_FLOAT16 = ("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "LagunaForCausalLM")
-"""For float16 vLLM's runner of experts divides the shared experts by the scale of the routed ones, so that sums stay
-small, and a decoder layer must divide the rest as well. DeepSeek's layers do; these do not, so our runner
-multiplies."""
+"""Models with decoder layers that do not divide by the scale of the routed experts in float16. vLLM's runner of experts
+then divides the shared experts by it, so that sums stay small, and expects each layer to divide the rest, as DeepSeek's
+layers do. For these models our runner multiplies instead."""
 STATES = "models with layers that keep a state"
 """The words for such models in errors."""
 

@@ -101,7 +101,7 @@ class Marking:
         self.samples = False
         """Whether its runner samples; others are vLLM's warm-up, and another engine of the process."""
         self.slot: Slot | None = None
-        """The marks of the step that is being sampled, and of the steps before it in one scheduling."""
+        """The marks of the step that is being sampled, and of the steps before it in one scheduler call."""
 
     def __call__(self, logits: Tensor) -> Tensor | None:
         if self.samples and (slot := self.memory.mark(logits, self.slot)) is not None:

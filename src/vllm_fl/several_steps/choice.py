@@ -1,4 +1,4 @@
-"""Decide whether an engine makes several steps for one scheduling."""
+"""Decide whether an engine makes several steps per scheduler call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def adapt(vllm_config: VllmConfig) -> None:
 
 
 def most_steps() -> int:
-    """Return the largest number of steps of one scheduling: ``VLLM_FL_STEPS``, or eight if it is unset."""
+    """Return the largest number of steps of one scheduler call: ``VLLM_FL_STEPS``, or eight if it is unset."""
     return get_settings().steps or 8
 
 
@@ -62,10 +62,10 @@ def take_schedulers() -> None:
 
 
 def describe(vllm_config: VllmConfig) -> str:
-    """Return how many steps a scheduling of the engine makes, and why not more than one."""
+    """Return how many steps a scheduler call of the engine makes, and why not more than one."""
     if makes_several_steps(vllm_config):
-        return f"a scheduling makes up to {most_steps()} steps"
-    return f"a scheduling makes one step, because {why_made_single(vllm_config)}"
+        return f"a scheduler call makes up to {most_steps()} steps"
+    return f"a scheduler call makes one step, because {why_made_single(vllm_config)}"
 
 
 def why_made_single(vllm_config: VllmConfig) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner, which makes several steps for one scheduling."""
+"""vLLM's V2 model runner, which makes several steps per scheduler call."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ logger = get_logger(__name__)
 
 AHEAD = 3
 """Steps that may wait on the device when an arriving request ends the others. They run before its prompt is read, and
-the host has their time for the next scheduling."""
+the host has their time for the next scheduler call."""
 
 
 class StepsRunner(GPUModelRunner):
-    """vLLM's V2 runner with several steps for one scheduling."""
+    """vLLM's V2 runner with several steps per scheduler call."""
 
     fl_steps = 1
-    """Number of steps of this scheduling."""
+    """Number of steps of this scheduler call."""
     fl_is_posted = False
-    """Whether the requests' states have the sampled tokens of this scheduling."""
+    """Whether the requests' states have the sampled tokens of this scheduler call."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         alone = vllm_config.parallel_config.world_size == 1  # ranks would have to agree on the end
         self.fl_made: Counter[int] = Counter()
-        """Steps of a scheduling → the number of schedulings with that many steps."""
+        """Steps of a scheduler call → the number of scheduler calls with that many steps."""
         self.fl_queue = Queue(device, detect_device().accelerator) if alone else None
 
     def fl_take(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """Remove the placeholders from a scheduling; the rest is its first step.
+        """Remove the placeholders from a scheduler call; the rest is its first step.
 
         A model class with a state of its own may prepare something between steps, so it makes only the first.
         """
@@ -74,7 +74,7 @@ class StepsRunner(GPUModelRunner):
         """Whether nothing of the model's own happens between steps; otherwise the log says so once."""
         if (kind := type(self.model_state)) is DefaultModelState:
             return True
-        logger.info("a scheduling makes one step, because the model has a state of its own (%s)", kind.__name__)
+        logger.info("a scheduler call makes one step, because the model has a state of its own (%s)", kind.__name__)
         return False
 
     # -- the first step is vLLM's -------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class StepsRunner(GPUModelRunner):
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """Sample the step's tokens, and make the other steps of the scheduling: ``[requests, steps]`` tokens."""
+        """Sample the step's tokens, and make the other steps of the call: ``[requests, steps]`` tokens."""
         steps, self.fl_steps = self.fl_steps, 1
         output, *_ = super().sample(hidden_states, input_batch, grammar_output)
         if steps == 1:

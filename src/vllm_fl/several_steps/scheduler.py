@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 MANY_LOGPROBS = 128
-"""Log-probabilities of a token from which the steps of one scheduling would need too much memory for them."""
+"""Log-probabilities of a token from which the steps of one scheduler call would need too much memory for them."""
 
 
 class StepsScheduler(Scheduler):
-    """vLLM's scheduler with several steps for one scheduling."""
+    """vLLM's scheduler with several steps per scheduler call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,7 +81,7 @@ class StepsScheduler(Scheduler):
 
 
 class AsyncStepsScheduler(StepsScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler with several steps for one scheduling."""
+    """vLLM's asynchronous scheduler with several steps per scheduler call."""
 
 
 def _is_single(request: Request) -> bool:

@@ -246,8 +246,8 @@ class WorkerFL(Worker):
 
         The core's report, ``model_runner`` (``V1``, ``V2``), the languages of V2's ``runner_kernels``, and ``layers``
         and ``native_layers``: class name → number of layers with our forward, and with vLLM's. For a compiled model
-        ``compiled`` counts compilations. If a scheduling may make several steps, ``steps`` maps a number of steps to
-        the number of schedulings; ``single_steps`` is why none may, or empty.
+        ``compiled`` counts compilations. If a scheduler call may make several steps, ``steps`` maps a number of steps
+        to the number of such calls; ``single_steps`` is why none may, or empty.
         """
         return {
             "rank": self.rank,

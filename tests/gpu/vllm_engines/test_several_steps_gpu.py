@@ -1,4 +1,4 @@
-"""Several steps for one scheduling on a GPU: in whole graphs, in pieces and eagerly, while requests come and go."""
+"""Several steps per scheduler call on a GPU: in whole graphs, in pieces and eagerly, while requests come and go."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMON = {"gpu_memory_utilization": 0.1, "enforce_eager": False}
 
 @pytest.fixture(scope="module", params=["FULL_AND_PIECEWISE", "PIECEWISE", "NONE"])
 def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    """Engines with one step for each scheduling, and with several, for a mode of graphs."""
+    """Engines with one step per scheduler call, and with several, for a mode of graphs."""
     folder = tmp_path_factory.mktemp("several")
     model = variants.with_characters(build_checkpoint("qwen3", folder / "plain"), folder / "qwen3")
     graphs = {"cudagraph_mode": request.param, "cudagraph_capture_sizes": [1, 2, 4]}

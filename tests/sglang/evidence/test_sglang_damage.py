@@ -22,7 +22,7 @@ INNOCENT = [*COMMON, *PROMPTS[1]]
 
 
 SEVERAL: dict[str, Any] = {}
-"""An engine that makes several steps for one scheduling."""
+"""An engine that makes several steps per scheduler call."""
 
 
 def asked(*prompts: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Several steps for one scheduling give SGLang's tokens of one step for each, whatever requests ask for.
+"""Several steps per scheduler call give SGLang's tokens of one step for each, whatever requests ask for.
 
 Requests are greedy: SGLang draws all samples of a batch from one generator, so they depend on when requests arrive.
 """
@@ -67,7 +67,7 @@ LONGEST = {"prompts": [PROMPTS[2]], "max_tokens": 512 - 1 - len(PROMPTS[2])}
 def answers(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
-    """Steps of a scheduling → the results of three engines: all requests, requests short of room, two ranks."""
+    """Steps of a scheduler call → the results of three engines: all requests, requests short of room, two ranks."""
     folder = tmp_path_factory.mktemp("several")
     model = variants.with_characters(checkpoint("qwen3"), folder / "qwen3")
     runs: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [

@@ -1,4 +1,4 @@
-"""Several steps for one scheduling give the tokens of one step for each, whatever requests ask for."""
+"""Several steps per scheduler call give the tokens of one step for each, whatever requests ask for."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_schedulings_made_several_steps_in_every_engine_and_rank(compared: Compa
 
 
 def test_the_host_warns_of_no_scheduler_that_its_user_did_not_name(compared: Compared) -> None:
-    assert "a scheduling makes up to 8 steps while all requests decode" in compared.runs["several"]["log"]
+    assert "a scheduler call makes up to 8 steps while all requests decode" in compared.runs["several"]["log"]
     assert "custom scheduler class" not in compared.runs["several"]["log"]
 
 
@@ -199,7 +199,7 @@ def test_an_engine_that_cannot_make_several_steps_says_why(given: dict[str, Any]
 def test_an_engine_that_vllm_does_not_tell_of_data_parallel_ranks_says_that_they_were_not_tried(newest: None) -> None:
     """vLLM makes dense engines of several ranks independent after the choice."""
     said = choice.describe(_config())  # type: ignore[arg-type]
-    assert said == "a scheduling makes one step, because data-parallel ranks were not tried"
+    assert said == "a scheduler call makes one step, because data-parallel ranks were not tried"
 
 
 def test_a_device_without_the_v2_runner_makes_single_steps(newest: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_another_host_makes_single_steps(version: str, why: str, newest: None, m
 
 
 @pytest.mark.parametrize(
-    ("steps", "given", "schedulings", "said"),
+    ("steps", "given", "described", "said"),
     [
         (None, {}, "up to 8 steps", "INFO"),
         (4, {}, "up to 4 steps", "INFO"),
@@ -242,7 +242,7 @@ def test_another_host_makes_single_steps(version: str, why: str, newest: None, m
 def test_an_engine_makes_eight_steps_unless_its_user_says_otherwise_and_a_number_in_vain_is_a_warning(
     steps: int | None,
     given: dict[str, Any],
-    schedulings: str,
+    described: str,
     said: str,
     newest: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -254,7 +254,7 @@ def test_an_engine_makes_eight_steps_unless_its_user_says_otherwise_and_a_number
     config: Any = _config(**given)
     with caplog.at_level("INFO"):
         choice.adapt(config)
-    assert schedulings in choice.describe(config)
+    assert described in choice.describe(config)
     assert [record.levelname for record in caplog.records] == [said] * bool(said)
 
 
@@ -328,7 +328,7 @@ def test_the_steps_of_a_scheduling_fit_the_time_that_a_step_was_seen_to_take() -
     pace.begin(2)
     assert pace.fitting(8) == 5  # steps of 10 ms
     pace.begin(0)
-    pace.begin(4)  # behind a scheduling that is no measure
+    pace.begin(4)  # behind a scheduler call that is no measure
     assert pace.fitting(8) == 5
     assert pace.fitting(3) == 3
 

@@ -18,15 +18,15 @@ from fl_dispatch.logger_manager import get_logger
 logger = get_logger(__name__)
 
 FAILED: dict[bool, str] = {}
-"""Whether marks lie in host memory → the kernel's error, after which it is not launched for such marks any more; out of
-memory, only for that call."""
+"""Whether marks lie in host memory → the error that ended the kernel's use for such marks. Running out of memory is not
+recorded, because only that call fails."""
 KEPT = 64
-"""The number of schedulings that have marks at a time, more than can be under way. A host reads the output of one rank,
-and the others drop theirs before their devices have written it."""
+"""Slots for marks, one per scheduler call: more than can be in flight. A host reads the output of one rank, and the
+others drop theirs before their devices have written it."""
 ALIGNED = 16
-"""Bytes: Triton compiles a kernel of its own for addresses that are no multiple of it."""
+"""Alignment of addresses in bytes; Triton compiles a separate kernel for addresses that lack it."""
 MOST_NUMBER = (1 << 31) - 1
-"""The largest number of a scheduling, after which 1 comes again."""
+"""The largest number of a scheduler call; 1 follows it."""
 
 
 def damaged_rows(logits: Tensor) -> Tensor:
@@ -56,18 +56,18 @@ def damaged_rows(logits: Tensor) -> Tensor:
 
 
 class Slot:
-    """The marks of one scheduling in host memory.
+    """The marks of one scheduler call in host memory.
 
-    Each scheduling has a number of its own, which the device writes for damaged rows. So a slot is never cleared, and
-    the host compares one number while all is right.
+    Each call has its own number, which the device writes for damaged rows. A slot is therefore never cleared, and
+    without damage the host compares a single number.
 
     Args:
-        marks: ``[1 + most rows]``, int32: the number if any row was damaged in a step of the scheduling, then that of
-            each row.
+        marks: ``[1 + most rows]``, int32: the call's number if any row was damaged in one of its steps, then the same
+            for each row.
 
     Attributes:
         address: of the marks.
-        number: the number of the scheduling.
+        number: the number of the scheduler call.
         rows: the number of rows that its steps have.
     """
 
@@ -79,7 +79,7 @@ class Slot:
         self.number = self.rows = 0
 
     def begin(self, rows: int) -> None:
-        """Begin a scheduling."""
+        """Begin a scheduler call."""
         self.number = self.number % MOST_NUMBER + 1
         self.rows = rows
 
@@ -95,7 +95,7 @@ class Slot:
 class HostMarks:
     """Marks of damaged rows in host memory, where the device writes them itself, so that nothing is copied.
 
-    A scheduling takes the next one of :data:`KEPT` slots, which are allocated once.
+    A scheduler call takes the next one of :data:`KEPT` slots, which are allocated once.
 
     Args:
         most_rows: the largest number of rows of a step.

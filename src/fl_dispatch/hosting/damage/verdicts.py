@@ -65,7 +65,7 @@ class Verdicts:
 
 
 class Wrong:
-    """Implementations that shadow mode has banned since the last question.
+    """Implementations that shadow mode has banned since the last call of :meth:`new`.
 
     Args:
         findings: the findings of the process's manager.
@@ -75,14 +75,14 @@ class Wrong:
         self.findings, self.reported = findings, 0
 
     def new(self) -> tuple[str, ...]:
-        """Return all of them in words if there are more than last time, else nothing."""
+        """Return all banned implementations as text if there are more than last time, else nothing."""
         banned, before = self.findings.banned, self.reported
         self.reported = len(banned)
         return tuple(dict.fromkeys(f"'{op}' by '{impl}'" for op, impl, _ in banned)) if len(banned) > before else ()
 
 
 def of_numbers(damaged: bool, origins: Sequence[Origin] | None) -> str:
-    """Return why a request with NaN or infinity in its logits ends; ``damaged``: it has them again."""
+    """Return why a request with NaN or infinity in its logits ends; ``damaged``: they recurred after recomputing."""
     if not damaged:
         return "its logits had NaN or infinity, which did not come again when it was computed once more"
     if origins is None:
@@ -92,5 +92,5 @@ def of_numbers(damaged: bool, origins: Sequence[Origin] | None) -> str:
 
 
 def of_wrong(implementations: Iterable[str]) -> str:
-    """Return why a request ends that ran while an implementation was found to be wrong."""
+    """Return why a request ends if it ran while an implementation was found to be wrong."""
     return f"its keys and values may be wrong, because these results were: {'; '.join(implementations)}"

@@ -132,7 +132,7 @@ def _system(name: str, *arguments: int) -> int:
 
 
 def _pinned() -> str:
-    """Return how much memory of this process is pinned, in the system's words."""
+    """Return the amount of this process's pinned memory, as the system writes it."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return lines.get("VmPin", "0 kB").strip()
 
@@ -140,8 +140,8 @@ def _pinned() -> str:
 def _stays_in_memory(folder: Path) -> bool:
     """Whether a file of a folder stays in memory after the system was asked to drop it.
 
-    The first page of the file is written and the last one is not. A system that says of both that they are in memory
-    does not tell.
+    The first page of the file is written and the last one is not. A system that reports both as being in memory gives
+    no information, so the answer is then no.
     """
     pages = (ctypes.c_ubyte * (TRIED // PAGE))()
     with tempfile.TemporaryFile(dir=folder) as file:

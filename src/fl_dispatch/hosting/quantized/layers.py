@@ -81,7 +81,7 @@ class QuantizedLayer(QuantizedKernel):
         raise NotImplementedError
 
     def fl_exact(self) -> AbstractContextManager[Any]:
-        """Leave rows as they are meanwhile: the product with ones is the weight, and int8 rounds a one to 127/127.5."""
+        """Round no rows in this block, so that a product with ones gives the weight: int8 rounds a one to 127/127.5."""
         return replaced(self, fl_rounding="")
 
     def fl_rows(self, x: Tensor) -> Tensor:

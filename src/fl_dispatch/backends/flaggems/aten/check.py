@@ -92,7 +92,7 @@ def _like(tensor: Tensor, made: Made) -> tuple[Tensor, Tensor]:
 
 
 def aliases(results: Any, arguments: Any) -> list[list[bool]]:
-    """For each tensor among the results, whether it shares memory with each tensor among the arguments."""
+    """Return for each tensor among the results whether it shares memory with each tensor among the arguments."""
     places = [leaf.untyped_storage().data_ptr() for leaf in leaves(arguments) if isinstance(leaf, Tensor)]
     own = [leaf.untyped_storage().data_ptr() for leaf in leaves(results) if isinstance(leaf, Tensor)]
     return [[bool(place) and place == other for other in places] for place in own]

@@ -2,7 +2,7 @@
 
 The plain kernels compute a tile's softmax and its products one after the other. Here warps specialize: producers load,
 consumers multiply, and the tensor cores work during a softmax. :mod:`.prefill` serves many queries of a request,
-:mod:`.latent_decode` decode for latent attention; both use :mod:`.pipeline`, and ``docs/measured/hopper.md`` shows
+:mod:`.latent_decode` decode for latent attention; both use :mod:`.pipeline`, and ``docs/evidence/hopper.md`` shows
 which warps wait for which. The kernels need instructions of one chip and an experimental part of Triton, so they run
 only on compute capability 9, with a tested version, and for the shapes and options that they cover. Everything else
 runs the plain kernel; ``VLLM_FL_CHIP_FEATURES=0`` forces the plain kernel.

@@ -1,7 +1,7 @@
 """The pipeline of both kernels: rings of buffers between warps that load and warps that multiply.
 
 A producer acquires a buffer, starts its copies, and publishes the buffer when they are complete; a consumer waits for
-the buffer, reads and releases it. ``docs/measured/hopper.md`` shows which warps wait for which.
+the buffer, reads and releases it. ``docs/evidence/hopper.md`` shows which warps wait for which.
 """
 
 from triton.experimental import gluon
