@@ -50,7 +50,7 @@ PARTS = {
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_600, tokens=127_500),
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=5_015, tokens=51_920),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_810, tokens=61_450),
-    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_625, tokens=32_700),
+    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_645, tokens=32_700),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_400, tokens=87_950),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_810, tokens=45_000),
