@@ -16,10 +16,11 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import platformdirs
@@ -272,9 +273,28 @@ def _tuners() -> dict[str, list[Any]]:
 
 
 @cache
-def _source(fn: Any) -> str:
-    """Return a kernel's own source; empty if it has no file."""
-    try:
-        return inspect.getsource(fn)
-    except (OSError, TypeError):
-        return ""
+def _source(kernel: Any) -> str:
+    """Return the source of a kernel and of every jitted function that it calls, with the constants that they read.
+
+    A function without a file has no source.
+    """
+    from triton.language import constexpr
+
+    texts, functions = list[str](), [kernel]
+    for fn in functions:  # it grows
+        with suppress(OSError, TypeError):
+            texts.append(inspect.getsource(fn))
+        spaces: list[Mapping[str, Any]] = [fn.__globals__]
+        with suppress(ValueError):  # a name that was not assigned yet
+            spaces.append(inspect.getclosurevars(fn).nonlocals)
+        for space in spaces:  # modules are added, because a kernel may call their functions
+            for name in sorted(space.keys() & {*fn.__code__.co_names, *fn.__code__.co_freevars}):
+                value = space[name]
+                if isinstance(value, ModuleType):
+                    spaces += [] if any(known is vars(value) for known in spaces) else [vars(value)]
+                elif isinstance(value, constexpr):
+                    texts.append(f"{name} = {value}")
+                elif not isinstance(value, type | FunctionType):
+                    jitted = next((inner for inner in _inside(value) if inspect.isfunction(inner)), None)
+                    functions += [] if jitted is None or jitted in functions else [jitted]
+    return "\n".join(texts)

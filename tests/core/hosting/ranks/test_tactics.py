@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,19 +118,77 @@ def test_tactics_of_another_chip_or_version_are_not_used(
     assert tactics.remembered({}) == ((PLANTED, 1) if changed == "nothing" else ({}, 0))
 
 
-def test_a_tactic_of_another_source_of_the_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton")
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are looked at, which are never run."""
+    pytest.importorskip("triton")
     monkeypatch.setattr(tactics, "why_unavailable", str)
-    key, made = (100, "torch.int32"), []
-    for source in (one_more, two_more, one_more):
-        fn = FunctionType(source.__code__, source.__globals__)
-        fn.__qualname__ = "kernel"
-        configs = [triton.Config({"BLOCK": size}) for size in (16, 32)]
-        made.append(triton.autotune(configs, key=["elements"], do_bench=print)(triton.jit(fn)))
-    known, changed, same = made
-    known.cache[key] = known.configs[1]
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_a_tactic_of_another_source_of_the_kernel_is_not_used() -> None:
+    one, other, same = tuned(one_more), tuned(two_more), tuned(one_more)
+    assert cached_after(one, other, same) == ({}, {KEY: same.configs[1]})
+
+
+@pytest.mark.usefixtures("with_triton")
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("way", ["name", "module", "closure"])
+def test_neither_is_one_of_another_source_of_a_function_that_it_calls(way: str, depth: int) -> None:
+    one, other, same = (tuned(calling(helper, way, depth)) for helper in (one_more, two_more, one_more))
+    assert cached_after(one, other, same) == ({}, {KEY: same.configs[1]})
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_nor_one_for_another_constant_that_it_reads() -> None:
+    constexpr = pytest.importorskip("triton.language").constexpr
+    one, other, same = (tuned(calls_by_name, helper=constexpr(value)) for value in (1, 2, 1))
+    assert cached_after(one, other, same) == ({}, {KEY: same.configs[1]})
+
+
+KEY = (100, "torch.int32")
+
+
+def cached_after(known: Any, *others: Any) -> tuple[Any, ...]:
+    """What each of other kernels keeps, once a tactic of one is installed everywhere."""
+    known.cache[KEY] = known.configs[1]
     tactics.install(tactics.chosen())
-    assert (changed.cache, same.cache) == ({}, {key: same.configs[1]})
+    return tuple(other.cache for other in others)
+
+
+def tuned(source: Any, **names: Any) -> Any:
+    """A kernel with two configurations, a copy of a function that finds some names."""
+    triton = pytest.importorskip("triton")
+    fn = FunctionType(source.__code__, {**source.__globals__, **names}, closure=source.__closure__)
+    fn.__qualname__ = "kernel"
+    configs = [triton.Config({"BLOCK": size}) for size in (16, 32)]
+    return triton.autotune(configs, key=["elements"], do_bench=print)(triton.jit(fn))
+
+
+def calling(source: Any, way: str, depth: int) -> Any:
+    """A function that calls another one, found in a way; or a function that calls it, and so on."""
+    helper: Any = pytest.importorskip("triton").jit(source)
+    module = ModuleType("helpers")
+    vars(module)["helper"] = helper
+
+    def calls(out: Any, elements: Any, BLOCK: Any) -> None:  # noqa: N803
+        helper(out, elements, BLOCK)
+
+    if way == "name":
+        calls = FunctionType(calls_by_name.__code__, {**globals(), "helper": helper})
+    elif way == "module":
+        calls = FunctionType(calls_of_module.__code__, {**globals(), "helpers": module})
+    return calls if depth == 1 else calling(calls, "name", depth - 1)
+
+
+def calls_by_name(out: Any, elements: Any, BLOCK: Any) -> None:  # noqa: N803
+    """A kernel that calls another function."""
+    helper(out, elements, BLOCK)  # type: ignore[name-defined]  # noqa: F821
+
+
+def calls_of_module(out: Any, elements: Any, BLOCK: Any) -> None:  # noqa: N803
+    """A kernel that calls a module's function."""
+    helpers.helper(out, elements, BLOCK)  # type: ignore[name-defined]  # noqa: F821
 
 
 def one_more(out: Any, elements: Any, BLOCK: Any) -> None:  # noqa: N803
