@@ -59,7 +59,7 @@ def test_a_layer_of_vllms_multiplies_with_what_was_loaded_last(name: str) -> Non
     assert chosen is not None
     assert chosen.vendor == "cpu"
     options = {"bias": False, "params_dtype": torch.float32}
-    layer: Any = replaced(name)(64, 128, **options)
+    layer: Any = replaced(name)(512, 512, **options)  # PyTorch's product repacks no small weight in float32
     assert layer.fl_runs()
     model, x = torch.nn.ModuleList([layer]), torch.randn(3, layer.weight.shape[1])
     weights = linear.Weights(model, compiled=False)
@@ -69,9 +69,9 @@ def test_a_layer_of_vllms_multiplies_with_what_was_loaded_last(name: str) -> Non
         layer.weight.weight_loader(layer.weight, loaded)
         wanted = call_op("linear", x, loaded, None)
         with weights.settled(), torch.inference_mode():
-            torch.testing.assert_close(product(layer, x), wanted)
+            torch.testing.assert_close(product(layer, x), wanted, rtol=1e-4, atol=1e-4)
             assert layer.weight.fl_prepared.made[chosen.impl_id] is not None
-            torch.testing.assert_close(compiled(x), wanted)
+            torch.testing.assert_close(compiled(x), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["update_weights", "finish_weight_update", "reload_weights"])
@@ -138,7 +138,8 @@ def test_whatever_runs_the_model_is_a_step(method: str, drafts: str | None, monk
 
 def test_a_compiled_engine_repacks_what_was_written_and_nothing_else(tmp_path: Path) -> None:
     """Its embedding shares the head's weight, so code of Inductor's reads one that is repacked."""
-    model = build_checkpoint("llama", tmp_path / "tied", tie_word_embeddings=True)
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 16, "head_dim": 32}
+    model = build_checkpoint("llama", tmp_path / "tied", tie_word_embeddings=True, num_hidden_layers=2, **sizes)
     other = variants.other_weights(model, tmp_path / "other", seed=13)
     ask = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}}
     load = {"do": "rpc", "method": "trainer_load", "args": [str(other)]}
