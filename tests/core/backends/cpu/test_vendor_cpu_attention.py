@@ -193,7 +193,8 @@ def prompts(lengths: list[tuple[int, int]], heads: int = 4, kv_heads: int = 2, h
         ([0, 512, 513], [512, 4096], -1, False),  # a decode beside the prompt has too many keys
         ([0, 512, 513], [512, 3000], -1, True),
         ([0, 64], [512], 300, False),
-        ([0, 64], [1 << 20], -1, False),  # too large a copy
+        ([0, 1 << 26], [1 << 20], -1, False),  # too large a copy
+        ([0, 0], [0], -1, False),
     ],
 )
 def test_copies_pay_with_many_tokens_for_each_key(

@@ -50,7 +50,7 @@ def pays(kv_heads: int, head_dim: int, starts: Sequence[int], lengths: Sequence[
     for place, length in enumerate(lengths):
         tokens = starts[place + 1] - starts[place]
         seen += tokens * (length if window < 0 else min(length, window + tokens))
-    return seen >= LEAST * copied and 2 * copied * kv_heads * head_dim <= MOST
+    return 0 < LEAST * copied <= seen and 2 * copied * kv_heads * head_dim <= MOST
 
 
 def copies(
