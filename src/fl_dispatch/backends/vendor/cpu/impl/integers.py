@@ -73,7 +73,10 @@ def scaled_linear(
     dtype: str = "bfloat16",
     block_size: int = 0,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantization.scaled_linear`. Sums are exact; an undeclared weight is PyTorch's."""
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`.
+
+    Sums are exact. PyTorch's product takes a weight that the host did not declare.
+    """
     kind: torch.dtype = getattr(torch, dtype)
     packed = _packed(weight, weight_scale, kind)
     if packed is None or not x.numel():
@@ -88,7 +91,7 @@ def scaled_linear(
 
 
 def _packed(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Packed | None:
-    """Return the packed weight with these scales; they belong to another tensor, which may be written alone."""
+    """Return the packed weight. It holds the scales, so it is packed again if only they were written."""
     pack = partial(_pack, scale, dtype)
     packed = weight_forms.of(weight, NAME, pack)
     if packed is not None and (packed.dtype is not dtype or not torch.equal(packed.scale, scale)):
