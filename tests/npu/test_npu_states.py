@@ -15,6 +15,7 @@ from chip_engines import STEP, start
 
 import states
 from processes import Runs
+from quantized_states import WITH_EXPERTS
 from running import PROMPTS
 from sampling import drawn
 from states_on_npu import BESIDE, DTYPE, PAIRS, REFERENCE, WAITING, QuantizedStatesOnNPU, StatesOnNPU
@@ -47,8 +48,20 @@ class TestDeltaNets(Quantized):
     MODEL = "qwen3_5"
 
 
+class TestDeltaNetsAndExperts(Quantized):
+    MODEL = "qwen3_next"
+
+
 class TestStateSpaces(Quantized):
     MODEL = "mamba2"
+
+
+class TestStateSpacesAndAttention(Quantized):
+    MODEL = "granitemoehybrid"
+
+
+class TestStateSpacesAndExperts(Quantized):
+    MODEL = WITH_EXPERTS
 
 
 class TestShortConvolutions(Quantized):

@@ -14,24 +14,36 @@ import pytest
 
 import quantized_states
 import states
-from half_on_npu import W8A8, as_near_as_hugging_face, clear_tokens
-from host_engines import Scenario, ran
+from half_on_npu import W8A8, as_near_as_hugging_face, clear_tokens, expert_kernels
+from host_engines import Host, Scenario, ran
+from quantized_checkpoints import SCHEMES
+from quantized_mixture import experts_kernel, operator
 from quantized_on_npu import VENDOR, QuantizedOnNPU
+from quantized_states import EXPERT_LAYERS, WITH_EXPERTS, architecture
 from running import MAX_TOKENS, PROMPTS
 
 DTYPE = "float16"
 REFERENCE = "reference.torch"
 WAITING = ("causal_conv1d", "gated_delta_rule", "selective_scan")
 ATTENTION = {"kv_cache_write", "paged_attention"}
+ROUTED = {"topk_softmax", "fused_moe"}
 BESIDE: Mapping[str, tuple[set[str], set[str]]] = {
     "qwen3_5": ({"gemma_rms_norm", "silu_and_mul", "rotary_embedding", "linear"}, ATTENTION),
     "mamba2": ({"rms_norm", "linear"}, set()),
     "lfm2": ({"rms_norm", "silu_and_mul", "rotary_embedding", "linear"}, ATTENTION),
+    "qwen3_next": ({"gemma_rms_norm", "silu_and_mul", "rotary_embedding", "linear"} | ROUTED, ATTENTION),
+    "granitemoehybrid": ({"rms_norm", "silu_and_mul", "linear"} | ROUTED, ATTENTION),
 }
 """Model → its operators besides those of states: the others, and those of attention."""
-PAIRS = [(name, scheme) for name in BESIDE for scheme in (W8A8, "compressed-tensors W4A16", "awq")]
+W4A16 = "compressed-tensors W4A16"
+FORMATS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("qwen3_5", "mamba2", "lfm2", "granitemoehybrid"), (W8A8, W4A16, "awq")),
+    "qwen3_next": (W8A8, W4A16, "gptq"),  # the chip has no zero points for groups of experts
+    WITH_EXPERTS: (W8A8,),  # hosts load no other experts that are stored in one tensor
+}
+PAIRS = [(name, scheme) for name, schemes in FORMATS.items() for scheme in schemes]
 """Pairs of model and scheme that are served quantized."""
-LEFT = {"qwen3_5": {"linear"}}
+LEFT = {"qwen3_5": {"linear"}, "qwen3_next": {"linear"}}
 """Model → operators that checkpoints leave unquantized: the products of gates."""
 
 
@@ -104,13 +116,26 @@ class QuantizedStatesOnNPU(QuantizedOnNPU):
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "MODEL"):
             return
-        beside, attention = BESIDE[cls.MODEL]
+        made = architecture(cls.MODEL)
+        beside, attention = BESIDE[made]
         cls.DRAWN = [scheme for name, scheme in cls.CHOSEN if name == cls.MODEL]
         vendors = attention if cls.ATTENDS == VENDOR else set()
-        quantized = {"linear"} - LEFT.get(cls.MODEL, set())
+        quantized = {"linear"} - LEFT.get(cls.MODEL, set()) | ({"fused_moe"} if cls.MODEL in EXPERT_LAYERS else ROUTED)
         cls.OTHERS = beside - quantized - cls.OWN.get(cls.MODEL, set()) | vendors
-        cls.REFERENCES = attention - vendors | {*states.OPERATORS[cls.MODEL]}
+        cls.REFERENCES = attention - vendors | {*states.OPERATORS[made]}
         cls.PRODUCTS = cls.COUNTS[cls.MODEL]
+
+    def kernels(self, name: str) -> Sequence[str]:
+        experts = expert_kernels(name) if self.MODEL in EXPERT_LAYERS else ()
+        return (*super().kernels(name), *experts)
+
+    def operators(self, name: str) -> set[str]:
+        experts = {operator(SCHEMES[name])} if self.MODEL in EXPERT_LAYERS else set()
+        return super().operators(name) | experts
+
+    def counted(self, name: str, host: Host) -> Mapping[str, int]:
+        layers = EXPERT_LAYERS.get(self.MODEL)
+        return {**super().counted(name, host), **({experts_kernel(name): layers} if layers else {})}
 
     @pytest.fixture(scope="class")
     def model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -31,6 +31,8 @@ EXPERTS = (
     "mixtral",
     "minimax_m2",
     "glm4_moe",
+    "qwen3_next",
+    "granitemoehybrid",
 )
 COMPARED = 0.9
 """Share of the tokens for which the bounds hold in a model with experts."""

@@ -49,6 +49,16 @@ GROUPED: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"hidden_size": 128, "intermediate_size": 256, "mamba_num_heads": 16, "ssm_state_size": 32},
 }
 """Sizes of models with a norm that has a mean for each group of a state, because two ranks need separate means."""
+WITH_EXPERTS = "granitemoehybrid with experts"
+GRANITE: Mapping[str, Mapping[str, Any]] = {
+    WITH_EXPERTS: {
+        **SIZES["granitemoehybrid"],
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 4,  # all, because rounding changes close choices
+    }
+}
+"""Sizes of a Granite 4 with experts, which its checkpoint stores in one tensor for each layer."""
 WHOLE: Mapping[str, Any] = {"head_dim": 128}
 """Sizes of attention that two ranks divide into whole blocks of 128."""
 SCHEMES_OF_STATES = (
@@ -66,13 +76,14 @@ PRODUCTS: Mapping[str, int] = {
     "qwen3_next": 16,
     "mamba2": 8,
     "granitemoehybrid": 16,
+    WITH_EXPERTS: 16,
     "lfm2": 16,
     "nemotron_h": 8,
 }
 """Number of quantized products in all layers, merged as in vLLM, without experts."""
 OF_SGLANG: Mapping[str, int] = {**PRODUCTS, "lfm2": 20}
 """The same, merged as in SGLang: LFM2's gate and up products stay separate."""
-EXPERT_LAYERS: Mapping[str, int] = {"qwen3_5_moe": 4, "qwen3_next": 4}
+EXPERT_LAYERS: Mapping[str, int] = {"qwen3_5_moe": 4, "qwen3_next": 4, WITH_EXPERTS: 4}
 PLANTED: Mapping[str, tuple[str, slice]] = {
     "qwen3_5": ("in_proj_z", slice(None)),  # the fourth part of ``in_proj_qkvz``
     "mamba2": ("in_proj", slice(-16, None)),  # the steps, the last of five parts
@@ -85,7 +96,12 @@ FACTOR = 2.0
 
 def build(name: str, folder: Path, **sizes: Any) -> Path:
     """Write a model without quantization."""
-    return states.build(name, folder, **{**{**SIZES, **GROUPED}[name], **sizes})
+    return states.build(architecture(name), folder, **{**{**SIZES, **GROUPED, **GRANITE}[name], **sizes})
+
+
+def architecture(name: str) -> str:
+    """Return the architecture of one of the models."""
+    return name.partition(" ")[0]
 
 
 @dataclass(frozen=True, eq=False)
