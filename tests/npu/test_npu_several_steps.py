@@ -28,7 +28,8 @@ def results(
 ) -> Mapping[str, Any]:
     path = os.pathsep.join((str(files_of_vllm("0.33")), os.environ.get("PYTHONPATH", "")))
     variables = {"PYTHONPATH": path, "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_FL_STEPS_MS": "10000"}
-    steps = [{"prompts": PROMPTS, "max_tokens": NEW, "sampling": [own] * len(PROMPTS)} for own in ASKED.values()]
+    asked = {"prompts": PROMPTS, "max_tokens": NEW, "scores": True}  # with the scores of all tokens, steps are single
+    steps = [{**asked, "sampling": [own] * len(PROMPTS)} for own in ASKED.values()]
     runs = {
         name: start(chip_checkpoint(FAMILY), DTYPES[FAMILY], steps, npu_environment(**variables, VLLM_FL_STEPS=most))
         for name, most in {"one": "1", "several": str(MOST)}.items()
