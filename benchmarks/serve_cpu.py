@@ -270,9 +270,6 @@ def in_turns(arguments: argparse.Namespace) -> None:
             pair = {file.stem: {**in_turns.PLUGIN, "VLLM_FL_CONFIG": str(file.resolve())} for file in arguments.configs}
         elif pair is in_turns.VANILLA and arguments.runner:
             pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
-        if arguments.bind:
-            bound = {"VLLM_CPU_OMP_THREADS_BIND": arguments.bind}
-            pair = {name: {**own, **bound} for name, own in pair.items()}
         if arguments.plugin_python and "plugin" in pair:
             pair = {**pair, "plugin": {**pair["plugin"], in_turns.PYTHON: str(arguments.plugin_python)}}
         if arguments.memory:
@@ -283,7 +280,7 @@ def in_turns(arguments: argparse.Namespace) -> None:
             found = [as_started.compare(pair, model, dtype, arguments.rounds) for dtype in arguments.dtype]
         else:
             found = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
-        runs = [{"scheme": arguments.scheme, "bind": arguments.bind or "", **run} for run in found]
+        runs = [{"scheme": arguments.scheme, **run} for run in found]
     for run in runs:
         (as_started if fresh else in_turns).report(run)
     if arguments.json:
@@ -295,12 +292,7 @@ def in_turns(arguments: argparse.Namespace) -> None:
 
 def _kind(run: Mapping[str, Any]) -> tuple[Any, ...]:
     runners = ((name, facts["model_runner"]) for name, facts in run.get("engines", {}).items())
-    return (
-        run.get("scheme", ""),
-        run.get("bind", ""),
-        *(run.get(key) for key in ("dtype", "mode", "clock", "threads")),
-        *runners,
-    )
+    return run.get("scheme", ""), *(run.get(key) for key in ("dtype", "mode", "clock", "threads")), *runners
 
 
 def main() -> None:
@@ -310,9 +302,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--vanilla", action="store_true", help="vLLM's own CPU platform and ours, in turns")
     parser.add_argument("--as-started", action="store_true", help="the same, each time from fresh processes")
-    parser.add_argument(
-        "--bind", metavar="CORES", help="with --as-started: VLLM_CPU_OMP_THREADS_BIND of both engines, as 0-1"
-    )
     parser.add_argument("--memory", type=Path, metavar="FOLDER", help="resident memory of fresh processes, with a disk")
     parser.add_argument("--runners", action="store_true", help="vLLM's model runners V1 and V2 under ours, in turns")
     parser.add_argument("--configs", type=Path, nargs=2, help="our platform under two files of settings, in turns")

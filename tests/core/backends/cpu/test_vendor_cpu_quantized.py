@@ -195,7 +195,7 @@ def test_a_processor_without_avx2_has_no_products_of_integers(monkeypatch: pytes
     assert own_integers.why_unavailable() == "the processor has no AVX2"
 
 
-def test_the_processor_is_asked_once_whether_itmultiplies_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processor_is_asked_once_whether_it_multiplies_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[frozenset[str]] = []
 
     def flags() -> frozenset[str]:
