@@ -105,6 +105,12 @@ def loads(runner: ModelRunner) -> Iterator[None]:
     refuse_left(account, left)
 
 
+def is_of_target() -> bool:
+    """Whether a model that answers, not one that drafts, is loaded for the first time."""
+    load = _LOAD.get()
+    return load is not None and not load.drafts
+
+
 def load_weights_only(
     original: Callable[..., None], model: nn.Module, weights: Iterable[tuple[str, Tensor]], target_device: Any
 ) -> None:

@@ -117,7 +117,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     from .graphs import prompts
     from .layers import rotations
     from .quantization import check_experts, latent, updates
-    from .quantization.cache import keep_own_name
+    from .quantization.cache import keep_own_name, load_scales
     from .speculation import kernel_hooks as speculative
     from .speculation import several_steps
     from .worker import damage
@@ -143,6 +143,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{PREDICTOR}.get_hf_to_sglang_mapper", latent.names_of_predictor, "replace")
     yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")
     yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")
+    yield _hook(f"{LOADER}.load_weights_and_postprocess", load_scales, "around")
     yield _hook(f"{OVERRIDES}.supports_mamba_cache_extra_buffer", state_forms.remembers_within, "around")
     yield _hook(f"{DELTA}.fused_qkvzba_split_reshape_cat", state_forms.split_groups, "around")
     yield _hook(f"{DELTA}.fused_qkvzba_split_reshape_cat_contiguous", state_forms.split_parts, "around")
