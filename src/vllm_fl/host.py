@@ -46,7 +46,7 @@ _LEFT = {
         "ROCmLatentMoERunner",
     ),
     "its layer is ours, and none calls it": ("ChunkGatedDeltaRule",),
-    "decode context parallelism of latent attention is refused at start": ("DCPGroupColumnParallelLinear",),
+    "copies of queries in decode context parallelism are refused at start": ("DCPGroupColumnParallelLinear",),
     "the indexer that calls it is ours; other sparse attention is refused at start": (
         "SparseAttnIndexer",
         "RocmSparseAttnIndexer",

@@ -22,6 +22,7 @@ from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.ops import dcp
 
 from fl_dispatch import bind_op, get_default_manager
 from fl_dispatch.hosting.start import warm_batches
@@ -29,6 +30,7 @@ from fl_dispatch.hosting.start import warm_batches
 from . import kv_layout
 from .attention_class import LatentQuestions
 from .cache_slots import real
+from .divided import DividedAttention, correct
 from .mla_context import context_rows
 from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
 from .mla_prefill import merge
@@ -43,6 +45,8 @@ OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
 class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
     """One layer's latent attention."""
 
+    supports_dcp: bool = True  # ranks may divide the cache by tokens
+    can_return_lse_for_decode: bool = True
     _split: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +66,8 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         self._use_flashinfer_concat_mla_k = False
         speculation = get_current_vllm_config().speculative_config
         self.fl_longest_decode = 1 + (speculation.num_speculative_tokens if speculation else 0)
+        if self.dcp_world_size > 1:
+            dcp.correct_attn_out = correct  # vLLM's is a kernel of Triton
         self.fl_bind(None)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
@@ -81,6 +87,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         self.fl_write = bind_op("kv_cache_write", scope)
         self.fl_decode = bind_op("mla_decode", scope)
         self.fl_prefill = bind_op("mla_prefill", scope)
+        self.fl_divided = DividedAttention(scope, self.scale) if self.dcp_world_size > 1 else None
         self.fl_in_parts = get_default_manager().all_take("mla_decode", ("query_rope",))
 
     def fl_kind(self) -> tuple[Any, ...]:
@@ -159,9 +166,19 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         attn_metadata: MLAFLMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend in the absorbed form; ``q`` is ``[tokens, heads, rank + rope]``, whole or in its two parts."""
+        """Attend in the absorbed form; ``q`` is ``[tokens, heads, rank + rope]``, whole or in its two parts.
+
+        If ranks divide the cache, ``q`` is whole and has the heads of all ranks, and the log-sum-exp is returned too.
+        """
         decode = attn_metadata.decode
         assert decode is not None
+        if self.fl_divided is not None and (part := decode.part) is not None:
+            assert isinstance(q, Tensor)
+            assert decode.max_query_len == 1  # a request's last token sees all rows
+            rows = kv_c_and_k_pe_cache[part.blocks, part.offsets].unsqueeze(1)
+            firsts, hosts = (part.starts, part.key_starts), (part.starts_host, part.key_starts_host)
+            found, lse = self.fl_divided.over(q, rows, rows[..., : self.kv_lora_rank], firsts, hosts, 1, part.longest)
+            return found, lse.T
         query, rope = self._taken(q)
         out = self.fl_decode(
             query,
@@ -216,7 +233,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         chunks = prefill.chunked_context.chunks if prefill.chunked_context else ()
         cache, scale = self._stored(kv_c_and_k_pe_cache), self._scale()
         for chunk, chunk_on_host in zip(chunks, on_host.chunks, strict=True):
-            latents = context_rows(cache, prefill.block_table, chunk, q.dtype, scale)
+            latents = context_rows(cache, prefill.block_table, chunk, q.dtype, self.kv_lora_rank, scale)
             key, value = self._project(latents[:, : self.kv_lora_rank], latents[:, None, self.kv_lora_rank :])
             part, part_lse = self.fl_prefill(
                 q[chunk.token_slice],

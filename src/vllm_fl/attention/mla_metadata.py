@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from .divided import Part, rows_of
 from .metadata import has_exact_host_lengths, host_lengths
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
     Args:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
         query_start_loc_host, seq_lens_host: the numbers in these tensors; ``None`` if vLLM's host copies are not exact.
+        part: this rank's part of the cached tokens, if ranks divide the cache.
     """
 
     query_start_loc: Tensor
@@ -39,6 +41,7 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
     max_seq_len: int
     query_start_loc_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,11 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
     ) -> MLAFLDecodeMetadata:
         """Describe the decoding requests of a batch, with host numbers if those are known."""
         lengths = self.seq_lens_host and self.seq_lens_host[: seq_lens_device.shape[0]]  # decoding requests come first
+        part = None
+        if dcp_tot_seq_lens_device is not None:
+            starts = query_start_loc_device, query_start_loc_cpu.tolist()
+            part = rows_of(seq_lens_device.cpu(), *starts, block_table_tensor, self.page_size)
+            lengths = None
         return MLAFLDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
@@ -131,4 +139,5 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
             max_seq_len=max_seq_len,
             query_start_loc_host=query_start_loc_cpu.tolist() if lengths else None,
             seq_lens_host=lengths or None,
+            part=part,
         )

@@ -116,12 +116,14 @@ def _rank_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bo
 
 def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     """Return the features that are not served if ranks divide a cache by tokens."""
-    model, divided = vllm_config.model_config, "decode context parallelism"
+    model, parallel, divided = vllm_config.model_config, vllm_config.parallel_config, "decode context parallelism"
     runner = model_runner.choice(vllm_config)
     return [
         (device.accelerator, divided),
         (runner.runner == "V1", f"{divided} by the V1 model runner ({runner.why})"),
-        (model.use_mla, "decode context parallelism of latent attention (no log-sum-exp in decoding)"),
+        (models.has_indexer(model), f"{divided} of sparse latent attention"),
+        (bool(parallel.dcp_q_replicate), f"{divided} with a copy of the queries (dcp_q_replicate)"),
+        (parallel.dcp_comm_backend not in (None, "ag_rs"), f"{divided} by '{parallel.dcp_comm_backend}'"),
         (models.has_states(model), f"{divided} of {STATES}"),
         (vllm_config.cache_config.cache_dtype in kv_layout.QUANTIZED_DTYPES, f"{divided} of a quantized KV cache"),
         (vllm_config.speculative_config is not None, f"{divided} with speculative decoding"),

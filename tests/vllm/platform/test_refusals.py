@@ -151,9 +151,19 @@ HOPPER, AMPERE = (
         ("deepseek_v32", {"attention_config": {"indexer_kv_dtype": "nvfp4"}}, "index keys of type nvfp4"),
         ("deepseek_v3", {"hf_overrides": {"index_topk": 64}}, "this model's sparse attention"),
         (
-            "deepseek_v2",
+            "deepseek_v32",
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-            "decode context parallelism of latent attention (no log-sum-exp in decoding)",
+            "decode context parallelism of sparse latent attention",
+        ),
+        (
+            "deepseek_v2",
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "dcp_q_replicate": True},
+            "decode context parallelism with a copy of the queries (dcp_q_replicate)",
+        ),
+        (
+            "deepseek_v2",
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"},
+            "decode context parallelism by 'a2a'",
         ),
         ("qwen3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("qwen3", {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ INTERLEAVED = drawn((1, 4), 1, "tokens of a rank in turn")[0]
 BLOCK = 16
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 with one head of keys, which every rank would have whole."""
-    return build_checkpoint("qwen3", tmp_path_factory.mktemp("divided") / "qwen3", num_key_value_heads=1)
+MODELS: Mapping[str, Mapping[str, Any]] = {"qwen3": {"num_key_value_heads": 1}, "deepseek_v2": {}}
+"""Models with keys that every rank would have whole: one head, or latent rows."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint(request.param, tmp_path_factory.mktemp("divided") / request.param, **MODELS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,7 @@ def test_a_block_has_the_tokens_of_both_ranks(result: dict[str, Any]) -> None:
 def test_each_rank_attends_to_its_part_and_they_merge_what_they_found(result: dict[str, Any]) -> None:
     assert ran(result, "mla_prefill")
     assert not ran(result, "paged_attention")
+    assert not ran(result, "mla_decode")
     for report in result["reports"]:
         assert report["communication"]["dcp:0"]["reduce_scatter"] > 0
         assert (report["model_runner"], report["native_layers"], report["failed"]) == ("V2", {}, {})
