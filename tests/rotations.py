@@ -93,6 +93,7 @@ ROTATIONS = {
             "tests/sglang/speculation/test_sglang_draft_counters.py",
             "tests/sglang/speculation/test_sglang_quantized_drafts.py",
             "tests/sglang/speculation/test_sglang_speculation.py",
+            "tests/sglang/speculation/test_sglang_state_drafts.py",
         ),
     ),
     "evidence in engines": Rotation(

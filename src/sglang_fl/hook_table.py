@@ -33,6 +33,7 @@ LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2Wei
 PREDICTOR = "sglang.srt.models.deepseek_nextn:DeepseekV3ForCausalLMNextN"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 DELTA = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
+SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
 OVERRIDES = "sglang.srt.arg_groups.overrides"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
@@ -145,6 +146,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")
     yield _hook(f"{LOADER}.load_weights_and_postprocess", load_scales, "around")
     yield _hook(f"{OVERRIDES}.supports_mamba_cache_extra_buffer", state_forms.remembers_within, "around")
+    yield _hook(f"{SCATTER}.scatter_mamba_states_after_mtp_verify", state_forms.commit_states, "around")
     yield _hook(f"{DELTA}.fused_qkvzba_split_reshape_cat", state_forms.split_groups, "around")
     yield _hook(f"{DELTA}.fused_qkvzba_split_reshape_cat_contiguous", state_forms.split_parts, "around")
     yield _hook(f"{ELEMENTWISE}.fused_sigmoid_mul", state_forms.gate_attention, "around")

@@ -156,6 +156,23 @@ def with_mtp_beside_states(model: Path, target: Path) -> Path:
     return _write(target, model, {**tensors, **{f"mtp.{name}": tensor for name, tensor in further.items()}})
 
 
+LAYERS_READ = [0, 1, 2]
+"""Layers that a head reads in a model of four layers; SGLang's own choice needs seven."""
+
+
+def eagle3_beside_states(model: Path, llama: Path, target: Path) -> Path:
+    """Write SGLang's EAGLE-3 head for a Qwen3-Next, with a layer of a Llama; Qwen's norm adds one to its weight."""
+    tensors = load_file(model / WEIGHTS)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    own = {name.removeprefix("model."): tensors[name] for name in names}
+    norm = 1 + tensors["model.norm.weight"]
+    size = len(norm)
+    last = torch.cat([torch.zeros(size, 2 * size), torch.eye(size)], dim=1)
+    read = {"eagle_aux_hidden_state_layer_ids": LAYERS_READ}
+    head = {**own, "norm.weight": norm, "fc.weight": last}
+    return said(eagle3(llama, target), head, draft_vocab_size=None, eagle_config=read)
+
+
 REPEATED, UNSURE = 0.3, 0.02
 """Share of the embedding in the head, so that a model repeats about half of its tokens; scale of the logits.
 """

@@ -6,7 +6,8 @@ all such layers at once. Its description and its copies of states stay; the comp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -16,20 +17,23 @@ from fl_dispatch import bind_op
 from fl_dispatch.hosting.layers.states import delta_states
 
 from .base import Bridge
+from .drafted_states import Drafts
 
 NO_ACTIVATION = "none"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step for these layers: the new tokens of each request; a decoding request has one.
+    """A step for these layers: the new tokens of each request; a decoding request has one, or drafts to verify.
 
     Args:
         convolved: the last inputs of a layer's convolution, ``[slots, channels, width - 1]``.
         states: its other states, ``[slots, ...]``; unused by a layer with only a convolution.
         slots: the slot of each request, int32.
-        starts: the first row of each request and the end, int32; ``None`` if each has one row and a state.
+        starts: the first row of each request and the end, int32; ``None`` if each has a state, and one row or drafts.
         has_state: whether a request's slot holds a state already; ``None`` with ``starts``.
+        drafts: the drafts that are the rows of each request, or ``None``.
+        after: where the two states after each draft belong, ``[requests, drafts, ...]``; ``None`` without drafts.
     """
 
     convolved: Tensor
@@ -37,6 +41,8 @@ class Step:
     slots: Tensor
     starts: Tensor | None
     has_state: Tensor | None
+    drafts: Drafts | None = None
+    after: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, number: int, batch: Any) -> Step:
@@ -44,15 +50,37 @@ class Step:
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
         backend = get_attn_backend().linear_attn_backend
-        cache = backend.req_to_token_pool.mamba2_layer_cache(number)
-        has_state = None if batch.forward_mode.is_decode() else batch.extend_prefix_lens > 0
-        return cls.described(cache, backend.forward_metadata, has_state)
+        cache, mode = backend.req_to_token_pool.mamba2_layer_cache(number), batch.forward_mode
+        width = batch.spec_info.draft_token_num if mode.is_target_verify() else 0
+        has_state = None if width or mode.is_decode() else batch.extend_prefix_lens > 0
+        return cls.described(cache, backend.forward_metadata, has_state, width)
 
     @classmethod
-    def described(cls, cache: Any, metadata: Any, has_state: Tensor | None) -> Step:
-        """Return the step in SGLang's description, with the layer's states."""
-        starts = None if has_state is None else metadata.query_start_loc
-        return cls(cache.conv[0], cache.temporal, metadata.mamba_cache_indices.int(), starts, has_state)
+    def described(cls, cache: Any, metadata: Any, has_state: Tensor | None, width: int) -> Step:
+        """Return the step in SGLang's description, with the layer's states.
+
+        Args:
+            width: the number of each request's drafts to verify.
+        """
+        slots, starts = metadata.mamba_cache_indices.int(), None if has_state is None else metadata.query_start_loc
+        step = cls(cache.conv[0], cache.temporal, slots, starts, has_state)
+        if not width:
+            return step
+        after = cache.intermediate_conv_window[0], cache.intermediate_ssm
+        return replace(step, drafts=Drafts.of(metadata, width), after=after)
+
+    def convolve_rows(self, token: Callable[[Tensor, Tensor, slice], Tensor]) -> Tensor:
+        """Convolve single tokens by an operator: the states, the slots and the rows → the result of these rows."""
+        return self._run(self.convolved, 0, token)
+
+    def update_rows(self, token: Callable[[Tensor, Tensor, slice], Tensor]) -> Tensor:
+        """Update the other states by single tokens, as :meth:`convolve_rows` does."""
+        return self._run(self.states, 1, token)
+
+    def _run(self, states: Tensor, part: int, token: Callable[[Tensor, Tensor, slice], Tensor]) -> Tensor:
+        if self.drafts is None or self.after is None:
+            return token(states, self.slots, slice(None))
+        return self.drafts.run(states, self.slots, self.after[part], token)
 
 
 class StateBridge(Bridge):
@@ -68,7 +96,9 @@ class StateBridge(Bridge):
     def convolve(self, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         """Convolve the tokens ``[tokens, channels]`` of a step."""
         if step.starts is None:
-            return self.fl_convolve_token(x, weight, bias, step.convolved, step.slots, activation)
+            return step.convolve_rows(
+                lambda states, slots, rows: self.fl_convolve_token(x[rows], weight, bias, states, slots, activation)
+            )
         return self.fl_convolve(x, weight, bias, step.convolved, step.slots, step.starts, step.has_state, activation)
 
     fl_convolve: Any
@@ -90,11 +120,18 @@ class DeltaNetBridge(StateBridge):
         x = self.convolve(step, mixed_qkv, layer.conv_weights, layer.bias, layer.activation)
         query, key, value = x.split((layer.q_dim, layer.k_dim, layer.v_dim), dim=1)
         heads = (part.unflatten(1, (-1, size)) for part, size in ((query, layer.head_k_dim), (key, layer.head_k_dim)))
-        operands = *heads, value.unflatten(1, (-1, layer.head_v_dim)), a, b, layer.A_log, layer.dt_bias
-        states, scale = delta_states(step.states), layer.head_k_dim**-0.5
-        if step.starts is None:
-            return self.fl_correct_token(*operands, states, step.slots, scale)[None]
-        return self.fl_correct(*operands, states, step.slots, step.starts, step.has_state, scale)[None]
+        operands = *heads, value.unflatten(1, (-1, layer.head_v_dim)), a, b
+        gates, scale = (layer.A_log, layer.dt_bias), layer.head_k_dim**-0.5
+        if step.starts is not None:
+            states = delta_states(step.states)
+            return self.fl_correct(*operands, *gates, states, step.slots, step.starts, step.has_state, scale)[None]
+
+        def correct(states: Tensor, slots: Tensor, rows: slice) -> Tensor:
+            part = (operand[rows] for operand in operands)
+            result: Tensor = self.fl_correct_token(*part, *gates, delta_states(states), slots, scale)
+            return result
+
+        return step.update_rows(correct)[None]
 
 
 class ScanBridge(StateBridge):
@@ -116,9 +153,10 @@ class ScanBridge(StateBridge):
         mup_vector: Tensor | None = None,
         use_triton_causal_conv: bool = False,
     ) -> tuple[Tensor, None, None]:
-        # In a batch all requests read a prompt, or all have one new token.
+        # In a batch all requests read a prompt, or all have one new token, or all have drafts.
         prompts = metadata.mixed_metadata if metadata.num_prefills else None
-        step = Step.described(layer_cache, metadata, None if prompts is None else prompts.has_initial_states)
+        width = metadata.draft_token_num if metadata.is_target_verify else 0
+        step = Step.described(layer_cache, metadata, None if prompts is None else prompts.has_initial_states, width)
         projected = self.layer.in_proj(hidden_states)[0]
         if mup_vector is not None:
             projected = projected * mup_vector
@@ -136,10 +174,16 @@ class ScanBridge(StateBridge):
         layer = self.layer
         return self.convolve(step, x, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation)
 
-    def scan(self, step: Step, operands: tuple[Tensor | None, ...]) -> Tensor:
-        """Scan the tokens of a step, to which the operands belong."""
+    def scan(self, step: Step, operands: tuple[Any, ...]) -> Tensor:
+        """Scan the tokens of a step, to which the operands belong: tokens, steps, decays, two groups, weights."""
         if step.starts is None:
-            return self.fl_update(*operands, step.states, step.slots)
+            x, dt, a, b, c, *weights = operands
+
+            def update(states: Tensor, slots: Tensor, rows: slice) -> Tensor:
+                result: Tensor = self.fl_update(x[rows], dt[rows], a, b[rows], c[rows], *weights, states, slots)
+                return result
+
+            return step.update_rows(update)
         return self.fl_scan(*operands, step.states, step.slots, step.starts, step.has_state)
 
 

@@ -118,3 +118,35 @@ def gate_shared(hidden_states: Tensor, gate_weight: Tensor, shared: Tensor) -> T
 def add_gated_shared(hidden_states: Tensor, gate_weight: Tensor, shared: Tensor, total: Tensor) -> None:
     """Add the result of :func:`gate_shared` to the output of the other experts."""
     total.add_(shared * (hidden_states @ gate_weight)[:, None].sigmoid())
+
+
+@unless_triton
+def commit_states(
+    mamba_caches: Any,
+    state_indices_tensor: Tensor,
+    last_correct_step_indices: Tensor,
+    mamba_track_indices: Tensor | None,
+    mamba_steps_to_track: Tensor | None,
+    src_indices_raw: Tensor | None = None,
+) -> None:
+    """Write the states after each request's last accepted draft to its slots.
+
+    Args:
+        mamba_caches: states ``[layers, slots, ...]``, and those after each draft ``[layers, requests, width, ...]``.
+        state_indices_tensor: the slot of each request.
+        last_correct_step_indices: the column of its last accepted draft.
+        mamba_track_indices, mamba_steps_to_track: states for the prefix cache, which this plugin keeps at the ends of
+            answers only (:func:`remembers_within`).
+        src_indices_raw: the row of each request, if rows are not in order, as with pipeline stages.
+    """
+    if mamba_track_indices is not None or src_indices_raw is not None:
+        raise NotImplementedError("sglang_fl keeps no states of drafts for the prefix cache or pipeline stages yet")
+    slots, columns = state_indices_tensor.long(), last_correct_step_indices.long()
+    rows = torch.arange(len(slots), device=slots.device)
+    pairs = (
+        (mamba_caches.temporal, mamba_caches.intermediate_ssm),
+        *zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True),
+    )
+    for states, after in pairs:
+        if states.numel() > 0:
+            states[:, slots] = after[:, rows, columns]

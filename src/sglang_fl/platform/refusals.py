@@ -39,9 +39,10 @@ BY_HOST: Mapping[str, str] = {
     "saver": "gives memory back by a library for GPUs (create in utils/torch_memory_saver_adapter.py)",
 }
 """SGLang's line that forbids a feature on a CPU, with its function and file."""
-KEPT_STATES = (
-    "SGLang takes the state after each draft, commit_mamba_states_after_verify in speculative/spec_utils.py, and our "
-    "layers keep the last one"
+SHARED_STATES = "SGLang gives drafters no states of their own: _init_pools in mem_cache/kv_cache_configurator.py"
+STATES_ONLY = (
+    "without attention SGLang takes no state after drafts: build_attention_backends in "
+    "model_runner_components/attention_backend_setup.py"
 )
 MINIMAX = "MiniMaxM2ForCausalLM"
 MINIMAX_NORMS = "its norms of queries and keys are Triton kernels: rms_sumsq_serial in models/minimax_m2.py"
@@ -150,6 +151,9 @@ STATES = (
     "Qwen3_5MoeConfig",
 )
 """Configurations of served models with states, by name; derived classes count as their base."""
+DRAFTED = ("GraniteMoeHybridConfig", "Lfm2Config", "Qwen3NextConfig", "Qwen3_5Config", "Qwen3_5TextConfig")
+"""Configurations of models that may verify drafts; derived classes are other models."""
+WITHOUT_ATTENTION = ("FalconMambaConfig", "Mamba2Config", "MambaConfig")
 
 
 def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
@@ -163,6 +167,7 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     served = {base.__name__ for base in type(found).__mro__} & set(STATES)
     what, groups = state_forms.STATES, getattr(found, "mamba_n_groups", getattr(found, "n_groups", 0))
     quantized = runner.model_config.quantization is not None
+    why = f" ({STATES_ONLY})" if type(found).__name__ in WITHOUT_ATTENTION else ""
     return [
         (not served, f"{what} of {type(found).__name__}"),
         (not state_forms.serves(device), what),
@@ -171,7 +176,15 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
             quantized and groups % args.tp_size != 0,
             f"quantized {what} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py)",
         ),
-        (args.speculative_algorithm is not None, f"drafts beside {what} ({KEPT_STATES})"),
+        (
+            args.speculative_algorithm == "STANDALONE",
+            f"a separate draft model and {what}" + f" ({SHARED_STATES})" * runner.is_draft_worker,
+        ),
+        (
+            args.speculative_algorithm is not None and type(found).__name__ not in DRAFTED,
+            f"drafts beside {what} of {type(found).__name__}{why}",
+        ),
+        (getattr(args, "enable_linear_replayssm_spec", False), f"--enable-linear-replayssm-spec with {what}"),
         (args.enable_dp_attention, f"data-parallel attention beside {what}"),
     ]
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bridge.drafted_states import parents
+
 DRAFTS_ONLY = 1
 """SGLang's ``TreeMaskMode.QLEN_ONLY``: the mask has no columns for tokens that a request already has."""
 
@@ -135,23 +137,11 @@ def _accept(
     predicts[places.flatten().long()] = after.flatten().to(predicts.dtype)
 
 
-def _parents(retrieve_next_token: Tensor, retrieve_next_sibling: Tensor) -> Tensor:
-    """Return ``[requests, width]``: the column that each column follows, or -1; siblings come one after the other."""
-    requests, width = retrieve_next_token.shape
-    parent = torch.full((requests, width + 1), -1, dtype=torch.long, device=retrieve_next_token.device)
-    for column in range(width):
-        for link, above in ((retrieve_next_token, column), (retrieve_next_sibling, None)):
-            place = link[:, column].long()
-            value = torch.full_like(place, above) if above is not None else parent[:, column].clone()
-            parent.scatter_(1, torch.where(place < 0, width, place)[:, None], value[:, None])
-    return parent[:, :width]
-
-
 def _walk(parent: Tensor, longest: int, choose: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Walk from the certain token to following drafts, as long as one is chosen.
 
     Args:
-        parent: see :func:`_parents`.
+        parent: see :func:`~sglang_fl.bridge.drafted_states.parents`.
         longest: columns of a path.
         choose: a column of each request, and the columns after it → the accepted ones among these.
 
@@ -186,7 +176,7 @@ def verify_greedy(
     def best(here: Tensor, following: Tensor) -> Tensor:
         return candidates == target_predict.gather(1, here[:, None])
 
-    parent = _parents(retrieve_next_token, retrieve_next_sibling)
+    parent = parents(retrieve_next_token, retrieve_next_sibling)
     path, number, end = _walk(parent, accept_index.shape[1], best)
     last = target_predict.gather(1, end[:, None]).squeeze(1)
     _accept(predicts, accept_index, accept_token_num, candidates, retrieve_index, path, number, last)
@@ -246,7 +236,7 @@ def sample_target_only(
         together = own.cumsum(1) / max(threshold_acc, 1e-9)  # a sibling is considered when those before it are rejected
         return (own > 0) & ((coin < together) | (own >= threshold_single))
 
-    parent = _parents(retrive_next_token, retrive_next_sibling)
+    parent = parents(retrive_next_token, retrive_next_sibling)
     path, number, end = _walk(parent, accept_index.shape[1], lucky)
     rejected = (parent == end[:, None]) & (number < accept_index.shape[1] - 1)[:, None]
     left = _row(target_probs, end)

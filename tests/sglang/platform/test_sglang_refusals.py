@@ -74,7 +74,6 @@ def test_data_parallel_attention_is_refused_on_an_accelerator(scheduler: None) -
 
 
 STATES = "layers with a state for each request"
-DRAFTS = f"drafts beside {STATES} ({refusals.KEPT_STATES})"
 PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size": 1}
 
 
@@ -83,16 +82,22 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
     [
         (CUDA, {}, "Qwen3NextConfig", f"{STATES} on cuda"),
         (
-            ASCEND,
-            {"speculative_algorithm": "NGRAM"},
+            CPU,
+            {"speculative_algorithm": "STANDALONE"},
             "Qwen3NextConfig",
-            f"{DRAFTS} on ascend",
+            f"a separate draft model and {STATES} ({refusals.SHARED_STATES}) on cpu",
         ),
         (
             CPU,
             {"speculative_algorithm": "NGRAM"},
-            "Qwen3NextConfig",
-            f"{DRAFTS} on cpu",
+            "Mamba2Config",
+            f"drafts beside {STATES} of Mamba2Config ({refusals.STATES_ONLY}) on cpu",
+        ),
+        (
+            CPU,
+            {"speculative_algorithm": "NGRAM"},
+            "Qwen3_5MoeTextConfig",
+            f"drafts beside {STATES} of Qwen3_5MoeTextConfig on cpu",
         ),
         (CPU, {"enable_dp_attention": True}, "Qwen3NextConfig", f"data-parallel attention beside {STATES} on cpu"),
         (
@@ -120,7 +125,7 @@ def test_layers_with_a_state_are_refused_before_weights_load(
     )
     runner: Any = SimpleNamespace(
         model_config=model,
-        is_draft_worker=False,
+        is_draft_worker="speculative_algorithm" in arguments,
         use_mla_backend=False,
         server_args=SimpleNamespace(**{**PLAIN, **arguments}),
     )
@@ -129,10 +134,21 @@ def test_layers_with_a_state_are_refused_before_weights_load(
         refusals.check_model(runner, device)
 
 
-def test_sglang_takes_the_state_after_each_draft_from_buffers_that_its_kernels_fill(scheduler: None) -> None:
-    from sglang.srt.speculative import spec_utils
+def test_sglangs_drafters_use_the_pool_of_the_model_that_they_draft_for(scheduler: None) -> None:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-    assert "keep per-step" in (inspect.getdoc(spec_utils.commit_mamba_states_after_verify) or "")
+    shared = "Draft worker shares req_to_token_pool with the target worker"
+    assert shared in inspect.getsource(KVCacheConfigurator._init_pools)
+
+
+def test_sglangs_backend_of_models_without_attention_takes_no_state_after_drafts(scheduler: None) -> None:
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as backends
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+
+    assert "attn_backend=mamba_backend" in inspect.getsource(attention_backend_setup.build_attention_backends)
+    name = "update_mamba_state_after_mtp_verify"
+    assert hasattr(backends.HybridLinearAttnBackend, name)
+    assert not hasattr(backends.Mamba2AttnBackend, name)
 
 
 def test_minimax_is_refused_on_a_cpu_for_sglangs_triton_kernels(scheduler: None) -> None:
