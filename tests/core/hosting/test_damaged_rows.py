@@ -62,6 +62,14 @@ def test_pytorchs_operators_mark_and_overwrite_damaged_rows(dtype: torch.dtype) 
     check(rows.damaged_rows(given).tolist(), before, given)
 
 
+def test_large_numbers_with_a_sum_that_overflows_are_no_damage() -> None:
+    given = torch.full((2, 8), 1e38)
+    before = given.clone()
+    assert rows.damaged_rows(given).tolist() == [0, 0]
+    assert not rows.HostMarks(2).mark(given).found()  # type: ignore[union-attr]
+    assert torch.equal(given, before)
+
+
 def test_marks_in_host_memory_keep_those_of_earlier_steps() -> None:
     first, second = logits(torch.float32), logits(torch.float32).flip(0)
     memory = rows.HostMarks(len(CHANGES))

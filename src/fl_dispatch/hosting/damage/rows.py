@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -48,11 +49,26 @@ def damaged_rows(logits: Tensor) -> Tensor:
             return found
         except Exception as error:
             _give_up(error, in_host_memory=False)
+    on_host = not detect_device().accelerator  # reading a number on an accelerator would wait for the device
+    if on_host and _is_finite(logits):
+        return logits.new_zeros(len(logits), dtype=torch.int32)
+    return _with_operators(logits, on_host).int()
+
+
+def _with_operators(logits: Tensor, on_host: bool) -> Tensor:
     highest = logits.amax(-1)
     damaged = (highest - highest).ne(0)  # NaN from NaN and from infinity
-    if detect_device().accelerator or bool(damaged.any()):  # reading it on an accelerator would wait for the device
+    if not on_host or bool(damaged.any()):
         logits.masked_fill_(damaged.unsqueeze(-1), 0.0)
-    return damaged.int()
+    return damaged
+
+
+def _is_finite(logits: Tensor) -> bool:
+    """Whether the sum of logits in host memory is finite, and so each of them; it takes a third of the time of maxima.
+
+    Sums of float16 overflow, and sums of its values in float32 take as long as maxima.
+    """
+    return logits.dtype != torch.float16 and math.isfinite(logits.sum())
 
 
 class Slot:
@@ -110,6 +126,19 @@ class HostMarks:
         self._launches: dict[Any, Any] = {}
         """Layout of logits → a function that launches the kernel for them again."""
 
+    def slot_of(self, rows: int, slot: Slot | None = None) -> Slot | None:
+        """Return the marks of a step's rows: those of the same requests' rows in an earlier step, or new ones.
+
+        ``None`` if the step has too many rows, or if ``slot`` is of other rows.
+        """
+        if slot is not None:
+            return slot if rows == slot.rows else None
+        if rows > self.most_rows:
+            return None
+        slot = next(self._slots)
+        slot.begin(rows)
+        return slot
+
     def mark(self, logits: Tensor, slot: Slot | None = None) -> Slot | None:
         """Mark and overwrite damaged rows, see :func:`damaged_rows`.
 
@@ -121,11 +150,8 @@ class HostMarks:
             The marks. ``None`` if no kernel takes these logits, or if ``slot`` is of other rows.
         """
         rows, width = logits.shape
-        if rows > self.most_rows if slot is None else rows != slot.rows:
+        if (slot := self.slot_of(rows, slot)) is None:
             return None
-        if slot is None:
-            slot = next(self._slots)
-            slot.begin(rows)
         if self.on_host:
             _mark_on_host(logits, slot)
             return slot
@@ -159,7 +185,9 @@ def _has_kernel(logits: Tensor, in_host_memory: bool) -> bool:
 
 
 def _mark_on_host(logits: Tensor, slot: Slot) -> None:
-    damaged = damaged_rows(logits).bool()
+    if _is_finite(logits):
+        return
+    damaged = _with_operators(logits, on_host=True)
     if damaged.any():
         slot.marks[0] = slot.number
         slot.marks[1 : 1 + slot.rows][damaged] = slot.number
