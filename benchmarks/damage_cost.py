@@ -3,6 +3,7 @@
 One vLLM engine in this process decodes a batch. In one stretch of steps vLLM's V2 runner counts damaged logits and the
 scheduler reads the counts (``VLLM_FL_DAMAGED_REQUESTS=recompute``); in the next stretch neither happens (``ignore``).
 With ``--parts`` there are also stretches in which a part of the check runs alone, see :data:`PARTS`.
+Where tokens are chosen by the kernels that find damage, "recompute" runs them in the place of vLLM's.
 
 On a CPU the model is small, a stretch is one step, and the clock is the processor time of the process, so other
 processes do not count. On a GPU the model has a published shape (``--shape``), is compiled and runs from graphs, a
@@ -41,7 +42,8 @@ PARTS = {
     "launch": "the same, and a launch over one column",
     "kernel": "the same, but over the logits",
     "marks": "the same, but each step has marks of its own",
-    "recompute": "the same, and they are read",
+    "alone": "the same, and they are read",
+    "recompute": "the same, but the kernels that choose tokens find the damage (on a GPU)",
 }
 """Settings → what runs in their steps, each of them more than the one before."""
 SETTINGS = ("ignore", "recompute")
@@ -102,8 +104,11 @@ class Check:
         self.hooks = [
             ("scheduler", Scheduler, "update_from_output", Scheduler.update_from_output),
             ("marks", runner, "sample", runner.sample),
-            ("recompute", AsyncOutput, "get_output", AsyncOutput.get_output),
+            ("alone", AsyncOutput, "get_output", AsyncOutput.get_output),
         ]
+        if self.count.both is not None:
+            self.hooks.append(("recompute", runner.sampler, "sample", runner.sampler.sample))
+        self.both = self.count.both
         column = torch.zeros(batch, 1, dtype=runner.dtype, device=runner.device)
         memory, unlaunched = host_marks(batch), host_marks(batch)
         slot, other = memory and memory.mark(column), unlaunched and unlaunched.mark(column)
@@ -130,6 +135,7 @@ class Check:
         for first, owner, name, hook in self.hooks:
             runs = order.index(setting) >= order.index(first)
             setattr(owner, name, hook if runs else hook.__wrapped__)
+        self.count.both = self.both if setting == "recompute" else None
         self.sampler.compute_nans = setting not in ("ignore", "scheduler")
         self.module.get_num_nans = self.functions.get(setting, self.count)
 

@@ -34,7 +34,8 @@ Repeat = Callable[[Grid, tuple[int, ...]], None]
 """A function that launches a kernel again, with a grid, and addresses and sizes in one tuple."""
 
 
-def _short_way() -> bool:
+def prepares() -> bool:
+    """Whether the shortcut is tested here, so that :meth:`Launcher.first` returns a function."""
     if INTERPRETED or detect_device() is not CUDA:
         return False
     major, minor = triton.__version__.split(".")[:2]
@@ -88,7 +89,7 @@ class Launcher:
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
         if self._short is None:
-            self._short = _short_way()
+            self._short = prepares()
         if not self._short or _hooked():
             native.require_data(tensors)
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
@@ -119,7 +120,7 @@ class Launcher:
         """
         native.require_data(tensors)
         compiled = self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps)
-        if not _short_way():
+        if not prepares():
             return None
         device, stream_of = tensors[0].get_device(), torch._C._cuda_getCurrentRawStream
         run, fixed = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)

@@ -1,7 +1,8 @@
 """Count damaged logits in vLLM's runners; the counts go to the host with the sampled tokens.
 
 If each request has one row of logits in the V2 runner, the device writes the marks to host memory itself, so nothing is
-copied. With damage they become vLLM's counts.
+copied. With damage they become vLLM's counts. Where kernels are prepared and no request of a step needs its logits
+processed, the kernels that choose its tokens find the damage too (see :mod:`.one_pass`).
 
 With drafts a request has several rows of logits, which vLLM treats as rows of several requests. Here a request has the
 rows from which its tokens were chosen. A draft from damaged logits is never accepted, and the target's own token
@@ -20,7 +21,7 @@ from torch import Tensor
 from fl_dispatch.hosting.damage.rows import HostMarks, Slot, damaged_rows, damaged_tokens, host_marks
 from fl_dispatch.hosting.layers.attribute import Attached
 
-from . import choice
+from . import choice, one_pass
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -42,6 +43,8 @@ PADDING = 64
 """vLLM pads a vocabulary to a multiple of it, which is the distance of logits' rows unless their model scales them."""
 COUNTS = Attached[Tensor]("fl_damaged_tokens")
 """The count of each request in the V1 runner, from the logits of a step with drafts."""
+ONE_PASS = Attached[one_pass.OnePass]("fl_one_pass")
+"""A V2 runner's choice of tokens that finds damage."""
 MARKS = Attached[Slot]("fl_marks")
 """The marks of a V2 sampler's requests in host memory, valid once vLLM has waited for the step's tokens."""
 
@@ -61,7 +64,10 @@ def install(runner: Any, v2: bool, drafts: bool) -> None:
     elif drafts:
         runner._sample = _verified(runner._sample)
     elif v2 and runner.batch_sharder is None and not _raises() and (memory := host_marks(runner.max_num_reqs)):
-        marking = Marking(memory)
+        marking = Marking(memory, None if memory.on_host else one_pass.of(runner))
+        if marking.both is not None:
+            ONE_PASS.give(runner, marking.both)
+            runner.sampler.sample = marking.choosing(runner.sampler.sample)
         importlib.import_module(SAMPLER).get_num_nans = marking  # type: ignore[attr-defined]
         runner.sample = marking.around(runner.sample)
         copies: Any = importlib.import_module(OUTPUT)
@@ -69,15 +75,16 @@ def install(runner: Any, v2: bool, drafts: bool) -> None:
             copies.AsyncOutput.get_output = _with_marks(copies.AsyncOutput.get_output)
 
 
-def warm_up(model_config: ModelConfig, device: torch.device) -> None:
+def warm_up(model_config: ModelConfig, device: torch.device, both: one_pass.OnePass | None = None) -> None:
     """Check rows of logits in the model's dtype, so that no request waits for a kernel to compile."""
     if _is_on():
         memory, width = host_marks(1), model_config.get_vocab_size()
+        row = torch.zeros(1, dtype=torch.int64, device=device)
         for padded in {width, width + -width % PADDING}:
             logits = torch.zeros(1, padded, dtype=model_config.dtype, device=device)[:, :width]
             damaged_rows(logits)
-            if memory:
-                memory.mark(logits)
+            if memory and (slot := memory.mark(logits)) and both:
+                both.choose(logits, row.int(), row, slot)
 
 
 def _is_on() -> bool:
@@ -94,33 +101,82 @@ def _raises() -> bool:
 
 
 class Marking:
-    """A replacement of vLLM's function that counts by row: marks in host memory and no counts, if that is possible."""
+    """A replacement of vLLM's function that counts by row: marks in host memory and no counts, if that is possible.
 
-    def __init__(self, memory: HostMarks) -> None:
-        self.memory = memory
+    Args:
+        memory: the memory of marks.
+        both: chooses the tokens of requests without processing, and marks their rows; ``None`` if vLLM chooses.
+    """
+
+    def __init__(self, memory: HostMarks, both: one_pass.OnePass | None = None) -> None:
+        self.memory, self.both = memory, both
         self.samples = False
         """Whether its runner samples; others are vLLM's warm-up, and another engine of the process."""
+        self.chooses = False
+        """Whether the choice of this scheduling's tokens marks its rows."""
         self.slot: Slot | None = None
         """The marks of the step that is being sampled, and of the steps before it in one scheduler call."""
+        self.waits = False
+        """Whether a step's rows have no marks until their tokens are chosen."""
+        self.late: list[Tensor] = []
+        """Counts of steps that no kernel marked, of which vLLM does not know."""
 
     def __call__(self, logits: Tensor) -> Tensor | None:
-        if self.samples and (slot := self.memory.mark(logits, self.slot)) is not None:
-            self.slot = slot
+        if not self.samples:
+            return damaged_rows(logits)
+        if self.chooses and len(logits):
+            self.waits = True
             return None
-        return damaged_rows(logits)
+        return self._mark(logits)
+
+    def _mark(self, logits: Tensor) -> Tensor | None:
+        if (slot := self.memory.mark(logits, self.slot)) is None:
+            return damaged_rows(logits)
+        self.slot = slot
+        return None
+
+    def choosing(self, sample: Any) -> Any:
+        """Wrap the sampler's ``sample``, which marks the rows that wait for it."""
+
+        @wraps(sample)
+        def chosen(
+            logits: Tensor,
+            expanded_idx_mapping: Tensor,
+            idx_mapping: Tensor,
+            of_host: Any,
+            pos: Tensor,
+            *args: Any,
+            **more: Any,
+        ) -> Any:
+            waits, self.waits = self.waits, False
+            if waits:
+                assert self.both is not None
+                slot = self.memory.slot_of(len(logits), self.slot)
+                if slot and (tokens := self.both.choose(logits, expanded_idx_mapping, pos, slot)) is not None:
+                    self.slot = slot
+                    return tokens, logits
+                if (counts := self._mark(logits)) is not None:
+                    self.late.append(counts)
+            return sample(logits, expanded_idx_mapping, idx_mapping, of_host, pos, *args, **more)
+
+        return chosen
 
     def around(self, sample: Any) -> Any:
         """Wrap the runner's ``sample``, which may sample several steps: all their marks are on what it returns."""
 
         @wraps(sample)
-        def sampled(*args: Any, **kwargs: Any) -> Any:
+        def sampled(hidden_states: Tensor, input_batch: Any, *args: Any) -> Any:
             self.samples = True
+            self.chooses = self.both is not None and self.both.takes(input_batch.idx_mapping_np)
             try:
-                found = sample(*args, **kwargs)
+                found = sample(hidden_states, input_batch, *args)
             finally:
-                slot, self.slot, self.samples = self.slot, None, False
+                slot, late = self.slot, self.late
+                self.slot, self.waits, self.samples, self.late = None, False, False, []
             if slot is not None:
                 MARKS.give(found[0], slot)
+            for counts in late:
+                found[0].num_nans = counts if found[0].num_nans is None else found[0].num_nans + counts
             return found
 
         return sampled

@@ -120,7 +120,7 @@ class GPUWorkerFL(WorkerFL):
             calls = warm_up.attention(self.fl_models(), self.vllm_config)
             logger.info("attention is warm: %d calls", calls)
             if self._makes_logits():
-                damage.warm_up(self.model_config, self.device)
+                damage.warm_up(self.model_config, self.device, damage.ONE_PASS.find(self.model_runner))
                 if self.vllm_config.lora_config is not None:
                     from ..layers import lora
 

@@ -19,7 +19,7 @@ from fl_dispatch.backends.triton.impl import hopper, launch
 from fl_dispatch.backends.triton.impl.attention import index_topk, latent_decode, latent_prefill, paged, sparse_latent
 from fl_dispatch.backends.triton.impl.rows import activation
 from fl_dispatch.backends.triton.register_ops import IMPL_ID, ROWS
-from fl_dispatch.devices.launcher import _short_way
+from fl_dispatch.devices.launcher import prepares
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS
 
@@ -65,7 +65,7 @@ def test_the_short_launch_runs_what_the_public_one_runs_for_every_stride_and_ali
 def test_the_short_launch_is_taken_where_it_is_tested() -> None:
     activation._launch._short = None
     activation.silu_and_mul(torch.randn(1, 64, device=CUDA))
-    assert activation._launch._short == _short_way()
+    assert activation._launch._short == prepares()
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if OURS[name] and name != "rotary_embedding"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from engines import expected_tokens
 from served import Server
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
+from fl_dispatch.hosting.damage.rows import HostMarks
 from poison import variables
+from vllm_fl.damage.one_pass import OnePass
 
 pytestmark = pytest.mark.gpu
 SHARE = ("--gpu-memory-utilization", "0.1")
@@ -34,3 +37,45 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(w
         ends_alone(server, expected_tokens(model))
     finally:
         server.end()
+
+
+@pytest.mark.parametrize(("width", "stride"), [(128_256, 128_256), (50_257, 50_304), (50_257, 50_257)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tokens_chosen_with_the_check_are_vllms_and_damaged_rows_are_marked(
+    dtype: torch.dtype, width: int, stride: int
+) -> None:
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    rows, device = 8, torch.device("cuda")
+    torch.manual_seed(0)
+    heat = torch.tensor([0.0, 1.0] * 4, device=device)
+    seeds = torch.randint(1 << 62, (rows,), device=device)
+    states = SimpleNamespace(temperature=SimpleNamespace(gpu=heat), seeds=SimpleNamespace(gpu=seeds))
+    sampler = SimpleNamespace(needs_logits_processing=None, sampling_states=states)
+    both, memory = OnePass(sampler, rows, width, device), HostMarks(rows)
+    for step in range(50):
+        count = rows - step % 3
+        logits = torch.randn(count, stride, device=device).to(dtype)[:, :width]
+        logits[0, [5, 9000, width - 1]] = 50.0  # the first of equals
+        logits[1, 7:] = float("-inf")
+        requests = torch.randperm(rows, device=device)[:count].int()
+        positions = torch.randint(1 << 30, (count,), device=device)
+        expected = gumbel_sample(logits, requests, heat, seeds, positions, False, False)
+        damaged = 2 + step % 8  # some numbers are of no row
+        if damaged < count:
+            logits[damaged, step * 1000] = (float("nan"), float("inf"))[step % 2]
+        before, slot = logits.clone(), memory.slot_of(count)
+        assert slot is not None
+        tokens = both.choose(logits, requests, positions, slot)
+        assert tokens is not None
+        torch.cuda.synchronize()
+        faults = [row == damaged for row in range(count)]
+        healthy = ~torch.tensor(faults)
+        assert slot.damaged() == [int(fault) for fault in faults]
+        assert slot.found() == any(faults)
+        assert torch.equal(tokens.cpu()[healthy], expected.cpu()[healthy])
+        assert torch.equal(logits.cpu()[healthy], before.cpu()[healthy])
+        assert not tokens.cpu()[~healthy].any()
+        assert not logits.cpu()[~healthy].any()
+    assert not both.fails
+    assert len(both._launches) == 1, "steps of one layout are launched the short way"

@@ -30,11 +30,11 @@ def logits(*damaged: int) -> Tensor:
 def sampled(count: Any, marking: detection.Marking, *steps: Tensor) -> SimpleNamespace:
     """What a runner returns that samples these steps, with vLLM's function that counts."""
 
-    def sample() -> tuple[SimpleNamespace]:
+    def sample(*_: Any) -> tuple[SimpleNamespace]:
         counts = [found for step in steps if (found := count(step)) is not None]
         return (SimpleNamespace(num_nans=sum(counts) if counts else None),)
 
-    found: SimpleNamespace = marking.around(sample)()[0]
+    found: SimpleNamespace = marking.around(sample)(None, None)[0]
     return found
 
 
@@ -91,12 +91,12 @@ def test_a_scheduling_does_not_get_the_marks_of_the_one_that_had_its_memory() ->
 def test_a_sampler_that_raises_leaves_no_marks_to_the_next_scheduling() -> None:
     marking = new_marking()
 
-    def sample() -> None:
+    def sample(*_: Any) -> None:
         marking(logits(1))
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        marking.around(sample)()
+        marking.around(sample)(None, None)
     assert not marking.samples
     assert not detection.MARKS.of(sampled(marking, marking, logits())).found()
 
