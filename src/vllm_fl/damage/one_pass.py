@@ -48,7 +48,9 @@ class OnePass:
         return not self.fails and not self.needs_processing[requests].any()
 
     def choose(self, logits: Tensor, requests: Tensor, positions: Tensor, slot: Slot) -> Tensor | None:
-        """Return each row's token, and mark and overwrite damaged rows, see :meth:`.HostMarks.mark`.
+        """Return each row's token, and mark and overwrite damaged rows.
+
+        Marks are those of :meth:`fl_dispatch.hosting.damage.rows.HostMarks.mark`.
 
         Args:
             logits: ``[rows, vocabulary]``; damaged rows are overwritten.

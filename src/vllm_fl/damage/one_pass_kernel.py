@@ -89,9 +89,9 @@ def choose_first(
     tokens: Tensor,
     slot: Slot,
 ) -> tuple[Repeat, Repeat] | None:
-    """Choose tokens, and return functions that launch both kernels again; see :meth:`.Launcher.first`.
+    """Choose tokens, and return functions that launch both kernels again.
 
-    They take addresses and sizes: of logits, requests, temperatures, seeds, positions, values and columns, and the
+    :meth:`fl_dispatch.devices.launcher.Launcher.first` makes these functions. They take addresses and sizes: of logits, requests, temperatures, seeds, positions, values and columns, and the
     vocabulary; of values, columns, tokens, logits and the slot, its number, and the vocabulary.
     """
     rows, width = logits.shape
