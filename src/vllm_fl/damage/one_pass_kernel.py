@@ -91,8 +91,11 @@ def choose_first(
 ) -> tuple[Repeat, Repeat] | None:
     """Choose tokens, and return functions that launch both kernels again.
 
-    :meth:`fl_dispatch.devices.launcher.Launcher.first` makes these functions. They take addresses and sizes: of logits, requests, temperatures, seeds, positions, values and columns, and the
-    vocabulary; of values, columns, tokens, logits and the slot, its number, and the vocabulary.
+    :meth:`fl_dispatch.devices.launcher.Launcher.first` makes these functions.
+
+    The first takes the addresses of logits, requests, temperatures, seeds, positions, values and columns, then the
+    vocabulary. The second takes the addresses of values, columns, tokens, logits and the slot, then the slot's number
+    and the vocabulary.
     """
     rows, width = logits.shape
     parts = parts_of(width)
