@@ -48,10 +48,10 @@ PARTS = {
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_290, tokens=12_275),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=5_020, tokens=65_150),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_600, tokens=127_500),
-    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=5_030, tokens=52_100),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=5_060, tokens=52_400),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_810, tokens=61_450),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_645, tokens=32_700),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_440, tokens=88_450),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_630, tokens=90_450),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_965, tokens=46_550),
 }
