@@ -68,6 +68,8 @@ EXPERTS = (W8A8, "compressed-tensors W4A16", "compressed-tensors W8A16 int8", "g
 
 
 REFUSED_EXPERTS = {
+    "compressed-tensors W4A8 int8": "rows are rounded to int8",
+    "compressed-tensors W4A8 int8, packed": "rows are rounded to int8",
     "compressed-tensors W4A16, zero points": "zero points in groups",
     "compressed-tensors W8A16 int8, groups": "8 bits in groups",
     "awq": "zero points in groups",

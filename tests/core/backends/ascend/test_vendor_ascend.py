@@ -602,6 +602,11 @@ def rows_too(**changed: Any) -> Any:
         ("weight_only_moe", few_bits(w2_scale=torch.ones(2, 16, 16).half()), "a group has 1 elements"),
         ("weight_only_moe", few_bits(activation="relu2_no_mul"), "activation 'relu2_no_mul' is not one of silu"),
         ("weight_only_moe", few_bits(w2_bias=torch.ones(2, 16)), "there are biases"),
+        (
+            "weight_only_moe",
+            few_bits(rounding="int8"),
+            "rows are rounded to int8; npu_grouped_matmul gives a half type",
+        ),
         ("scaled_moe", rows_too(hidden_states=torch.ones(3, 16)), "hidden_states is float32"),
         ("scaled_moe", rows_too(w2=torch.ones(2, 16, 64).to(FP8)), "w2 is float8_e4m3fn"),
         ("scaled_moe", rows_too(block_size=128), "there are blocks of 128"),

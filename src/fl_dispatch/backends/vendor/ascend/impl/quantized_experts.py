@@ -112,14 +112,16 @@ def supports_weight_only_moe(
     w2_bias: Tensor | None,
     w13_zero: Tensor | None,
     w2_zero: Tensor | None,
+    rounding: str,
 ) -> bool | str:
     """Check for 8 bits with column scales, or 4 bits with column scales or even groups without zero points."""
+    if rounding:
+        return f"rows are rounded to {rounding}; {KERNEL} gives a half type to the second rounding, which changes it"
     if why := problem(KERNEL, "hidden_states", hidden_states, HALVES):
         return why
     if activation not in ACTIVATIONS:
         return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
-    weights = (("w13", w13, w13_scale, w13_zero), ("w2", w2, w2_scale, w2_zero))
-    for name, weight, scale, zero in weights:
+    for name, weight, scale, zero in (("w13", w13, w13_scale, w13_zero), ("w2", w2, w2_scale, w2_zero)):
         if weight.dtype not in (torch.int8, torch.uint8):
             return f"{name} is {named((weight.dtype,))}; {KERNEL} takes int8 and 4 bits"
         if why := problem(KERNEL, f"{name}_scale", scale, HALVES, like=hidden_states):
@@ -155,8 +157,9 @@ def weight_only_moe(
     w13_zero: Tensor | None = None,
     w2_zero: Tensor | None = None,
     out: Tensor | None = None,
+    rounding: str = "",
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`."""
+    """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`. Rows are never rounded here."""
 
     def products(rows: Tensor, _: Tensor, counts: Tensor) -> Tensor:
         inner = ACTIVATIONS[activation](_product(rows, w13, w13_scale, w13_zero, counts))
