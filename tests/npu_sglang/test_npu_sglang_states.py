@@ -18,31 +18,33 @@ from half_on_npu import FEW, HEADS
 from host_engines import WRONG
 from processes import Runs, pool
 from quantized_on_npu import VENDOR
-from quantized_states import OF_SGLANG
+from quantized_states import OF_SGLANG, WITH_EXPERTS
 from running import MAX_TOKENS, PROMPTS
 from sampling import drawn
-from states_on_npu import BESIDE, DTYPE, PAIRS, WAITING, QuantizedStatesOnNPU, StatesOnNPU, agree
+from states_on_npu import BESIDE, DTYPE, GATES, PAIRS, WAITING, QuantizedStatesOnNPU, StatesOnNPU, agree
 
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 FORGETFUL = "vendor.forgetful"
 PLUGINS = "wrong_kernels,policy_method,wrong_plugin,forgetful_plugin"
 HERE = Path(__file__).parent
 PATH = (HERE.parent / "plugins", HERE.parent / "sglang/plugins")
+ONE_HEAD: Mapping[str, Any] = {"hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
+OF_GRANITE = {**ONE_HEAD, "mamba_n_heads": 16}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5": HEADS,
+    "qwen3_next": HEADS,
+    "granitemoehybrid": OF_GRANITE,
+    WITH_EXPERTS: OF_GRANITE,
     "lfm2": {
-        "hidden_size": 128,
+        **ONE_HEAD,
         "conv_dim": 128,
         "block_dim": 128,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
     },
 }
 """Heads of 128 elements, which the chip's attention takes."""
 OWN = {"lfm2": {"silu_and_mul"}}
 """SGLang's LFM2 multiplies by gate and up apart."""
-RAN = ("qwen3_5", "mamba2", "lfm2")
-DRAWN = drawn(RAN, 1, "models with states of SGLang on the NPU")
+DRAWN = drawn(tuple(BESIDE), 1, "models with states of SGLang on the NPU")
 MISTAKES = {
     name: [
         *((operator, WRONG) for operator in states.OPERATORS[name]),
@@ -103,15 +105,29 @@ class Quantized(QuantizedStatesOnNPU):
     OWN = OWN
     SIZES = SIZES
     COUNTS = OF_SGLANG
-    CHOSEN = drawn([pair for pair in PAIRS if pair[0] in RAN], 1, "quantized states of SGLang on the NPU")
+    LEFT = {**GATES, WITH_EXPERTS: {"linear"}}
+    """With the router's product."""
+    CHOSEN = drawn(PAIRS, 1, "quantized states of SGLang on the NPU")
 
 
 class TestDeltaNets(Quantized):
     MODEL = "qwen3_5"
 
 
+class TestDeltaNetsAndExperts(Quantized):
+    MODEL = "qwen3_next"
+
+
 class TestStateSpaces(Quantized):
     MODEL = "mamba2"
+
+
+class TestStateSpacesAndAttention(Quantized):
+    MODEL = "granitemoehybrid"
+
+
+class TestStateSpacesAndExperts(Quantized):
+    MODEL = WITH_EXPERTS
 
 
 class TestShortConvolutions(Quantized):

@@ -43,7 +43,7 @@ FORMATS: Mapping[str, Sequence[str]] = {
 }
 PAIRS = [(name, scheme) for name, schemes in FORMATS.items() for scheme in schemes]
 """Pairs of model and scheme that are served quantized."""
-LEFT = {"qwen3_5": {"linear"}, "qwen3_next": {"linear"}}
+GATES: Mapping[str, set[str]] = {"qwen3_5": {"linear"}, "qwen3_next": {"linear"}}
 """Model → operators that checkpoints leave unquantized: the products of gates."""
 
 
@@ -110,6 +110,7 @@ class QuantizedStatesOnNPU(QuantizedOnNPU):
     OWN: ClassVar[Mapping[str, set[str]]] = {}
     SIZES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     COUNTS: ClassVar[Mapping[str, int]] = quantized_states.PRODUCTS
+    LEFT: ClassVar[Mapping[str, set[str]]] = GATES
     CHOSEN: ClassVar[Sequence[tuple[str, str]]]
     """Pairs of model and scheme."""
 
@@ -120,7 +121,8 @@ class QuantizedStatesOnNPU(QuantizedOnNPU):
         beside, attention = BESIDE[made]
         cls.DRAWN = [scheme for name, scheme in cls.CHOSEN if name == cls.MODEL]
         vendors = attention if cls.ATTENDS == VENDOR else set()
-        quantized = {"linear"} - LEFT.get(cls.MODEL, set()) | ({"fused_moe"} if cls.MODEL in EXPERT_LAYERS else ROUTED)
+        routed = {"fused_moe"} if cls.MODEL in EXPERT_LAYERS else ROUTED
+        quantized = {"linear"} - cls.LEFT.get(cls.MODEL, set()) | routed
         cls.OTHERS = beside - quantized - cls.OWN.get(cls.MODEL, set()) | vendors
         cls.REFERENCES = attention - vendors | {*states.OPERATORS[made]}
         cls.PRODUCTS = cls.COUNTS[cls.MODEL]
