@@ -11,12 +11,13 @@ from chip_engines import STEP, start
 
 import drafters
 import variants
-from half_on_npu import DTYPES, as_near_as_hugging_face, clear_tokens
+from half_on_npu import as_near_as_hugging_face, clear_tokens
 from processes import Runs
 from running import MAX_TOKENS, PROMPTS
 from sampling import drawn
 
-FAMILY = "llama"
+FAMILY, DTYPE = "llama", "float16"
+"""bfloat16 decides few tokens."""
 CHOICES = ["alpha", "beta"]
 NEVER, ONLY = 7, [11, 12, 13, 14]
 SEEDED = {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "min_p": 0.001, "seed": 7}
@@ -31,8 +32,12 @@ CONSTRAINED = [{"structured_outputs": {"choice": CHOICES}, "ignore_eos": False, 
 DRAFTS: Mapping[str, Mapping[str, Any]] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 1},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
 }
+FAMILIES = {"V2": FAMILY, **dict.fromkeys(DRAFTS, FAMILY), "mtp": "deepseek_v3"}
+"""Engine → the family of its model."""
 DRAWN = drawn(tuple(DRAFTS), 1, "who drafts on the NPU")
 COUNTED = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"
 WAITED_FOR = {"_to_copy", "nonzero"}
@@ -54,16 +59,24 @@ def results(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Mapping[str, Any]:
     """An engine that samples in each way, and those with drafts."""
-    model, folder, dtype = chip_checkpoint(FAMILY), tmp_path_factory.mktemp("drafters"), DTYPES[FAMILY]
+    folder = tmp_path_factory.mktemp("drafters")
     again = {**STEP, "prompts": [PROMPTS[3], PROMPTS[0]], "sampling": [{}, SEEDED], "reset": True}
     steps = [STEP, {**STEP, "sampling": SAMPLED}, again, {**STEP, "sampling": CONSTRAINED}]
-    runs = {"V2": start(spelling, dtype, steps, npu_environment())}
-    made = {"draft_model": drafters.noisy, "eagle": drafters.eagle}
+    runs = {"V2": start(spelling, DTYPE, steps, npu_environment())}
+    made = {
+        "draft_model": drafters.noisy,
+        "eagle": drafters.eagle,
+        "eagle3": drafters.eagle3,
+        "mtp": drafters.with_mtp,
+    }
     for name in DRAWN:
+        model = chip_checkpoint(FAMILIES[name])
         written = {"model": str(made[name](model, folder / name))} if name in made else {}
+        target = folder / name if name == "mtp" else model
         drafted = {"speculative_config": {**DRAFTS[name], **written}, "disable_log_stats": False}
         turns = {"prompts": drafters.TURNS, "max_tokens": drafters.LONG}
-        runs[name] = start(model, dtype, [STEP, turns], npu_environment(), max_num_batched_tokens=256, **drafted)
+        more = {"max_num_batched_tokens": 256, **drafted}
+        runs[name] = start(target, DTYPE, [STEP, turns], npu_environment(), **more)
     return Runs(runs)
 
 
@@ -76,11 +89,12 @@ def test_vllm_prefers_the_v2_runner_and_its_kernels_are_pytorch(results: Mapping
 def test_greedy_tokens_equal_hugging_faces(
     name: str, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path], spelling: Path
 ) -> None:
-    model, step = spelling if name == "V2" else chip_checkpoint(FAMILY), results[name]["steps"][0]
-    clear = clear_tokens(model, PROMPTS, MAX_TOKENS, DTYPES[FAMILY])
+    family, step = FAMILIES[name], results[name]["steps"][0]
+    model = spelling if name == "V2" else chip_checkpoint(family)
+    clear = clear_tokens(model, PROMPTS, MAX_TOKENS, DTYPE)
     assert sum(map(len, clear)) >= 24
     assert [tokens[: len(some)] for tokens, some in zip(step["tokens"], clear, strict=True)] == clear
-    assert as_near_as_hugging_face(FAMILY, model, PROMPTS, step, DTYPES[FAMILY])
+    assert as_near_as_hugging_face(family, model, PROMPTS, step, DTYPE)
 
 
 def test_the_host_waits_in_no_step_however_tokens_are_chosen(results: Mapping[str, Any]) -> None:
