@@ -69,7 +69,9 @@ def scheme_of(config: Mapping[str, Any]) -> Any:
     if method == "awq":
         return schemes.awq(config["bits"], config["group_size"], config["zero_point"])
     if method == "modelopt":
-        return schemes.modelopt(config["quant_algo"], config.get("group_size", 0))
+        group = next(iter(config.get("config_groups", {}).values()), {})
+        stated = group.get("weights", {}).get("group_size", 0)  # if the configuration has none of its own
+        return schemes.modelopt(config["quant_algo"], config.get("group_size", stated))
     if method != "mxfp4":
         raise refused(f"quantization {method}")
     return schemes.mxfp4()

@@ -177,9 +177,22 @@ def modelopt_nvfp4(rows: float | None = None) -> Any:
     return write
 
 
+def modelopt_fp8(weight: Tensor) -> Written:
+    """Write ``modelopt``'s FP8, with scales without dimensions."""
+    stored, stands_for = eight_bits(FP8, "tensor", STATIC)(weight)
+    return {name: part.squeeze() if name.endswith("scale") else part for name, part in stored.items()}, stands_for
+
+
 def modelopt(algorithm: str, **said: Any) -> dict[str, Any]:
-    """Return the configuration of a ``modelopt`` checkpoint."""
-    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **said}
+    """Return the configuration of a ``modelopt`` checkpoint, as nvidia-modelopt 0.47.0 writes it."""
+    numbers = {
+        "FP8": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "NVFP4": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+    }.get(algorithm.removeprefix("W4A16_"))
+    inputs = {} if algorithm.startswith("W4A16_") else {"input_activations": numbers}
+    groups = {"config_groups": {"group_0": {**inputs, "weights": numbers, "targets": ["Linear"]}}} if numbers else {}
+    left = {"ignore": ["lm_head", "model.embed_tokens"], "producer": {"name": "modelopt", "version": "0.47.0"}}
+    return {**groups, **left, "quant_algo": algorithm, "quant_method": "modelopt", **said}
 
 
 def quark(inputs: bool, **said: Any) -> dict[str, Any]:
@@ -400,15 +413,13 @@ SCHEMES: Mapping[str, Scheme] = {
         "Fp8BlockLayer",
         rows_of(FP8, group=128),
     ),
-    "modelopt FP8": Scheme(modelopt("FP8"), eight_bits(FP8, "tensor", STATIC), "Fp8Layer", rows_of(FP8, scale=STATIC)),
+    "modelopt FP8": Scheme(modelopt("FP8"), modelopt_fp8, "Fp8Layer", rows_of(FP8, scale=STATIC)),
     "quark fp8": Scheme(quark(False), eight_bits(FP8, "tensor"), "Fp8Layer", rows_of(FP8)),
     "quark fp8, static": Scheme(quark(True), eight_bits(FP8, "tensor", STATIC), "Fp8Layer", rows_of(FP8, scale=STATIC)),
     "modelopt MXFP8": Scheme(modelopt("MXFP8"), mxfp8, "Mxfp8Layer", rows_of_the_library(MXFP8_ROWS), ONLY),
-    "modelopt W4A16_NVFP4": Scheme(
-        modelopt("W4A16_NVFP4", group_size=16), modelopt_nvfp4(), "Float4Layer", operators=ONLY
-    ),
+    "modelopt W4A16_NVFP4": Scheme(modelopt("W4A16_NVFP4"), modelopt_nvfp4(), "Float4Layer", operators=ONLY),
     "modelopt NVFP4": Scheme(
-        modelopt("NVFP4", group_size=16),
+        modelopt("NVFP4"),
         modelopt_nvfp4(1 / float(OF_ALL)),
         "Float4Layer",
         rows_of_the_library(NVFP4_ROWS, OF_ALL),

@@ -139,6 +139,7 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "modelopt, other numbers": modelopt("FP8_PB_WO"),
     "modelopt, a layer left": modelopt("FP8", ignore=["lm_head", "*.down_proj"]),
     "modelopt, a head": modelopt("FP8", ignore=[]),
+    "modelopt, a cache": modelopt("FP8", kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
     "gptq, 5 bits": {**GPTQ4, "bits": 5},
     "gptq, zero points": {**GPTQ4, "sym": False},
     "gptq, columns in groups of their own": {**GPTQ4, "desc_act": True},
