@@ -194,9 +194,10 @@ def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     config, args, sparse = runner.model_config.hf_config, runner.server_args, "sparse latent attention"
     if indexer.topk_of(runner.model_config.hf_text_config) is None:
         return []
+    models = indexer.ON_FOREIGN if device.is_foreign else indexer.MODELS
     return [
-        (config.architectures[0] not in indexer.MODELS, f"{sparse} of {config.architectures[0]}"),
-        (device.accelerator, sparse),
+        (config.architectures[0] not in models, f"{sparse} of {config.architectures[0]}"),
+        (device.accelerator and not device.is_foreign, sparse),
         (host_version() not in TESTED_HOSTS, f"{sparse} under SGLang {host_version()}"),
         (bool(hosts_own_attention()), f"{sparse} by SGLang's own attention"),
         (args.enable_dp_attention, f"data-parallel attention beside {sparse}"),

@@ -232,6 +232,7 @@ def test_the_function_is_in_the_file(line: str) -> None:
     ("device", "arguments", "architecture", "said"),
     [
         (CUDA, {}, "DeepseekV32ForCausalLM", "sparse latent attention on cuda"),
+        (ASCEND, {}, "GlmMoeDsaForCausalLM", "sparse latent attention of GlmMoeDsaForCausalLM on ascend"),
         (CPU, {}, "HYV4ForCausalLM", "sparse latent attention of HYV4ForCausalLM on cpu"),
         (
             CPU,
