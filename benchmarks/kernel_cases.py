@@ -131,8 +131,10 @@ def _latent_prefill(dim: int, dim_v: int, *, dtype: torch.dtype = torch.bfloat16
     latent_prefill.mla_prefill(query, key, value, _integers(5), _integers(5), 512, 512, 0.1, **options)
 
 
-def _indexed(new: int, requests: int, context: int, *, stored: torch.dtype = torch.float8_e4m3fn) -> None:
-    heads, dim, topk, tokens = 64, 128, 2048, new * requests
+def _indexed(
+    new: int, requests: int, context: int, *, stored: torch.dtype = torch.float8_e4m3fn, heads: int = 64
+) -> None:
+    dim, topk, tokens = 128, 2048, new * requests
     scales = _empty(1024, 64, 1, dtype=WIDE) if stored is FP8 else None
     index_topk.index_topk(
         _empty(tokens, heads, dim),
@@ -348,6 +350,8 @@ CASES = (
     Case("latent decode 64 heads, not causal", lambda: _latent(64, 1, 256, causal=False)),
     Case("latent listed 128 heads, prompts", lambda: _listed(128, 4096, 4)),
     Case("latent listed 128 heads, decode", lambda: _listed(128, 32, 32)),
+    Case("index scores, prompts", lambda: _indexed(1024, 4, 8192)),
+    Case("index scores, prompts, 32 heads", lambda: _indexed(1024, 4, 8192, heads=32)),
     Case("plain prefill 128", lambda: _paged(128, 32, 8, 512), hopper=False),
     Case("plain prefill 128, window, cap, sinks", lambda: _paged(
         128, 32, 8, 512, sliding_window=1024, softcap=30.0, sinks=_empty(32), alibi_slopes=_empty(32, dtype=WIDE)
@@ -487,6 +491,7 @@ def h200(offer_hopper: bool) -> Iterator[None]:
         mock.patch.object(hopper, "device_of", return_value=gpu, create=True),
         mock.patch.object(launch, "device_of", return_value=gpu, create=True),
         mock.patch.object(hopper, "TESTED_LISTS", (hopper._version(),), create=True),
+        mock.patch.object(hopper, "TESTED_SCORES", (hopper._version(),), create=True),
         mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),
     ):

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* (0x[0-9a-f]+) \*/$")
 CONTROL = re.compile(r"^\s*/\* (0x[0-9a-f]+) \*/$")
 KINDS = {
-    "tensor cores": ("HGMMA", "HMMA"),
+    "tensor cores": ("HGMMA", "QGMMA", "HMMA"),
     "WARPGROUP": ("WARPGROUP",),
     "MUFU": ("MUFU",),
     "FMUL": ("FMUL",),

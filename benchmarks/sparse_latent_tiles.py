@@ -11,10 +11,11 @@ including the making of the list, with dense latent attention to all tokens.
 
     python benchmarks/sparse_latent_tiles.py [--parts attention,lists,dense] [--contexts 32768 131072]
         [--requests 1 8 32] [--chunk 2048] [--heads 128 16] [--index-caches bfloat16 float8_e4m3fn] [--as-it-is]
-        [--hopper-lists] [--json FILE]
+        [--hopper-lists] [--hopper-scores] [--json FILE]
 
 ``--index-caches``: types of index keys, in which they are also multiplied with queries. ``--as-it-is``: no candidates.
-``--hopper-lists``: attention by the kernel for Hopper; the plain kernel otherwise. Needs a GPU.
+``--hopper-lists``: attention by the kernel for Hopper; the plain kernel otherwise. ``--hopper-scores``: the same of the
+lists' scores. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ SMALL = (
 SCORING = ((256, 64, 4, 3), (128, 128, 4, 4), (128, 64, 4, 3), (128, 64, 8, 4), (128, 32, 4, 4))
 SCORING_DECODE = ((128, 1, 4, 1), (256, 1, 8, 1))
 """Tokens, queries, warps and stages."""
+SCORING_HOPPER = (
+    (4, 1, 64, 8), (2, 2, 64, 8), (3, 2, 128, 8), (3, 2, 32, 8), (3, 2, 64, 4), (3, 2, 64, 16), (4, 1, 128, 8),
+)  # fmt: skip
+"""Groups of warps, tiles of 64 tokens of each, queries and stages."""
 SELECTING = (
     (32768, 2048, 11, 8), (32768, 4096, 11, 8), (32768, 8192, 11, 8), (32768, 4096, 11, 16), (32768, 1024, 11, 4),
     (32768, 2048, 10, 8), (32768, 2048, 8, 8), (32768, 4096, 8, 8), (32768, 8192, 8, 16), (16384, 4096, 11, 16),
@@ -77,7 +82,8 @@ def candidates(part: str, heads: int, decoding: bool) -> dict[str, tuple[Any, ..
         return tiles | ({"LEAST_ROWS": (64, 256), "MOST_SPLITS": (8, 16, 64)} if decoding else {})
     if decoding:
         return {"SCORING_DECODE": SCORING_DECODE, "SELECTING_DECODE": SELECTING}
-    return {"SCORING": SCORING, "SELECTING": SELECTING}
+    scoring = {"SCORING_HOPPER": SCORING_HOPPER} if hopper.TESTED_SCORES else {"SCORING": SCORING}
+    return scoring | {"SELECTING": SELECTING}
 
 
 class Batch:
@@ -204,6 +210,8 @@ class Trial:
         if part == "attention":
             rows = first[0], first[-1], first[1]
             self.name += ", by the kernel for Hopper" if sparse_latent.takes_hopper(*rows) else ""
+        if part == "lists" and stored is FP8 and not self.decoding and hopper.TESTED_SCORES:
+            self.name += ", scores by the kernel for Hopper"
 
     def seconds(self, constants: Constants) -> float | str:
         """Return the seconds of a call, or the reason that there are none."""
@@ -249,10 +257,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--as-it-is", action="store_true", help="no candidates")
     parser.add_argument("--hopper-lists", action="store_true", help="attention by the kernel for Hopper")
+    parser.add_argument("--hopper-scores", action="store_true", help="scores by the kernel for Hopper")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.manual_seed(0)
     hopper.TESTED_LISTS = (hopper._version(),) if given.hopper_lists else ()
+    hopper.TESTED_SCORES = (hopper._version(),) if given.hopper_scores else ()
     clock = Clock(torch.device(given.device))
     rates, found, total = Rates(clock), [], dict[tuple[int, str], dict[str, float]]()
     print(f"copy {rates.moved / 1e12:.2f} TB/s, product {rates.summed / 1e12:.0f} TFLOP/s", flush=True)

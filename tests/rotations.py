@@ -42,6 +42,7 @@ ROTATIONS = {
             "tests/core/backends/triton/test_hopper_attention.py",
             "tests/core/backends/triton/test_hopper_latent.py",
             "tests/core/backends/triton/test_hopper_listed.py",
+            "tests/core/backends/triton/test_hopper_scores.py",
             "tests/core/backends/triton/test_joined_kernels.py",
             "tests/core/backends/triton/test_kernel_code.py",
             "tests/core/backends/triton/test_triton_linear.py",

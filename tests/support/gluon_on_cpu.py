@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-UNFILLED = 0x7FBB
-"""The NaN of half types that a buffer holds until it is full; no computation makes this one."""
+UNFILLED = {1: 0xFF, 2: 0x7FBB, 4: 0x7FBB7FBB}
+"""Bytes of an element → the NaN that a buffer holds until it is full; no computation makes this one."""
 PATIENCE = 20.0
 """Seconds after which a wait counts as a deadlock."""
 LAYOUTS = ("Blocked", "Slice", "NVMMADistributed", "DotOperand", "NVMMAShared", "SwizzledShared", "DistributedLinear")
@@ -204,10 +204,19 @@ def multiple_of(value: Tensor, factors: list[int]) -> Tensor:
     return value
 
 
+def _bits(memory: Tensor) -> Tensor:
+    return memory.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[memory.element_size()])
+
+
 def empty(memory: Tensor) -> Tensor:
-    """Return memory of a half type that nothing was written to."""
-    memory.view(torch.int16).fill_(UNFILLED)
+    """Return memory that nothing was written to."""
+    _bits(memory).fill_(UNFILLED[memory.element_size()])
     return memory
+
+
+def unfilled(memory: Tensor) -> bool:
+    """Whether nothing was written to a part of the memory."""
+    return bool((_bits(memory) == UNFILLED[memory.element_size()]).any())
 
 
 class Product:
@@ -297,6 +306,8 @@ class Machine:
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             associative_scan=lambda x, axis, combine: x.cumsum(axis),
             reshape=torch.reshape,
+            permute=torch.permute,
+            broadcast=torch.broadcast_tensors,
             split=lambda x: x.unbind(-1),
             join=lambda low, high: torch.stack((low, high), -1),
             inline_asm_elementwise=assembly,
@@ -411,8 +422,8 @@ class Machine:
         left = a.memory if isinstance(a, Shared) else a
 
         def multiply() -> Tensor:
-            full = not any((side.view(torch.int16) == UNFILLED).any() for side in (left, b.memory))
-            assert full, "a buffer was not full"
+            assert not unfilled(left), "a buffer was not full"
+            assert not unfilled(b.memory), "a buffer was not full"
             return left.float() @ b.memory.float()
 
         early = multiply()

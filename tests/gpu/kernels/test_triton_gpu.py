@@ -234,6 +234,44 @@ def test_listed_rows_on_hopper(
         assert torch.equal(result, special[0])
 
 
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("constants", [(3, 2, 64, 8), (4, 1, 64, 8), (2, 2, 128, 4)])
+@pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (64, 16), (32, 1)])
+def test_index_scores_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, heads: int, block_size: int, constants: tuple[int, int, int, int]
+) -> None:
+    """Prompts, their last tokens, a decode and a request without tokens, in chunks of queries."""
+    monkeypatch.setattr(hopper, "TESTED_SCORES", (hopper._version(),))
+    monkeypatch.setattr(index_topk, "SCORING_HOPPER", constants)
+    monkeypatch.setattr(index_topk, "MOST_SCORES", 4096 * 700)
+    new, lengths = torch.tensor([1500, 1, 0, 300, 77]), torch.tensor([1500, 4000, 50, 3001, 2100])
+    blocks = -(-4096 // block_size)
+    table = torch.randperm(len(new) * blocks, device=CUDA).view(len(new), blocks).int()
+    starts = torch.cat((torch.zeros(1), new.cumsum(0))).int().to(CUDA)
+    keys = torch.randn(len(new) * blocks, block_size, 128, device=CUDA).to(torch.float8_e4m3fn)
+    scales = torch.rand(len(new) * blocks, block_size, 1, device=CUDA) + 0.5
+    query = torch.randn(int(new.sum()), heads, 128, device=CUDA).bfloat16()
+    args = (query, torch.randn(query.shape[:2], device=CUDA), keys, table, starts, lengths.int().to(CUDA), 1500, 4000)
+    assert hopper.fits_scores(query.to(keys.dtype), keys)
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **rest: empty(*args, **rest).fill_(torch.nan))
+    out = torch.empty(len(query), 64, dtype=torch.int32, device=CUDA)
+
+    def scores() -> torch.Tensor:
+        found = list[torch.Tensor]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(index_topk, "_best", lambda scores, *rest: found.append(scores))
+            index_topk.index_topk(*args, 64, out, scales)
+        return torch.cat(found)
+
+    special = [scores() for _ in range(3)]
+    monkeypatch.setattr(hopper, "fits_scores", lambda *tensors: False)
+    plain = scores()
+    for result in special:
+        torch.testing.assert_close(result, plain, rtol=1e-4, atol=1e-2, equal_nan=True)
+        assert torch.equal(result.nan_to_num(), special[0].nan_to_num())
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("heads", "requests", "block_size", "dtype"),

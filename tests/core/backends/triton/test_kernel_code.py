@@ -67,7 +67,8 @@ def compiled(case: str, folder: Path) -> list[dict[str, Any]]:
     return made
 
 
-HOPPER, STATES = ("prefill 64", "latent decode 16", "latent listed"), ("scan, ", "state update, ", "gated norm, ")
+HOPPER = ("prefill 64", "latent decode 16", "latent listed", "index scores")
+STATES = ("scan, ", "state update, ", "gated norm, ")
 
 
 @pytest.mark.parametrize("case", [*HOPPER, *STATES])

@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 
+from .. import hopper
 from ..launch import compiles, power_of_two
 from .index_cache import quantized_queries
 from .requests import request_of, steps
@@ -28,6 +29,10 @@ SCORING_DECODE = (256, 1, 4, 1)
 """``SCORING`` for requests of one query."""
 SCORING_WIDE = (32, 32, 4, 2)
 """``SCORING`` for float32."""
+SCORING_HOPPER = (3, 2, 64, 8)
+"""Groups of warps, tiles of 64 tokens of each, queries and stages of the kernel for Hopper."""
+MANY_QUERIES = 32
+"""Fewest queries of a request for which that kernel is taken."""
 SELECTING = (32768, 2048, 11, 8)
 """Scores that a program selects from, scores that it reads at a time, bits of a digit, warps."""
 SELECTING_DECODE = (16384, 4096, 8, 16)
@@ -271,23 +276,30 @@ def index_topk(
     keys, queries, warps, stages = SCORING_WIDE if wide else SCORING_DECODE if decoding else SCORING
     width = -(-max_seq_len // keys) * keys
     most = max(1, MOST_SCORES // width)
+    strides: tuple[int, ...] = (
+        query.stride(0), query.stride(1), *weights.stride(), key_cache.stride(0), key_cache.stride(1), *scale_strides
+    )  # fmt: skip
     numbers = (
-        query.stride(0), query.stride(1), *weights.stride(), key_cache.stride(0), key_cache.stride(1), *scale_strides,
-        heads, dim, key_scales is not None, key_cache.shape[1], max(16, power_of_two(heads)),
+        *strides, heads, dim, key_scales is not None, key_cache.shape[1], max(16, power_of_two(heads)),
         max(32, power_of_two(dim)), keys, queries, "ieee" if wide else "tf32",
     )  # fmt: skip
     tensors = (query, weights, key_cache, scales, block_table, query_start_loc, seq_lens)
+    special = key_scales is not None and max_query_len >= MANY_QUERIES and hopper.fits_scores(query, key_cache)
+    if special:
+        groups, tiles, queries, _ = SCORING_HOPPER
+        keys = hopper.SCORE_ROWS * groups * tiles
     for first in range(0, tokens, most):
         rows = min(most, tokens - first)
         scores = weights.new_empty((rows, width), dtype=torch.float32)
-        _launch_score(
-            (width // keys, -(-min(rows, max_query_len) // queries), requests),
-            (*tensors, scores),
-            numbers,
-            sizes=(first, rows, width, block_table.stride(0)),
-            warps=warps,
-            stages=stages,
-        )
+        grid = (-(-width // keys), -(-min(rows, max_query_len) // queries), requests)
+        sizes = (first, rows, width, block_table.stride(0))
+        if special:
+            hopper.score(
+                (*tensors, scores), (*strides[:3], *strides[4:]), sizes=sizes, grid=grid,
+                block_size=key_cache.shape[1], constants=SCORING_HOPPER,
+            )  # fmt: skip
+        else:
+            _launch_score(grid, (*tensors, scores), numbers, sizes=sizes, warps=warps, stages=stages)
         _best(scores, query_start_loc, seq_lens, out, first, topk, SELECTING_DECODE if decoding else SELECTING)
     return out
 

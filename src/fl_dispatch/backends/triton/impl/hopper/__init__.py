@@ -2,10 +2,11 @@
 
 The plain kernels compute a tile's softmax and its products one after the other. Here warps specialize: producers load,
 consumers multiply, and the tensor cores work during a softmax. :mod:`.prefill` serves many queries of a request,
-:mod:`.latent_decode` decode for latent attention; both use :mod:`.pipeline`, and ``docs/evidence/hopper.md`` shows
-which warps wait for which. The kernels need instructions of one chip and an experimental part of Triton, so they run
-only on compute capability 9, with a tested version, and for the shapes and options that they cover. Everything else
-runs the plain kernel; ``VLLM_FL_CHIP_FEATURES=0`` forces the plain kernel.
+:mod:`.latent_decode` decode for latent attention, and :mod:`.scores` scores tokens for sparse attention; all use
+:mod:`.pipeline`, and ``docs/evidence/hopper.md`` shows which warps wait for which. The kernels need instructions of one
+chip and an experimental part of Triton, so they run only on compute capability 9, with a tested version, and for the
+shapes and options that they cover. Everything else runs the plain kernel; ``VLLM_FL_CHIP_FEATURES=0`` forces the plain
+kernel.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ TESTED_LISTS = ((3, 8),)
 """Tested versions for listed latent rows."""
 TESTED_IN_BULK = ((3, 8),)
 """Tested versions for contiguous keys; the tensor memory accelerator copies their tiles."""
+TESTED_SCORES = ((3, 8),)
+"""Versions that compile the kernel for index scores; it has not run on a GPU yet."""
 PAGED, IN_A_ROW = "prefill.kernel:attention", "prefill.bulk:attention_bulk"
 LATENT, LISTED = "latent_decode.kernel:latent_attention", "latent_decode.listed:listed_attention"
+SCORES = "scores:index_scores"
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
 """Size of a head's key → the largest power of two in it, and the rest."""
@@ -47,6 +51,12 @@ LATENT_ROWS = 64
 """Rows of a tile of the kernel for latent attention."""
 LATENT_KEYS = 64
 """Keys of a tile of the kernel for latent attention."""
+SCORE_ROWS = 64
+"""Tokens of a tile of the kernel for index scores."""
+INDEX_HEADS = (32, 64)
+"""Heads of index queries."""
+INDEX_DIM = 128
+"""Elements of an index key."""
 ALIGNMENT = 16
 """Divisor of strides and pointers; the compiler must know it, because copies move 16 bytes."""
 WARPS = 4
@@ -175,11 +185,25 @@ def fits_listed(query: Tensor, query_rope: Tensor, kv_cache: Tensor) -> bool:
     return len(query) <= MOST_PROGRAMS and _version() in TESTED_LISTS and fits_latent(query, query_rope, kv_cache)
 
 
+def fits_scores(query: Tensor, key_cache: Tensor) -> bool:
+    """Return whether the kernel for index scores takes these queries and keys in fp8."""
+    if why_unavailable(query.device) or _version() not in TESTED_SCORES:
+        return False
+    if query.shape[1] not in INDEX_HEADS or query.shape[2] != INDEX_DIM:
+        return False
+    return query.dtype is key_cache.dtype is torch.float8_e4m3fn and _aligned(query, key_cache)
+
+
 def _aligned_halves(*tensors: Tensor) -> bool:
     """Return whether all tensors share one half type and have rows that the kernels can copy."""
     dtype = tensors[0].dtype
     if dtype not in (torch.float16, torch.bfloat16) or any(tensor.dtype != dtype for tensor in tensors):
         return False
+    return _aligned(*tensors)
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Return whether all tensors have rows that the kernels can copy."""
     for tensor in tensors:
         *strides, last = tensor.stride()
         if last != 1 or tensor.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides):
@@ -307,3 +331,27 @@ def attend_listed(
         (min(items, most), 1, 1), tensors, (*numbers, block_size, halvings, splits > 1, items > most),
         sizes=(tiles, len(query), *sizes), warps=WARPS,
     )  # fmt: skip
+
+
+def score(
+    tensors: tuple[Tensor, ...],
+    strides: tuple[int, ...],
+    *,
+    sizes: tuple[int, ...],
+    grid: tuple[int, int, int],
+    block_size: int,
+    constants: tuple[int, int, int, int],
+) -> None:
+    """Compute index scores, if :func:`fits_scores`.
+
+    Args:
+        tensors: query, its weights, which are contiguous, cache, scales, block table, query starts, lengths, scores.
+        strides: of queries, weights, cache and scales.
+        sizes: first query, queries, width of the scores, stride of the block table.
+        grid: tiles of tokens, tiles of queries, requests.
+        block_size: slots of a block of the cache.
+        constants: consumers, tiles of each, queries of a program, stages.
+    """
+    _launcher(SCORES)(
+        grid, tensors, (*strides, *tensors[0].shape[1:], block_size, *constants), sizes=sizes, warps=WARPS
+    )

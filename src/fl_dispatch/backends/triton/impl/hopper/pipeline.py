@@ -28,7 +28,7 @@ def barriers(NUMBER: gl.constexpr):
 @gluon.jit
 def buffers(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Allocate tiles as the tensor cores read them."""
-    return gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], gl.NVMMASharedLayout(128, 16, 2))
+    return gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], gl.NVMMASharedLayout(128, 8 * dtype.itemsize, 2))
 
 
 @aggregate

@@ -9,9 +9,9 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.constexpr_function
-def mma_layout(columns):
-    """Layout of a product ``[ROWS, columns]`` of four warps."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def mma_layout(columns, size=2):
+    """Layout of a product ``[ROWS, columns]`` of four warps; its operands have ``size`` bytes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32 // size])
 
 
 @gluon.jit

@@ -25,9 +25,9 @@ class Rows:
 
 
 @gluon.constexpr_function
-def copy_layout(warps):
-    """Copies of 16 bytes a thread: a warp takes 4 rows of 128 bytes at a time."""
-    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+def copy_layout(warps, size=2):
+    """Copies of 16 bytes a thread, of elements of ``size``: a warp takes 4 rows of 128 bytes at a time."""
+    return gl.BlockedLayout([1, 16 // size], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
