@@ -19,7 +19,8 @@ from vllm_fl.platform import startup
 
 VERSIONS = [version for version in UNPACKED if f"vLLM {version}" in OTHER_HOSTS]
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
-FAMILIES = ("qwen3", "deepseek_v2", "deepseek_v32")
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = ("qwen3", "deepseek_v2", *SPARSE)
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill", "grouped_topk", "fused_moe")
 
 
@@ -59,11 +60,12 @@ def test_latent_attention_gives_the_same_tokens_in_chunks_and_from_the_prefix_ca
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("family", SPARSE)
 def test_sparse_latent_attention_gives_the_same_tokens(
-    version: str, runs: dict[tuple[str, str], Future[Any]], expected: Callable[[str], list[list[int]]]
+    family: str, version: str, runs: dict[tuple[str, str], Future[Any]], expected: Callable[[str], list[list[int]]]
 ) -> None:
-    result = runs[version, "deepseek_v32"].result()
-    assert [step["tokens"] for step in result["steps"]] == [expected("deepseek_v32")] * 2
+    result = runs[version, family].result()
+    assert [step["tokens"] for step in result["steps"]] == [expected(family)] * 2
     assert result["report"]["attention"] == {"SparseMLAFLImpl": 3}
     assert result["report"]["native_layers"] == {}
 
