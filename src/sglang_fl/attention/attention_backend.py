@@ -233,6 +233,8 @@ class MLAFLBackend(AttentionFLBackend):
     """
 
     operator = "mla_decode"
+    topk: int | None = None
+    """The length of a list, in models with an indexer."""
     lists: Tensor | None = None
     """The lists of the last indexer, ``[tokens, topk]``, also read by layers without an indexer."""
 
@@ -243,7 +245,8 @@ class MLAFLBackend(AttentionFLBackend):
                 plain = layer.attn_type is AttentionType.DECODER and not layer.logit_cap
                 if not plain or layer.sliding_window_size > -1:
                     raise ValueError("sglang_fl supports latent attention only causal, without a window or a cap yet")
-        if indexer.topk_of(model_runner.model_config.hf_text_config) is not None:
+        self.topk = indexer.topk_of(model_runner.model_config.hf_text_config)
+        if self.topk is not None:
             self.operator = "mla_sparse"
             pool = self.token_to_kv_pool
             pool.index_keys = indexer.reserve(model_runner.model, pool.get_key_buffer, self.page_size, self)

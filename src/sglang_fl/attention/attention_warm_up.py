@@ -13,7 +13,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from fl_dispatch.hosting.start import warm_batches
 
 from ..compat.runtime import largest_step
-from .attention_backend import AttentionFLBackend
+from .attention_backend import AttentionFLBackend, MLAFLBackend
 from .attention_layers import NAMES, OPERATORS, layers
 from .metadata import AttentionFLMetadata
 
@@ -54,6 +54,8 @@ def _try(
     tokens, options = sum(queries), {"device": backend.req_to_token_pool.req_to_token.device}
     starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, **options)
     pages = torch.zeros(len(queries), -(-longest // backend.page_size), dtype=torch.int32, **options)
+    if isinstance(backend, MLAFLBackend) and backend.topk is not None:  # an indexer would have made lists
+        backend.lists = torch.zeros(tokens, backend.topk, dtype=torch.int32, **options)
     backend.forward_metadata = AttentionFLMetadata(starts, starts.diff(), pages, max(queries), longest)
     query = torch.zeros(tokens, layer.tp_q_head_num * layer.qk_head_dim, dtype=dtype, **options)
     key = torch.zeros(tokens, layer.tp_k_head_num, layer.qk_head_dim, dtype=dtype, **options)

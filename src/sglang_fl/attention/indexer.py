@@ -3,6 +3,8 @@
 SGLang lists tokens with kernels for its own devices, and chooses matching pages, cache and attention. So these models
 are presented to SGLang as other latent-attention models, and each layer gets this indexer afterwards. Every batch lists
 tokens, in a short context all of them. Index keys have the model's dtype.
+
+In graphs of prompts lists are made between pieces, as attention is computed there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from fl_dispatch import bind_op
 
+from ..compat import prompt_pieces
 from .metadata import AttentionFLMetadata
 
 PREDICTORS = ("DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN")
@@ -22,6 +25,7 @@ MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", *PREDICTORS)
 """Models with an indexer that are served."""
 ON_FOREIGN = MODELS[:1]
 """Models that were served on an accelerator with streams of its own."""
+OPERATORS = ("index_key_write", "index_topk")
 SHARED = "shared"
 """A configuration's word for a layer that uses the lists of an earlier layer."""
 
@@ -75,7 +79,7 @@ class IndexerFL(nn.Module):
             device=next(self.wk.parameters()).device.type,
         )
         self.scale = float((self.heads * self.dim) ** -0.5)
-        self.write, self.list = (bind_op(operator, prefix) for operator in ("index_key_write", "index_topk"))
+        self.write, self.list = (bind_op(operator, prefix) for operator in OPERATORS)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,7 +112,11 @@ class IndexerFL(nn.Module):
         query_rope, key_rope = self.rotary_emb(positions, *parts)
         query = torch.cat((query_rope.view_as(parts[0]), query[..., self.rope :]), dim=-1)
         key = torch.cat((key_rope.view_as(parts[1])[:, 0], key[:, self.rope :]), dim=-1)
-        self.write(key, self.cache, forward_batch.out_cache_loc, None, may_skip=False)
+        prompt_pieces.run(self._list, forward_batch, query, key, weights)
+
+    def _list(self, slots: Tensor, query: Tensor, key: Tensor, weights: Tensor) -> None:
+        """Write the tokens' index keys, and store their lists in the attention."""
+        self.write(key, self.cache, slots, None, may_skip=False)
         reader = self._reader()
         batch = reader.forward_metadata
         reader.lists = self.list(

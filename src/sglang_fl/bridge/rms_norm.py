@@ -131,7 +131,9 @@ class GatedRMSNormBridge(Bridge):
         if z is None:
             return self.fall_through("without a gate", x)
         how = operators_name(layer.activation), layer.group_size or 0, layer.norm_before_gate
-        return self.fl_call(x, z, layer.weight, layer.eps, *how)
+        # On a GPU the gate of Qwen3.5's prompts is a view of the projection, with a dimension of heads.
+        normed: Tensor = self.fl_call(x.reshape(z.shape), z, layer.weight, layer.eps, *how)
+        return normed.view(x.shape)
 
 
 class FusedGatedRMSNormBridge(Bridge):

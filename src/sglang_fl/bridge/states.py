@@ -62,7 +62,11 @@ class Step:
         Args:
             width: the number of each request's drafts to verify.
         """
-        slots, starts = metadata.mamba_cache_indices.int(), None if has_state is None else metadata.query_start_loc
+        slots = metadata.mamba_cache_indices.int()
+        if has_state is None:  # a batch from a graph has slots of -1 beside it, and no request has slot 0
+            slots, starts = slots.clamp(min=0), None
+        else:
+            starts = metadata.query_start_loc
         step = cls(cache.conv[0], cache.temporal, slots, starts, has_state)
         if not width:
             return step
@@ -231,3 +235,7 @@ class ShortConvBridge(StateBridge):
         x = self.convolve(step, before * x, layer.conv_weight, layer.conv_bias, NO_ACTIVATION)
         result: Tensor = layer.out_proj(behind * x)[0]
         return result
+
+
+OPERATORS = frozenset(kind.fl_operator for kind in (DeltaNetBridge, ScanBridge, ShortConvBridge))
+"""The operators by which layers with a state are known."""

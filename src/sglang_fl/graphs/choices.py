@@ -16,7 +16,7 @@ from fl_dispatch.hosting.start.first_choices import without_graphs
 from fl_dispatch.hosting.start.warm_batches import token_counts
 from fl_dispatch.logger_manager import get_logger
 
-from ..attention import attention_warm_up
+from ..attention import attention_warm_up, indexer
 from ..attention.attention_backend import ours
 from ..compat.runtime import largest_step
 from ..ranks import communicator
@@ -39,7 +39,10 @@ def of_layers(runner: ModelRunner) -> set[str]:
 def of_attention(backend: AttentionBackend) -> set[str]:
     """Return the operators of attention, if it is ours."""
     found = ours(backend)
-    return set() if found is None else {"kv_cache_write", found.operator}
+    if found is None:
+        return set()
+    lists = indexer.OPERATORS if found.operator == "mla_sparse" else ()
+    return {"kv_cache_write", found.operator, *lists}
 
 
 def fix(operators: Set[str], graphs: str, not_compared: str, warm_up: Callable[[], None]) -> bool:

@@ -19,8 +19,10 @@ import torch
 
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.start.warm_batches import token_counts
+from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
+from ..bridge.states import OPERATORS as STATES
 from ..layers import first_pass
 from ..runner_state import PROMPT_GRAPHS, PromptGraphs
 from . import choices
@@ -28,6 +30,8 @@ from . import choices
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+logger = get_logger(__name__)
 
 NONE = "no graphs of prompts"
 NOT_COMPARED = (
@@ -41,6 +45,9 @@ def capture(original: Callable[..., Any], prompts: PrefillCudaGraphRunner) -> No
     graphs = PromptGraphs()
     PROMPT_GRAPHS.give(prompts, graphs)
     operators = choices.of_layers(prompts.model_runner)
+    if operators & STATES:  # a piece would keep the captured batch's slots and lengths
+        logger.info("%s are captured, because layers with a state read prompts eagerly", NONE)
+        return
     if choices.fix(operators, NONE, NOT_COMPARED, partial(_warm_up, prompts)):
         original(prompts)
         graphs.captured = True

@@ -144,8 +144,9 @@ def test_warming_up_calls_attention_for_every_kind_of_batch_and_writes_padding_a
     assert all(torch.equal(old[1:], new[1:]) for old, new in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize(("topk", "operator"), [(None, "mla_decode"), (20, "mla_sparse")])
 def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed(
-    monkeypatch: pytest.MonkeyPatch,
+    topk: int | None, operator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -162,7 +163,7 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
     sizes = {"page_size": PAGE, "dtype": torch.float32, "kv_lora_rank": rank, "qk_rope_head_dim": rope, "layer_num": 1}
     runner: Any = SimpleNamespace(
         attention_chunk_size=None,
-        model_config=SimpleNamespace(context_len=LENGTH, hf_text_config=SimpleNamespace()),
+        model_config=SimpleNamespace(context_len=LENGTH, hf_text_config=SimpleNamespace(index_topk=topk)),
         page_size=PAGE,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, PAGES * PAGE, dtype=torch.int32)),
         token_to_kv_pool=MLATokenToKVPool(PAGES * PAGE, **sizes, device="cpu", enable_memory_saver=False),
@@ -174,10 +175,20 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
     manager = get_default_manager()
     manager.set_counting(True)
     manager.reset_counts()
-    calls = attention_warm_up.warm_up(attention_backend.MLAFLBackend(runner), runner)
+    made = attention_backend.MLAFLBackend(runner)
+    made.lists = None if topk is None else torch.zeros(1, topk, dtype=torch.int32)  # a list of an earlier step
+    calls = attention_warm_up.warm_up(made, runner)
     counts = {op: count for (op, _), count in manager.call_counts().items() if count}
     manager.set_counting(False)
-    assert counts == {"kv_cache_write": calls, "mla_decode": calls}
+    assert counts == {"kv_cache_write": calls, operator: calls}
+
+
+def test_graphs_of_decoding_hold_what_lists_tokens(backend: Any) -> None:
+    from sglang_fl.graphs import choices
+
+    assert choices.of_attention(backend) == {"kv_cache_write", "paged_attention"}
+    backend.operator = "mla_sparse"
+    assert choices.of_attention(backend) == {"kv_cache_write", "mla_sparse", "index_key_write", "index_topk"}
 
 
 def test_nothing_is_captured_of_what_no_graph_can_hold(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,6 +251,17 @@ def test_graphs_of_prompts_hold_what_decoding_could_not_but_no_layer_that_waits(
     assert caplog.messages == [
         "no graphs of prompts are captured, because none can hold 'reference.torch' of 'fused_moe'"
     ]
+
+
+@pytest.mark.parametrize("operator", ["causal_conv1d", "gated_delta_rule", "selective_scan"])
+def test_layers_with_a_state_read_prompts_eagerly(operator: str, caplog: pytest.LogCaptureFixture) -> None:
+    from sglang_fl.graphs import prompts as prefill_graphs
+
+    prompts = prompts_of(with_operators("rms_norm", operator))
+    with caplog.at_level("INFO", logger="sglang_fl.graphs.prompts"):
+        prefill_graphs.capture(lambda _: pytest.fail("captured"), prompts)
+    assert not prefill_graphs.can_run_graph(lambda *_: True, prompts, SimpleNamespace())  # type: ignore[arg-type]
+    assert caplog.messages == ["no graphs of prompts are captured, because layers with a state read prompts eagerly"]
 
 
 def test_choices_that_are_frozen_for_prompts_are_not_made_again_for_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

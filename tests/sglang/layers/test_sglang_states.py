@@ -6,7 +6,9 @@ Slots hold NaN where SGLang would clear them. Wrong implementations run, and for
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
 from serving import start
 
 from host_engines import WRONG
@@ -54,3 +56,30 @@ def test_with_our_order_of_implementations_the_tokens_are_right_too(tmp_path: Pa
     assert result["steps"][0]["tokens"] == expected_tokens(model)
     assert result["report"]["counts"]["linear vendor.cpu.onednn"] > 0
     assert result["report"]["native_layers"] == {}
+
+
+def test_padding_beside_a_batch_that_decodes_has_the_slot_of_no_request(scheduler: None) -> None:
+    """SGLang's slot of padding is -1, which would be the last slot of this layer or of the one before."""
+    from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+
+    from sglang_fl.bridge.states import Step
+
+    slots = torch.tensor([3, 1, -1], dtype=torch.int32)
+    cache = SimpleNamespace(conv=[torch.zeros(4, 2, 3)], temporal=torch.zeros(4, 1))
+    metadata = SimpleNamespace(mamba_cache_indices=slots, query_start_loc=torch.arange(4, dtype=torch.int32))
+    assert Step.described(cache, metadata, None).slots.tolist() == [3, 1, 0]
+    assert 0 not in MambaSlotAllocator(4, device="cpu").free_slots
+
+
+def test_a_gate_may_be_a_view_of_the_projection_with_a_dimension_of_heads(scheduler: None) -> None:
+    """So it is for prompts of Qwen3.5 on a GPU, where SGLang's norm reads rows of any strides."""
+    from sglang_fl.bridge.rms_norm import GatedRMSNormBridge
+
+    tokens, heads, size = 5, 2, 8
+    how = {"activation": "silu", "group_size": None, "norm_before_gate": True, "eps": 1e-6}
+    layer = SimpleNamespace(weight=torch.rand(size), **how)
+    bridge = GatedRMSNormBridge(layer, None)  # type: ignore[arg-type]
+    x, projected = torch.randn(tokens * heads, size), torch.randn(tokens, 3 * heads * size)
+    gate = projected[:, 2 * heads * size :].view(tokens, heads, size)
+    assert not gate.is_contiguous()
+    torch.testing.assert_close(bridge.forward(x, gate), bridge.forward(x, gate.reshape(-1, size)))
