@@ -194,13 +194,13 @@ def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     config, args, sparse = runner.model_config.hf_config, runner.server_args, "sparse latent attention"
     if indexer.topk_of(runner.model_config.hf_text_config) is None:
         return []
-    models = indexer.ON_FOREIGN if device.is_foreign else indexer.MODELS
+    models = indexer.ON_ACCELERATORS if device.accelerator else indexer.MODELS
     return [
         (config.architectures[0] not in models, f"{sparse} of {config.architectures[0]}"),
-        (device.accelerator and not device.is_foreign, sparse),
         (host_version() not in TESTED_HOSTS, f"{sparse} under SGLang {host_version()}"),
         (bool(hosts_own_attention()), f"{sparse} by SGLang's own attention"),
         (args.enable_dp_attention, f"data-parallel attention beside {sparse}"),
+        (device.accelerator and args.speculative_algorithm is not None, f"drafts beside {sparse}"),
     ]
 
 

@@ -18,6 +18,8 @@ class QuantizedGraphs(QuantizedEngines):
     """A mixin of a kind of models."""
 
     ALONE = ()
+    ATTENTION: ClassVar[Sequence[str]] = ("paged_attention",)
+    """Operators of attention."""
     PLACE: ClassVar[Mapping[str, Any]] = {**NEUTRAL, "SGLANG_FL_PLUGIN_MODULES": ""}
 
     def calls(self, run: Run) -> Sequence[Pass | Call]:
@@ -33,11 +35,12 @@ class QuantizedGraphs(QuantizedEngines):
         again = served(run).answers[1]
         assert max(again.cached) > 0
         texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, again.tokens, strict=True)]
-        assert computed(network(run.made, model=models(run)), texts).decides(PROMPTS, MAX_TOKENS)
+        right = network(run.made, model=models(run), absorbed=self.ABSORBED)
+        assert computed(right, texts, self.UNIT).decides(PROMPTS, MAX_TOKENS)
 
     def test_our_kernels_ran(self, run: Run, served: Callable[[Run], Served]) -> None:
         found = ran(served(run).reports[0])
-        assert all(found[operator] == OURS for operator in (*self.operators(run), "paged_attention"))
+        assert all(found[operator] == OURS for operator in (*self.operators(run), *self.ATTENTION))
 
     def test_decoding_replays_graphs_of_what_was_met_before(self, run: Run, served: Callable[[Run], Served]) -> None:
         report, log = served(run).reports[0], served(run).log

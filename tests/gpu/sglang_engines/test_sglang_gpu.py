@@ -19,6 +19,7 @@ from running import MAX_TOKENS, expected_tokens, ran
 pytestmark = pytest.mark.gpu
 EAGER = {"disable_cuda_graph": True}
 GRAPHS: Mapping[str, Any] = {}
+EAGER_PROMPTS = {"cuda_graph_backend_prefill": "disabled"}
 RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str], str]] = {
     "eager": ("qwen3", EAGER, NEUTRAL, "default.triton"),
     "graphs": ("qwen3", GRAPHS, NEUTRAL, "default.triton"),
@@ -27,9 +28,14 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str], str]] = {
     "experts, graphs": ("qwen3_moe", GRAPHS, NEUTRAL, "default.triton"),
     "latent attention, eager": ("deepseek_v3", EAGER, NEUTRAL, "default.triton"),
     "latent attention, graphs": ("deepseek_v3", GRAPHS, NEUTRAL, "default.triton"),
+    "sparse latent attention, eager": ("deepseek_v32", EAGER, NEUTRAL, "default.triton"),
+    "sparse latent attention, graphs": ("deepseek_v32", GRAPHS, NEUTRAL, "default.triton"),
+    "sparse latent attention, eager prompts, graphs": ("deepseek_v32", EAGER_PROMPTS, NEUTRAL, "default.triton"),
     "references": ("llama", GRAPHS, REFERENCES, "reference.torch"),
 }
 """Name → checkpoint, arguments of ``sglang.Engine``, variables, and what must run attention."""
+ATTENTION = {"deepseek_v3": "mla_decode", "deepseek_v32": "mla_sparse"}
+"""Family → the operator of its attention, if that is latent."""
 CAPTURED = [name for name in RUNS if name.endswith("graphs")]
 
 
@@ -70,7 +76,7 @@ def test_tokens_equal_hugging_face_twice(
 @pytest.mark.parametrize("name", RUNS)
 def test_every_layer_is_ours_and_so_is_its_kernel(name: str, result: Callable[[str], dict[str, Any]]) -> None:
     found = result(name)
-    assert set().union(*(ran(found, operator) for operator in ("paged_attention", "mla_decode"))) == {RUNS[name][3]}
+    assert ran(found, ATTENTION.get(RUNS[name][0], "paged_attention")) == {RUNS[name][3]}
     assert ran(found, "rms_norm") == ran(found, "kv_cache_write") == {RUNS[name][3]}
     assert all_is_ours(found["report"])
 
@@ -79,7 +85,7 @@ def test_every_layer_is_ours_and_so_is_its_kernel(name: str, result: Callable[[s
 def test_decoding_replays_graphs_of_what_was_frozen(name: str, result: Callable[[str], dict[str, Any]]) -> None:
     report = result(name)["report"]
     assert replayed(report, 2 * (MAX_TOKENS - 1))
-    attention = "mla_decode" if RUNS[name][0] == "deepseek_v3" else "paged_attention"
+    attention = ATTENTION.get(RUNS[name][0], "paged_attention")
     assert "default.triton" in str(report["manifest"]["choices"][attention])
 
 

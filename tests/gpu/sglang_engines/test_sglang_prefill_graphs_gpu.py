@@ -28,6 +28,7 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
     "qwen3_moe": ("qwen3_moe", {}, NEUTRAL),
     "gemma2": ("gemma2", {"page_size": 16}, NEUTRAL),
     "deepseek_v3": ("deepseek_v3", {}, NEUTRAL),
+    "deepseek_v32": ("deepseek_v32", {}, NEUTRAL),
     "mixed chunks": ("qwen3", {"enable_mixed_chunk": True}, NEUTRAL),
     "references": ("llama", {}, REFERENCES),
     "prompts alone": ("qwen3", {"cuda_graph_backend_decode": "disabled"}, NEUTRAL),
@@ -107,7 +108,7 @@ def test_prompts_replay_graphs(name: str, result: Callable[[str], dict[str, Any]
     else:
         assert replayed(report, MAX_TOKENS)
     if RUNS[name][2] is NEUTRAL:
-        attention = "mla_decode" if RUNS[name][0] == "deepseek_v3" else "paged_attention"
+        attention = {"deepseek_v3": "mla_decode", "deepseek_v32": "mla_sparse"}.get(RUNS[name][0], "paged_attention")
         assert ran(found, attention) == ran(found, "kv_cache_write") == OURS
 
 

@@ -67,7 +67,7 @@ def test_padding_beside_a_batch_that_decodes_has_the_slot_of_no_request(schedule
     slots = torch.tensor([3, 1, -1], dtype=torch.int32)
     cache = SimpleNamespace(conv=[torch.zeros(4, 2, 3)], temporal=torch.zeros(4, 1))
     metadata = SimpleNamespace(mamba_cache_indices=slots, query_start_loc=torch.arange(4, dtype=torch.int32))
-    assert Step.described(cache, metadata, None).slots.tolist() == [3, 1, 0]
+    assert Step.described(cache, metadata, None, 0).slots.tolist() == [3, 1, 0]
     assert 0 not in MambaSlotAllocator(4, device="cpu").free_slots
 
 

@@ -231,8 +231,14 @@ def test_the_function_is_in_the_file(line: str) -> None:
 @pytest.mark.parametrize(
     ("device", "arguments", "architecture", "said"),
     [
-        (CUDA, {}, "DeepseekV32ForCausalLM", "sparse latent attention on cuda"),
+        (CUDA, {}, "GlmMoeDsaForCausalLM", "sparse latent attention of GlmMoeDsaForCausalLM on cuda"),
         (ASCEND, {}, "GlmMoeDsaForCausalLM", "sparse latent attention of GlmMoeDsaForCausalLM on ascend"),
+        (
+            CUDA,
+            {"speculative_algorithm": "NGRAM"},
+            "DeepseekV32ForCausalLM",
+            "drafts beside sparse latent attention on cuda",
+        ),
         (CPU, {}, "HYV4ForCausalLM", "sparse latent attention of HYV4ForCausalLM on cpu"),
         (
             CPU,

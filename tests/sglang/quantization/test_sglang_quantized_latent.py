@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import quantized_checkpoints as checkpoints
-from fl_dispatch.devices import CPU, CUDA, DeviceSpec
+from fl_dispatch.devices import ASCEND, CPU, CUDA, DeviceSpec
 from fl_dispatch.hosting.quantized import schemes
 from host_engines import Call, Engine, Host, Pass, Served
 from quantized_checkpoints import SCHEMES
@@ -139,7 +139,8 @@ def test_kinds_of_weights_are_refused_where_they_would_be_wrong(
     ("device", "architecture", "refused"),
     [
         (CPU, "DeepseekV3ForCausalLM", []),
-        (CUDA, "DeepseekV3ForCausalLM", ["latent attention quantized by 'fp8'"]),
+        (CUDA, "DeepseekV3ForCausalLM", []),
+        (ASCEND, "DeepseekV3ForCausalLM", ["latent attention quantized by 'fp8'"]),
         (CPU, "Glm4MoeLiteForCausalLM", ["latent attention of Glm4MoeLiteForCausalLM quantized by 'fp8'"]),
     ],
 )
