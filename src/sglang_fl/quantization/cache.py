@@ -45,7 +45,7 @@ def add_scales(model: nn.Module) -> dict[str, nn.Module]:
     """Give room for scales to attention that was made without the checkpoint's configuration, as in Qwen3.
 
     Returns:
-        The module above each such layer, below the model's roots → the layer.
+        A checkpoint's name of the module above each such layer, below the model's roots → the layer.
     """
     attention: dict[str, list[tuple[str, Any]]] = defaultdict(list)
     for name, layer in model.named_modules():
@@ -66,7 +66,7 @@ def add_scales(model: nn.Module) -> dict[str, nn.Module]:
             layer.quant_method.create_weights(layer)
             for scale in ("k_scale", "v_scale"):  # no parameters, because Step 3.5 refuses those that it does not load
                 layer.register_buffer(scale, layer._parameters.pop(scale).data)
-            given[above] = layer
+            given[above] = given[f"{above}.self_attn"] = layer  # Falcon-H1 has no such module, but its files do
     return given
 
 

@@ -169,6 +169,17 @@ def test_attention_without_the_configuration_gets_the_checkpoints_scales(
     assert (first.k_scale_float, first.v_scale_float) == (0.5, 0.25)
 
 
+def test_a_checkpoint_names_a_module_that_falcon_h1_lacks(scheduler: None) -> None:
+    from sglang_fl.quantization.cache import add_scales, without_scales
+
+    model = _Model("model.layers.0.attn")
+    names = ("model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_proj.v_scale")
+    scales = zip(names, (torch.tensor(0.5), torch.tensor(0.25)), strict=True)
+    assert list(without_scales(scales, add_scales(model))) == []
+    layer = model.model.layers.get_submodule("0").attn
+    assert (layer.k_scale.item(), layer.v_scale.item()) == (0.5, 0.25)
+
+
 def test_layers_that_sglang_gave_a_configuration_and_pairs_stay_as_they_are(scheduler: None) -> None:
     from sglang_fl.quantization.cache import add_scales
 
