@@ -50,7 +50,7 @@ class Compiled:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(module, "INTERPRETED", True)  # tensors in host memory are let through
-    monkeypatch.setattr(module, "_short_way", lambda: True)
+    monkeypatch.setattr(module, "prepares", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     return Kernel()
 
@@ -79,7 +79,7 @@ def test_a_repeated_launch_passes_what_it_is_given_and_the_first_ones_numbers(
     monkeypatch.setattr(module, "_hooked", lambda: True)
     again((3, 1, 1), (16, 48, 8))
     assert kernel.hooked == [((3, 1, 1), (16, 48, 8, 5, True))]
-    monkeypatch.setattr(module, "_short_way", lambda: False)
+    monkeypatch.setattr(module, "prepares", lambda: False)
     assert Launcher(kernel).first((2, 1, 1), (x,), (5,), sizes=(), warps=4) is None
 
 
@@ -120,7 +120,7 @@ def test_sizes_and_where_aligned_tensors_lie_compile_nothing(kernel: Kernel) -> 
 def test_where_the_short_way_is_not_known_to_hold_the_public_one_is_taken(
     way: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_short_way", lambda: way != "another compiler")
+    monkeypatch.setattr(module, "prepares", lambda: way != "another compiler")
     monkeypatch.setattr(module, "_hooked", lambda: way == "a profiler's hook")
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: way == "Dynamo")
     launcher = Launcher(kernel)
