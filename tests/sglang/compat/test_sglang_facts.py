@@ -47,7 +47,7 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_refused_features_and
     tested = {hook.target for hook in compat.all_hooks.__wrapped__()}
     monkeypatch.setattr(compat, "host_version", lambda: "0.5.99")
     left = tested - {hook.target for hook in compat.all_hooks.__wrapped__()}
-    of_states = (compat.DELTA, compat.ELEMENTWISE, compat.OVERRIDES)
+    of_states = (compat.DELTA, compat.ELEMENTWISE, compat.OVERRIDES, compat.SCATTER)
     of_latents = (compat.LATENT, compat.LATENT_ATTENTION, compat.POOL_SIZES, compat.PREDICTOR)
     of_features = (*of_latents, compat.PROMPT_GRAPHS, compat.UPDATER, compat.PIPELINE, *of_states)
     owners = tuple(owner.replace(":", ".") for owner in of_features)
@@ -58,8 +58,9 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_refused_features_and
         "eagle_utils.eagle_sample",
         *(f"Scheduler.{name}" for name in ("get_next_batch_to_run", "run_batch", "process_batch_result")),
     )
-    functions = ("weight_utils.maybe_remap_kv_scale_name", "model_config.is_deepseek_dsa", "factory.get_rope_cpu")
-    single_targets = tuple(f".{name}" for name in (*single, *of_damage, *functions))
+    of_scales = ("weight_utils.maybe_remap_kv_scale_name", "DefaultModelLoader.load_weights_and_postprocess")
+    functions = ("model_config.is_deepseek_dsa", "factory.get_rope_cpu")
+    single_targets = tuple(f".{name}" for name in (*single, *of_damage, *of_scales, *functions))
     assert left == {target.replace(":", ".") for target, _ in SPECULATIVE} | {
         target for target in tested if target.startswith(owners) or target.endswith(single_targets)
     }
