@@ -75,9 +75,12 @@ def engines(
 
 
 def alike(one: Any, several: Any) -> bool:
-    """Whether answers are the same: tokens and texts exactly, scores to a rounding, which depends on a batch's rows."""
+    """Whether answers are the same: tokens and texts exactly, scores to a rounding, which depends on a batch's rows.
+
+    Scores reach -80 here, where products of one row and of several differ by up to 1.2e-4.
+    """
     if isinstance(one, float):
-        return one == pytest.approx(several, abs=1e-4)
+        return one == pytest.approx(several, abs=4e-4)
     if isinstance(one, dict):
         return one.keys() == several.keys() and all(alike(value, several[key]) for key, value in one.items())
     if isinstance(one, list):
