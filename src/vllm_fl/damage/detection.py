@@ -113,7 +113,7 @@ class Marking:
         self.samples = False
         """Whether its runner samples; others are vLLM's warm-up, and another engine of the process."""
         self.chooses = False
-        """Whether the choice of this scheduling's tokens marks its rows."""
+        """Whether the choice of this scheduler call's tokens marks its rows."""
         self.slot: Slot | None = None
         """The marks of the step that is being sampled, and of the steps before it in one scheduler call."""
         self.waits = False
