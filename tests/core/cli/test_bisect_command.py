@@ -82,11 +82,12 @@ def test_a_policy_that_is_not_slower_blames_nobody(capsys: pytest.CaptureFixture
     assert "The policy is not slower: 1.04 times the trusted policy's time." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("before", "after", "judged"), [([1.0, 2.0], [1.5, 2.25], 0.75), ([], [], 6.0)])
+@pytest.mark.parametrize(("seconds", "judged"), [([0.5, 0.25], [0.75, 1.5, 2.25]), ([], [2.0] * 3)])
 def test_seconds_are_the_ranks_processor_time_or_the_wall_clocks_where_that_says_nothing(
-    before: list[float], after: list[float], judged: float
+    seconds: list[float], judged: list[float]
 ) -> None:
-    times = iter((before, after))
+    """The n-th round takes n times as long."""
+    times = ([factor * second for second in seconds] for factor in (0, 1, 1, 3, 3, 6))
 
     class Engine:
         seconds = 2.0
@@ -98,8 +99,8 @@ def test_seconds_are_the_ranks_processor_time_or_the_wall_clocks_where_that_says
             return next(times)
 
     made = rounds([[1, 2, 3]], forced=1)
-    rows, seconds = scores(Engine(), made)
-    assert (rows.keys(), seconds) == ({"batch 0", "alone 0", "cached 0"}, judged)
+    rows, found = scores(Engine(), made)
+    assert (rows.keys(), found) == ({"batch 0", "alone 0", "cached 0"}, judged)
 
 
 def test_the_report_for_programs_is_json_that_every_parser_reads() -> None:

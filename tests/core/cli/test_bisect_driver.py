@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from fl_dispatch.cli.bisect import driver
 from fl_dispatch.cli.engines import Start
@@ -31,9 +34,24 @@ class HangingEngine:
         time.sleep(600)
 
 
+def leave_environment(pipe: Connection, start: Start, log: Path | None) -> None:
+    """A driver that leaves the environment that its process started with."""
+    Path(start.model).write_bytes(Path("/proc/self/environ").read_bytes())
+    pipe.send((True, None))
+
+
+def test_variables_are_there_before_a_driver_loads_any_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(driver, "drive", leave_environment)
+    variables = {"VLLM_FL_CONFIG": str(tmp_path / "config.yaml"), **driver.SLEEPING}
+    driver.DriverEngine(replace(START, model=str(tmp_path / "left")), (), variables, None, PATIENCE).stop()
+    assert b"OMP_WAIT_POLICY=PASSIVE" in (tmp_path / "left").read_bytes().split(b"\0")
+    assert "OMP_WAIT_POLICY" not in os.environ
+
+
 def drive(pipe: Connection) -> None:
     driver.ENGINES = {Host.VLLM: HangingEngine}  # type: ignore[misc]
-    driver.drive(pipe, START, {}, None)
+    driver.drive(pipe, START, None)
 
 
 def investigate(pids: str) -> None:

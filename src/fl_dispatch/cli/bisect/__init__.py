@@ -24,7 +24,7 @@ from ..engines import Start
 from ..hosts import Host, installed_host
 from ..output import INTERRUPTED, AsJson, check_file, fail, print_json
 from . import prompts as prompts_of
-from .driver import Starter
+from .driver import SLEEPING, Starter
 from .report import Report
 
 REFERENCE: Document = {"prefer": "reference", "aten_replacement": False}
@@ -184,7 +184,8 @@ def investigate(
     start = case.start
     if start.length == 0:
         start = Start(**{**vars(start), "length": case.length})
-    starter = Starter(start, case.rounds, folder, patience, case.variables, verbose)
+    variables = {**(SLEEPING if case.slower_than else {}), **case.variables}
+    starter = Starter(start, case.rounds, folder, patience, variables, verbose)
     report.begin(case.start, folder, case.tokens)
     probes = Probes(starter, journal, report.asked, not restart and start.eager, report.begins, case.slower_than)
     work = Investigation(probes, case.good, case.bad, not start.eager, report.say)

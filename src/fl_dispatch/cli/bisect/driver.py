@@ -31,6 +31,8 @@ from .hosts import ENGINES
 GRACE = 10.0
 """Time limit for an engine to end, in seconds."""
 PLUGINS = "VLLM_FL_PLUGIN_MODULES"
+SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Variables of engines with judged times: a thread that waits for others sleeps, so processor time is work alone."""
 
 
 class Starter:
@@ -97,8 +99,14 @@ class DriverEngine:
         self._config = Path(variables["VLLM_FL_CONFIG"])
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=drive, args=(theirs, start, dict(variables), log))
-        self._process.start()
+        self._process = spawn.Process(target=drive, args=(theirs, start, log))
+        before = dict(os.environ)
+        os.environ.update(variables)  # OpenMP reads its variables when it is loaded, before the driver begins
+        try:
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         theirs.close()
         try:
             self._receive()
@@ -165,12 +173,11 @@ class DriverEngine:
         return EngineDiedError(f"{why}{cause}" + (f" ({self._log})" if self._log else ""))
 
 
-def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path | None) -> None:
+def drive(pipe: Connection, start: Start, log: Path | None) -> None:
     """Run the driver: start an engine, and execute the investigation's requests until it asks to stop."""
     with suppress(PermissionError):  # the process already leads a session
         os.setsid()
     threading.Thread(target=_end_with_investigation, daemon=True).start()
-    os.environ.update(variables)
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (sys.stdout, sys.stderr):

@@ -25,7 +25,7 @@ class HostEngine(Protocol):
 
     def switch(self, config: str, seed: int | None, ranks: list[int] | None) -> str: ...
 
-    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]: ...
+    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], list[float]]: ...
 
     def watch(self, operator: str) -> None: ...
 
@@ -45,23 +45,23 @@ class Clocked(Engine, Protocol):
     def processor(self) -> list[float]: ...
 
 
-def scores(engine: Clocked, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
-    """Run rounds of requests; return the rows of each request by its label, and the engine's time in seconds.
+def scores(engine: Clocked, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], list[float]]:
+    """Run rounds of requests; return the rows of each request by its label, and the engine's seconds for each round.
 
-    The time is the ranks' processor time if they compute on the CPU, because other processes hardly change it.
-    Otherwise it is the wall clock's.
+    A time is the ranks' processor time if they compute on the CPU, because other processes change it less. Otherwise it
+    is the wall clock's.
     """
-    rows, seconds = dict[str, list[Row]](), 0.0
-    before = engine.processor()
+    rows, seconds = dict[str, list[Row]](), list[float]()
     for requests in rounds:
         prompts = [
             Prompt(request.prompt, max(1, len(request.forced)), TOP, request.prefill, request.forced)
             for request in requests
         ]
+        before = engine.processor()
         answers = engine.generate(prompts)
-        seconds += engine.seconds
+        seconds.append(sum(engine.processor()) - sum(before) if before else engine.seconds)
         rows |= {request.label: answer.rows for request, answer in zip(requests, answers, strict=True)}
-    return rows, sum(engine.processor()) - sum(before) if before else seconds
+    return rows, seconds
 
 
 class VllmEngine(vllm.HostEngine):
@@ -82,7 +82,7 @@ class VllmEngine(vllm.HostEngine):
         said = self.llm.collective_rpc("fl_bisect_switch", args=(settings_text(config), seed, ranks))
         return next(filter(None, said), "")
 
-    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
+    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], list[float]]:
         self.llm.reset_prefix_cache()
         return scores(self, rounds)
 
@@ -120,7 +120,7 @@ class SglangEngine(sglang.HostEngine):
         answers = self._collected({"settings": settings_text(config), "seed": seed, "ranks": ranks})
         return next(filter(None, (str(answer["refused"]) for answer in answers)), "")
 
-    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], float]:
+    def score(self, rounds: Sequence[Sequence[Request]]) -> tuple[dict[str, list[Row]], list[float]]:
         self._flush()
         return scores(self, rounds)
 

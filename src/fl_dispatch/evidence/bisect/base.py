@@ -67,7 +67,7 @@ def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], N
         say(f"the engine's own time for all requests: {kept['seconds']:.2f} s")
     else:
         say(f"yardstick: largest {yardstick.largest:.2g}, mean {yardstick.mean:.2g}")
-    probes.base, probes.yardstick = Scores(kept["scores"], kept["seconds"]), yardstick
+    probes.base, probes.yardstick = Scores(kept["scores"], (kept["seconds"],)), yardstick
     probes.good, probes.of_good = good, Choices.of(kept["chosen"])
     return Base(probes.base, yardstick, probes.of_good, frozenset(kept["called"]), kept["ranks"])
 
@@ -75,7 +75,7 @@ def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], N
 def _measured(probes: Probes, good: Document, graphs: bool) -> dict[str, Any]:
     engine = probes.start(good)
     base, chosen = engine.score(), engine.answers()[0]
-    seconds, harmless = base.seconds, dict[str, Difference]()
+    seconds, harmless = sum(base.parts), dict[str, Difference]()
     if probes.slower_than:
         seconds = least_seconds(engine)
     else:

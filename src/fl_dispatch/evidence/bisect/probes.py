@@ -10,24 +10,18 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Protocol
 
 from ...errors import DispatchError
-from ..intervals import interval
 from .choices import Branches, Choices, Site, start_only
 from .documents import BLACKLIST, OF_ATEN, Document, blacklisting, of_choices, other_settings
 from .journal import Journal
 from .scores import CLIPPED, Scores, difference
+from .turns import alternate, lower_quartile
 from .yardstick import Verdict, Yardstick, is_close, verdict
 
 REPEATS = 3
 """Runs of a question that one run does not decide."""
-ROUNDS = range(2, 13)
-"""Smallest and largest number of rounds in which two policies alternate if times are judged; each gives two pairs of
-runs."""
-SURE_FROM = 8
-"""Pairs of runs from which on an interval of their median excludes the extremes."""
 
 
 class EngineDiedError(DispatchError):
@@ -329,35 +323,28 @@ class Probes:
         """Return the time under a policy as a multiple of the trusted one's, and how it was measured; keep the policy.
 
         Raises:
-            DispatchError: the trusted policy's own times are too far apart to tell.
+            DispatchError: the times vary too much to tell.
         """
         assert self.base is not None
         engine.score()  # work that only first calls do
         trusted, why = self._beside_trusted()
         if why:
             engine.switch(document, None, None)
-            return least_seconds(engine) / self.base.seconds, f"the trusted policy's time is the first engine's: {why}"
+            share = least_seconds(engine) / sum(self.base.parts)
+            return share, f"the trusted policy's time is the first engine's: {why}"
 
-        def seconds(policy: Document) -> float:
+        def parts(policy: Document) -> Sequence[float]:
             engine.switch(policy, None, None)  # also if it is already active: each run includes the cost of a switch
-            return engine.score().seconds
+            return engine.score().parts
 
         engine.score()
-        ratios, trusted_ratios = list[float](), list[float]()
-        while len(trusted_ratios) < ROUNDS[-1]:
-            first, *goods, last = map(seconds, (document, trusted, trusted, document))
-            ratios += [first / goods[0], last / goods[1]]
-            trusted_ratios.append(max(goods) / min(goods))
-            apart = median(trusted_ratios)
-            low, high = interval(ratios)
-            margin = apart if len(ratios) < SURE_FROM else 1.0
-            clear = low > self.slower_than * margin or high * margin <= self.slower_than
-            if clear and len(trusted_ratios) in ROUNDS:
-                break
-        how = f"{len(ratios)} pairs, median from {low:.2f} to {high:.2f}; the trusted policy beside itself {apart:.2f}"
-        if not clear and apart >= self.slower_than:
-            raise DispatchError(f"times vary by themselves more than --slower-than, so nothing is blamed ({how})")
-        return median(ratios), how
+        found = alternate(lambda: parts(document), lambda: parts(trusted), self.slower_than)
+        if not found.decides(self.slower_than) and found.spread > self.slower_than:
+            raise DispatchError(
+                f"undecided: times vary by {found.spread:.2f}, above the limit, so nothing is blamed ({found}); "
+                "--resume asks this again"
+            )
+        return found.share, str(found)
 
     def _beside_trusted(self) -> tuple[Document, str]:
         """Switch the live engine to the trusted policy: its document there, and why it does not hold, or nothing."""
@@ -367,7 +354,7 @@ class Probes:
         if self.of_good.aten.keys() - live.started_with.aten.keys():
             return {}, "it replaces other operators"
         settings = {key: value for key, value in self.good.items() if key not in OF_ATEN} | of_aten
-        replaced = live.started_with.aten.keys() - self.of_good.aten.keys()
+        replaced = (live.started_with.aten.keys() | live.started_with.aten_kept) - self.of_good.aten.keys()
         trusted = of_choices(self.of_good.at, blacklisting(settings, replaced))
         if not self.can_switch:
             return trusted, "engines are not switched"
@@ -388,8 +375,8 @@ class Probes:
 
 
 def least_seconds(engine: Engine) -> float:
-    """Return the engine's own time for all requests: the minimum of several runs, because other work only adds."""
-    return min(engine.score().seconds for _ in range(REPEATS))
+    """Return the engine's own time for all requests, from several runs."""
+    return lower_quartile([engine.score().parts for _ in range(REPEATS)])
 
 
 def _holds(wanted: Branches, found: Branches | None) -> bool:

@@ -26,11 +26,11 @@ class Scores:
 
     Args:
         rows: request's label → its rows in the order of positions. A label says the round, the prompt and the phase.
-        seconds: the engine's own time for all requests.
+        parts: the engine's own time for each round of requests, in seconds.
     """
 
     rows: Mapping[str, Sequence[Row]]
-    seconds: float = 0.0
+    parts: Sequence[float] = ()
 
     def as_data(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -19,9 +19,10 @@ from fl_dispatch.evidence.bisect.findings import Result
 from fl_dispatch.evidence.bisect.inside import moved_id
 from fl_dispatch.evidence.bisect.investigation import Investigation
 from fl_dispatch.evidence.bisect.journal import Journal
-from fl_dispatch.evidence.bisect.probes import SURE_FROM, EngineDiedError, Outcome, Probes
+from fl_dispatch.evidence.bisect.probes import EngineDiedError, Outcome, Probes
 from fl_dispatch.evidence.bisect.prompts import generated, rounds
 from fl_dispatch.evidence.bisect.scores import Scores
+from fl_dispatch.evidence.bisect.turns import TURNS
 from fl_dispatch.selection.decision import Decision, condition_of, select
 from fl_dispatch.settings import load_config_file
 from fl_dispatch.settings.selection_policy import SelectionPolicy
@@ -61,7 +62,8 @@ class SyntheticEngine:
     def __init__(self, world: SyntheticEngines, document: Document) -> None:
         self.world, self.ranks = world, world.ranks
         self.policies = [world.policy(document)] * self.ranks
-        self.replaced = self.in_place = world.replaced(document)
+        self.replaced = world.replaced(document)
+        self.in_place = world.replaced({**document, "aten_blacklist": ()})
         self.noise, self.watched = 0, ""
 
     def switch(self, document: Document, seed: int | None, ranks: Collection[int] | None) -> str:
@@ -87,7 +89,7 @@ class SyntheticEngine:
         if moved > 1 and self.world.tainted:
             self.world.left_behind = 5.0
         moved += self.world.left_behind
-        return Scores({"batch 0": [{"1": -1.0, "2": -2.0 - moved, "3": -3.0}]}, seconds)
+        return Scores({"batch 0": [{"1": -1.0, "2": -2.0 - moved, "3": -3.0}]}, (seconds,))
 
     def watch(self, operator: str) -> None:
         self.watched = operator
@@ -96,7 +98,8 @@ class SyntheticEngine:
         running = {key: f"chip.{key}" for key in sorted(self.replaced)}
         kinds = [f"kinds of {self.watched}"] if self.watched else []
         self.watched = ""
-        aten = {"replaced": running, "called": [key for key in running if key != NEVER_CALLED], "kinds": kinds}
+        called, kept = [key for key in running if key != NEVER_CALLED], sorted(self.in_place - self.replaced)
+        aten = {"replaced": running, "called": called, "kept": kept, "kinds": kinds}
         return [{**self.world.answer(policy), "aten": aten} for policy in self.policies]
 
     def stop(self) -> None:
@@ -507,7 +510,7 @@ def test_a_machine_that_slows_down_for_some_runs_or_for_good_changes_nothing_tha
 
 
 def test_times_that_vary_more_than_the_threshold_tell_a_difference_that_is_larger(tmp_path: Path) -> None:
-    """From eight pairs on an interval of their median decides, however far single ones are apart."""
+    """More turns decide, however far single ones are apart."""
     load = random.Random(1)
 
     def late(who: Mapping[tuple[str, str], str]) -> float:
@@ -518,7 +521,15 @@ def test_times_that_vary_more_than_the_threshold_tell_a_difference_that_is_large
     result = investigate(engines, tmp_path, REPLACED, slower_than=1.3, told=told)
     assert [one.op for one in result.blamed] == [ATEN[8]]
     assert result.agrees
-    assert any(int(outcome.note.split(" pairs")[0]) >= SURE_FROM for _, outcome, _ in told)
+    assert max(int(outcome.note.split(" turns")[0]) for _, outcome, _ in told) > TURNS[0]
+
+
+def test_an_engine_that_avoids_a_slow_operator_is_compared_with_one_that_never_had_it(tmp_path: Path) -> None:
+    told: list[tuple[str, Outcome, bool]] = []
+    engines = SyntheticEngines(lambda who, rank: 0.0, late=lambda who: 1.5 * ((ATEN[8], "") in who))
+    assert investigate(engines, tmp_path, REPLACED, slower_than=1.3, told=told).agrees
+    what, outcome, _ = told[-1]
+    assert (what, outcome.share) == ("the policy that avoids it", 1.0)
 
 
 def test_times_that_vary_by_themselves_blame_nobody(tmp_path: Path) -> None:
@@ -528,7 +539,7 @@ def test_times_that_vary_by_themselves_blame_nobody(tmp_path: Path) -> None:
         return load.lognormvariate(0.0, 0.5) * (1.2 if who["rms_norm", "layers.0.rms_norm"] == "vendor.a" else 1.0)
 
     engines = SyntheticEngines(lambda who, rank: 0.0, late=late)
-    with pytest.raises(DispatchError, match="vary by themselves more than"):
+    with pytest.raises(DispatchError, match="undecided: times vary by"):
         investigate(engines, tmp_path, BAD, slower_than=1.2)
 
 
