@@ -46,7 +46,7 @@ FUSED = frozenset({"norm", "gate", "row"})
 FP8, BLOCK_SIZE = "float8_e4m3fn", 16
 EPSILON = 1e-5
 REPLAYS = 20
-CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
+CONSTANTS: Mapping[bool, tuple[Mapping[str, Any], ...]] = {
     False: (
         {"AT_ONCE": 2048},
         {"COLUMNS": 2, "AT_ONCE": 2048},
@@ -54,10 +54,10 @@ CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
         {"ENOUGH": 1024},
     ),
     True: (
-        {"ROW_COLUMNS": 4, "ENOUGH": 1024},
-        {"ROW_COLUMNS": 4, "ENOUGH": 1024, "ROW_INNER": 2048},
-        {"ROW_INNER": 2048},
-        {"ROW_COLUMNS": 1},
+        {"FP8_ROW": scaled_linear.Row(4, 2048, 2), "ENOUGH": 1024},
+        {"FP8_ROW": scaled_linear.Row(2, 4096, 4)},
+        {"FP8_ROW": scaled_linear.Row(1, 4096, 4)},
+        {"FP8_ROW": scaled_linear.Row(2, 2048, 2)},
     ),
 }
 """Quantized or not → launch constants of products of one row."""

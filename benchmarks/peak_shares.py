@@ -133,6 +133,7 @@ SERVE, SERVE_QUANTIZED = "serve_vllm.py --cells plugin_single", "serve_quantized
 BENCH, FL_BENCH = "kernels_gpu.py bench --op", "fl bench --quick --op"
 STEPS, QUANTIZED_STEPS = "serve_vllm.py --cells plugin_steps", "serve_quantized.py --cells steps --formats"
 NARROW = "serve_quantized-steps-h200-2026-11-30.json"
+FP8_ROW = "serve_quantized-fp8-row-h200-2026-11-30.json"
 LONG = "serve_vllm-long-qwen3-8b-h200-2026-11-30.json"
 OTHERS = (
     (
@@ -182,7 +183,7 @@ ROWS: tuple[tuple[str, Kernel | Step | Engine, Mapping[str, str], str], ...] = (
     (
         "engine, fp8, decode, batch 1",
         Engine(workload="decode, batch 1", width=1, kind="fp8"),
-        {**FP8, "H200": NARROW},
+        {**FP8, "H200": FP8_ROW},
         f"{SERVE_QUANTIZED} fp8",
     ),
     (

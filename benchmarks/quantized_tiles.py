@@ -18,6 +18,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -99,9 +100,8 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
         else:
             yield {"DEQUANTIZED": (8, 512, 4)}
     elif rows == 1:
-        for columns in (1, 2, 4, 8):
-            for inner in (1024, 2048, 4096):
-                yield {"ROW_COLUMNS": columns, "ENOUGH": 0, "ROW_INNER": inner}
+        for part in product((1, 2, 4), (1024, 2048, 4096, 8192), (1, 2, 4, 8)):
+            yield {"FP8_ROW" if kind == "fp8" else "ROW": scaled_linear.Row(*part), "ENOUGH": 0}
     elif rows <= scaled_linear.SOME_ROWS:
         for some in BLOCKS_SOME if kind == "blocks" else SOME:
             names = ("BLOCKS_NARROW", "BLOCKS_MIDDLE") if kind == "blocks" else ("NARROW", "MIDDLE", "WIDE")

@@ -51,6 +51,8 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
     "int8": compressed("int-quantized", whole("int", "channel"), TOKEN8),
 }
 """Name → ``quantization_config``."""
+ROUTERS = r"re:.*\.mlp\.gate$"
+"""Routers, as compressed-tensors names modules that are not quantized; published checkpoints leave them out."""
 PRODUCTS = ("scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_moe")
 APART = {"fuse_norm_quant": False, "fuse_act_quant": False}
 NO_PREFETCH = {"VLLM_FL_CHIP_FEATURES": "0"}
@@ -93,10 +95,12 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
 
 
 def whole_blocks(quantization: Mapping[str, Any], shape: Shape) -> Mapping[str, Any]:
-    """Return the format, without the shape's weights that do not consist of whole blocks."""
+    """Return the format, without the shape's routers, and without its weights that do not consist of whole blocks."""
     if "weight_block_size" not in quantization:
-        return quantization
-    return {**quantization, "modules_to_not_convert": [*quantization["modules_to_not_convert"], *shape.odd]}
+        return {**quantization, "ignore": [*quantization["ignore"], ROUTERS]}
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(shape.config["num_hidden_layers"])]
+    kept = quantization["modules_to_not_convert"]
+    return {**quantization, "modules_to_not_convert": [*kept, *shape.odd, *routers]}
 
 
 def run(shape: Shape, quantization: Mapping[str, Any], given: argparse.Namespace, logs: Path) -> dict[str, Any]:

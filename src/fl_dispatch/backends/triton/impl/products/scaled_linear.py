@@ -29,12 +29,8 @@ FEW_ROWS = 16
 """Fewest rows of a product on matrix units."""
 SOME_ROWS = 64
 """Most rows with the columns as the long side."""
-ROW_COLUMNS = 2
-"""Columns of a program with one row if that makes ``ENOUGH`` programs; else one column."""
 ENOUGH = 2048
-"""Fewest programs for which each takes ``ROW_COLUMNS`` columns of one row."""
-ROW_INNER = 4096
-"""Most elements of a column that a program with one row multiplies at a time."""
+"""Fewest programs for which each takes several columns of one row."""
 UNIT = 16
 """Elements of a column in each thread of such a program."""
 SHORT_SUM = 128
@@ -59,6 +55,24 @@ class Tile(NamedTuple):
     stages: int
 
 
+class Row(NamedTuple):
+    """The part of a product that a program with one row computes, and its warps.
+
+    Args:
+        columns: columns of a program if that makes :data:`ENOUGH` programs; else one column.
+        inner: the most elements of a column that it multiplies at a time.
+        warps: its warps.
+    """
+
+    columns: int
+    inner: int
+    warps: int
+
+
+ROW = Row(2, 4096, 4)
+"""The part for int8, and for fp8 in blocks."""
+FP8_ROW = Row(1, 2048, 2)
+"""The part for fp8 with a scale for each column."""
 NARROW = (32, 512, 4, 4)
 """Columns, elements, warps and stages for some rows."""
 MIDDLE = (64, 128, 4, 8)
@@ -436,15 +450,16 @@ def scaled_linear(
     tensors = (x, x_scale.contiguous(), weight, weight_scale.contiguous(), out if bias is None else bias, out)
     scales = (x_scale.shape[-1], int(weight_scale.numel() > 1), bias is not None, block_size, x.dtype is torch.int8)
     if rows == 1:
-        at_once = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1
-        block = fitting(inner, ROW_INNER)
+        part = ROW if block_size or x.dtype is torch.int8 else FP8_ROW
+        at_once = part.columns if columns >= part.columns * ENOUGH else 1
+        block = fitting(inner, part.inner)
         programs = -(-columns // at_once)
         upcoming, where, asks = after(weight, programs)
         numbers: tuple[Any, ...] = (
             inner, columns, weight.stride(0), *where, *scales, inner % block == 0, min(UNIT, block), block, at_once,
             asks,
         )  # fmt: skip
-        _launch_row((programs, 1, 1), (*tensors, upcoming), numbers)
+        _launch_row((programs, 1, 1), (*tensors, upcoming), numbers, warps=part.warps)
         return out
     tile = _tile(rows, columns, x.device, block_size)
     at_once = min(tile.inner, block_size or tile.inner)
