@@ -27,6 +27,7 @@ PROMPT_GRAPHS = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:Pref
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
+DRAFT_NORMS = "sglang.kernels.ops.layernorm.fused_eh_norm"
 LATENT_ATTENTION = "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA"
 POOL_SIZES = "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigurator"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
@@ -141,6 +142,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{POOL_SIZES}._compute_cell_size", indexer.bytes_of_token, "around")
     yield _hook("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rotations.without_scaling, "around")
     yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
+    yield _hook(f"{DRAFT_NORMS}.fused_eh_norm", native_kernels.norm_drafters_inputs, "around")
     yield _hook(f"{PREDICTOR}.get_hf_to_sglang_mapper", latent.names_of_predictor, "replace")
     yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")
     yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")

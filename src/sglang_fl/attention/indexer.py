@@ -23,8 +23,8 @@ from .metadata import AttentionFLMetadata
 PREDICTORS = ("DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN")
 MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", *PREDICTORS)
 """Models with an indexer that are served."""
-ON_ACCELERATORS = MODELS[:1]
-"""Models with an indexer that are served on accelerators."""
+ON_FOREIGN = MODELS[:1]
+"""Models with an indexer that are served on devices that SGLang does not know."""
 OPERATORS = ("index_key_write", "index_topk")
 SHARED = "shared"
 """A configuration's word for a layer that uses the lists of an earlier layer."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch import bind_op
 from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.settings import get_settings
@@ -61,6 +62,29 @@ def rotate_and_write(original: Callable[[Any], bool], batch: Any) -> bool:
 def norm_queries_and_keys(original: Callable[..., bool], head_dim: int, dtype: torch.dtype) -> bool:
     """Whether SGLang's kernel fuses the norms of queries and keys: only if norms are not our operators."""
     return not get_settings().registers("RMSNorm", "rms_norm") and bool(original(head_dim, dtype))
+
+
+def norm_drafters_inputs(
+    original: Callable[..., Tensor],
+    inputs_embeds: Tensor,
+    previous_hidden: Tensor,
+    enorm_weight: Tensor,
+    hnorm_weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """Return the norms of a predictor's inputs side by side, ``[tokens, 2 * hidden]``.
+
+    SGLang's kernel fuses both norms on NVIDIA GPUs; it runs only if norms are not our operators.
+    """
+    if not get_settings().registers("RMSNorm", "rms_norm"):
+        return original(inputs_embeds, previous_hidden, enorm_weight, hnorm_weight, eps)
+    pairs = (inputs_embeds, enorm_weight), (previous_hidden, hnorm_weight)
+    return torch.cat([_norm()(x, None, weight, eps) for x, weight in pairs], dim=-1)
+
+
+@cache
+def _norm() -> Callable[..., Any]:
+    return bind_op("rms_norm")
 
 
 def multiply_and_activate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,28 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_dispatch.devices import DeviceSpec, detect_device
+from fl_dispatch.settings import get_settings
 
 from .native_kernels import start_triton, unless_triton
 
 STATES = "layers with a state for each request"
 
 
-def serves(device: DeviceSpec) -> bool:
-    """Whether layers with a state are served: on GPUs references of prompts would wait for the device in each layer."""
-    return not device.accelerator or device.is_foreign
-
-
 def remembers_within(original: Callable[..., bool], view: Any, hf_config: Any) -> bool:
-    """Return ``False``: the prefix cache stores no states within a prompt (SGLang's strategy ``extra_buffer``).
-
-    Raises:
-        ValueError: such a model is requested on an accelerator. SGLang would fail on its cache's pages before it asks
-            us about the model.
-    """
-    device = detect_device()
-    if not serves(device):
-        raise ValueError(f"sglang_fl does not support {STATES} on {device.name} yet")
+    """Return ``False``: the prefix cache stores no states within a prompt (SGLang's strategy ``extra_buffer``)."""
     return False
 
 
@@ -52,12 +39,19 @@ KERNELS = ("causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_fn_triton"
 """Names that SGLang's Mamba 2 module has only on its own devices, and that its Mamba 1 module imports."""
 
 
-def name_kernels() -> None:
-    """Let SGLang import its models with Mamba 1. Their layers call none of these names: their forward is ours."""
+def prepare_models() -> None:
+    """Prepare the import of SGLang's models.
+
+    Models with Mamba 1 import names of kernels that their layers never call, because their forward is ours. Qwen3.5
+    would give the projections of a decoding step unsplit to a kernel that convolves them, too.
+    """
+    from sglang.srt.environ import envs
     from sglang.srt.layers.attention.mamba import mamba
 
     for name in KERNELS:
         vars(mamba).setdefault(name, None)
+    if get_settings().registers("RadixLinearAttention", "gated_delta_rule"):
+        envs.SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV.set(False)
 
 
 @unless_triton

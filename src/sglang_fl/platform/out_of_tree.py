@@ -166,4 +166,4 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         SGLang imports its models next.
         """
         startup.START.raise_kept()
-        state_forms.name_kernels()
+        state_forms.prepare_models()

@@ -111,7 +111,7 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
         *_states(runner, device),
         *_sparse(runner, device),
         *_quantized(runner, device),
-        *_predictors(runner, device),
+        *_predictors(runner),
         *_norms(runner, device),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
@@ -153,6 +153,8 @@ STATES = (
 """Configurations of served models with states, by name; derived classes count as their base."""
 DRAFTED = ("GraniteMoeHybridConfig", "Lfm2Config", "Qwen3NextConfig", "Qwen3_5Config", "Qwen3_5TextConfig")
 """Configurations of models that may verify drafts; derived classes are other models."""
+UNSEEN = ("NemotronHConfig",)
+"""Configurations of models that no test has run on a GPU."""
 WITHOUT_ATTENTION = ("FalconMambaConfig", "Mamba2Config", "MambaConfig")
 
 
@@ -166,12 +168,12 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     args = runner.server_args
     served = {base.__name__ for base in type(found).__mro__} & set(STATES)
     what, groups = state_forms.STATES, getattr(found, "mamba_n_groups", getattr(found, "n_groups", 0))
-    quantized = runner.model_config.quantization is not None
+    quantized, on_gpu = runner.model_config.quantization is not None, device.accelerator and not device.is_foreign
     why = f" ({STATES_ONLY})" if type(found).__name__ in WITHOUT_ATTENTION else ""
     return [
-        (not served, f"{what} of {type(found).__name__}"),
-        (not state_forms.serves(device), what),
+        (not served or (on_gpu and type(found).__name__ in UNSEEN), f"{what} of {type(found).__name__}"),
         (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
+        (quantized and on_gpu, f"quantized {what}"),
         (
             quantized and groups % args.tp_size != 0,
             f"quantized {what} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py)",
@@ -194,26 +196,22 @@ def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     config, args, sparse = runner.model_config.hf_config, runner.server_args, "sparse latent attention"
     if indexer.topk_of(runner.model_config.hf_text_config) is None:
         return []
-    models = indexer.ON_ACCELERATORS if device.accelerator else indexer.MODELS
+    models = indexer.ON_FOREIGN if device.is_foreign else indexer.MODELS
     return [
         (config.architectures[0] not in models, f"{sparse} of {config.architectures[0]}"),
         (host_version() not in TESTED_HOSTS, f"{sparse} under SGLang {host_version()}"),
         (bool(hosts_own_attention()), f"{sparse} by SGLang's own attention"),
         (args.enable_dp_attention, f"data-parallel attention beside {sparse}"),
-        (device.accelerator and args.speculative_algorithm is not None, f"drafts beside {sparse}"),
     ]
 
 
-def _predictors(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+def _predictors(runner: ModelRunner) -> list[tuple[bool, str]]:
     """Return the unserved features of predictors."""
     config = runner.model_config.hf_config
     if not runner.is_draft_worker or not any(name.endswith("NextN") for name in config.architectures):
         return []
     count = getattr(config, "num_nextn_predict_layers", None) or 1
-    return [
-        (device.accelerator, "drafts of a predictor (SGLang computes its norms in one kernel)"),
-        (count > 1, f"drafts of {count} predictors ({ONE_PREDICTOR})"),
-    ]
+    return [(count > 1, f"drafts of {count} predictors ({ONE_PREDICTOR})")]
 
 
 def _norms(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:

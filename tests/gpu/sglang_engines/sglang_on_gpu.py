@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,9 +40,15 @@ REFERENCES = {**TREES, "SGLANG_FL_PREFER": "reference"}
 OURS = {"default.triton"}
 
 
-def all_is_ours(report: dict[str, Any]) -> bool:
-    """Whether a rank ran no layer of SGLang's own in the place of one of ours, and no implementation failed."""
-    return not any(report[name] for name in ("failed", "native_layers", "fallen_through", "undispatched"))
+def all_is_ours(report: dict[str, Any], fused: Sequence[str] = ()) -> bool:
+    """Whether a rank ran no layer of SGLang's own in the place of one of ours, and no implementation failed.
+
+    Args:
+        report: what the rank's plugin says.
+        fused: operators that SGLang computes within a kernel of its own.
+    """
+    others = any(report[name] for name in ("failed", "native_layers", "fallen_through"))
+    return not others and report["undispatched"].keys() == {*fused}
 
 
 def texts(step: dict[str, Any]) -> list[list[int]]:

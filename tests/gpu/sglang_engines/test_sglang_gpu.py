@@ -31,10 +31,12 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str], str]] = {
     "sparse latent attention, eager": ("deepseek_v32", EAGER, NEUTRAL, "default.triton"),
     "sparse latent attention, graphs": ("deepseek_v32", GRAPHS, NEUTRAL, "default.triton"),
     "sparse latent attention, eager prompts, graphs": ("deepseek_v32", EAGER_PROMPTS, NEUTRAL, "default.triton"),
+    "shared lists, eager": ("glm_moe_dsa", EAGER, NEUTRAL, "default.triton"),
+    "shared lists, graphs": ("glm_moe_dsa", GRAPHS, NEUTRAL, "default.triton"),
     "references": ("llama", GRAPHS, REFERENCES, "reference.torch"),
 }
 """Name → checkpoint, arguments of ``sglang.Engine``, variables, and what must run attention."""
-ATTENTION = {"deepseek_v3": "mla_decode", "deepseek_v32": "mla_sparse"}
+ATTENTION = {"deepseek_v3": "mla_decode", "deepseek_v32": "mla_sparse", "glm_moe_dsa": "mla_sparse"}
 """Family → the operator of its attention, if that is latent."""
 CAPTURED = [name for name in RUNS if name.endswith("graphs")]
 

@@ -22,10 +22,10 @@ from engines import PROMPTS, ran, start_features
 
 from fl_dispatch.cli.checkpoints import VOCABULARY, build_checkpoint
 from fl_dispatch.cli.half_precision import table
-from half_types import as_near_as_hugging_face
+from half_types import INDEX_KEYS, SPARSE, as_near_as_hugging_face
 
 pytestmark = pytest.mark.gpu
-FAMILIES = ("llama", "qwen3_moe", "deepseek_v2")
+FAMILIES = ("llama", "qwen3_moe", "deepseek_v2", "deepseek_v32", "glm_moe_dsa")
 NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
 PIECEWISE = {"cudagraph_mode": "PIECEWISE"}
 MODES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]] = {
@@ -45,17 +45,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="module")
-def runs(checkpoint: Callable[[str], Path]) -> Mapping[tuple[str, str], dict[str, Any]]:
+def runs(checkpoint: Callable[[str], Path]) -> Callable[[str, str], dict[str, Any]]:
     """Mode and family → what the engine says. A process each."""
     sampling = {"max_tokens": TOKENS, "logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY}
     ask = [{"do": "generate", "prompts": PROMPTS, "sampling": sampling}]
     common = {"dtype": "bfloat16", "max_logprobs": VOCABULARY, "gpu_memory_utilization": 0.1}
-    jobs = {
-        (mode, family): start_features((checkpoint(family), ask, {**common, **engine}), **variables)
-        for mode, (engine, variables) in MODES.items()
-        for family in FAMILIES
-    }
-    return {key: job.result()["runs"][0] for key, job in jobs.items()}
+
+    def run(mode: str, family: str) -> dict[str, Any]:
+        engine, variables = MODES[mode]
+        keys = {"attention_config": INDEX_KEYS} if family in SPARSE else {}
+        job = start_features((checkpoint(family), ask, {**common, **keys, **engine}), **variables)
+        found: dict[str, Any] = job.result()["runs"][0]
+        return found
+
+    return cache(run)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,16 +66,16 @@ def runs(checkpoint: Callable[[str], Path]) -> Mapping[tuple[str, str], dict[str
 def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
     mode: str,
     family: str,
-    runs: Mapping[tuple[str, str], dict[str, Any]],
+    runs: Callable[[str, str], dict[str, Any]],
     checkpoint: Callable[[str], Path],
 ) -> None:
-    run = runs[mode, family]
+    run = runs(mode, family)
     (outputs,) = run["steps"]
     found = table(row for output in outputs for row in (*output["prompt_logprobs"][1:], *output["logprobs"][0]))
     texts = [[*prompt, *output["tokens"][0]] for prompt, output in zip(PROMPTS, outputs, strict=True)]
     assert as_near_as_hugging_face(family, checkpoint(family), texts, found, "bfloat16")
     assert run["report"]["native_layers"] == {}
-    attention = ran(run, "paged_attention") | ran(run, "mla_decode")
+    attention = ran(run, "paged_attention") | ran(run, "mla_decode") | ran(run, "mla_sparse")
     if mode == "shipped choices":
         assert "reference.torch" not in attention
     else:

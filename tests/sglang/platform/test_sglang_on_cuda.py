@@ -134,3 +134,38 @@ def test_warming_up_multiplies_by_each_kind_of_weight_once_for_each_size() -> No
     assert calls == 7 * len(sizes)
     assert counts["linear"] == 4 * len(sizes)  # two kinds of layers; ranks but the first pass no bias
     assert counts["weight_only_moe"] == counts["scaled_moe"] == counts["weight_only_linear"] == len(sizes)
+
+
+@pytest.mark.parametrize("left", [(), ("RMSNorm",)], ids=["ours", "SGLang's"])
+def test_a_predictors_norms_are_operators_unless_norms_are_sglangs(
+    left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_fl.compat import native_kernels
+
+    settings = replace(get_settings(), oot_blacklist=frozenset(left))
+    monkeypatch.setattr(native_kernels, "get_settings", lambda: settings)
+    embeddings, hidden = torch.randn(2, 3, 8).unbind()
+    weights = torch.randn(2, 8).unbind()
+    called: list[Any] = []
+    found = native_kernels.norm_drafters_inputs(lambda *given: called.append(given), embeddings, hidden, *weights, 1e-6)
+    assert len(called) == len(left)
+    if not left:
+        pairs = zip((embeddings, hidden), weights, strict=True)
+        expected = [nn.functional.rms_norm(x, (8,), weight, 1e-6) for x, weight in pairs]
+        torch.testing.assert_close(found, torch.cat(expected, dim=-1))
+
+
+@pytest.mark.parametrize("left", [(), ("RadixLinearAttention",)], ids=["ours", "SGLang's"])
+def test_projections_of_a_delta_net_are_split_before_our_layer(
+    left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise Qwen3.5 gives both projections of a decoding step to a kernel that splits and convolves them."""
+    from sglang.srt.environ import envs
+
+    from sglang_fl.compat import state_forms
+
+    kernel = envs.SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV
+    monkeypatch.setenv("SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV", "1")
+    monkeypatch.setattr(state_forms, "get_settings", lambda: replace(get_settings(), oot_blacklist=frozenset(left)))
+    state_forms.prepare_models()
+    assert kernel.get() == bool(left)

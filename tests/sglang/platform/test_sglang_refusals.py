@@ -80,7 +80,8 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
 @pytest.mark.parametrize(
     ("device", "arguments", "config", "said"),
     [
-        (CUDA, {}, "Qwen3NextConfig", f"{STATES} on cuda"),
+        (CUDA, {}, "NemotronHConfig", f"{STATES} of NemotronHConfig on cuda"),
+        (CUDA, {"quantization": "fp8"}, "Qwen3NextConfig", f"quantized {STATES} on cuda"),
         (
             CPU,
             {"speculative_algorithm": "STANDALONE"},
@@ -121,6 +122,7 @@ def test_layers_with_a_state_are_refused_before_weights_load(
         hf_text_config=text,
         model_path="m",
         head_dim=8,
+        is_draft_model=False,
         v_head_dim=8,
     )
     runner: Any = SimpleNamespace(
@@ -171,19 +173,6 @@ def test_sglang_divides_no_quantized_projection_whose_groups_ranks_share(schedul
     assert "if tensor parallel world size divides num groups" in source
 
 
-def test_they_are_refused_on_a_gpu_before_sglang_ends_for_pages_of_its_cache(
-    scheduler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang_fl.compat import state_forms
-
-    for device in (CPU, ASCEND):
-        monkeypatch.setattr(state_forms, "detect_device", lambda: device)
-        assert not state_forms.remembers_within(lambda *_: True, None, None)
-    monkeypatch.setattr(state_forms, "detect_device", lambda: CUDA)
-    with pytest.raises(ValueError, match=f"^sglang_fl does not support {STATES} on cuda yet$"):
-        state_forms.remembers_within(lambda *_: True, None, None)
-
-
 def test_in_larger_pages_than_one_token_models_with_states_have_no_prefix_cache(
     scheduler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,14 +220,7 @@ def test_the_function_is_in_the_file(line: str) -> None:
 @pytest.mark.parametrize(
     ("device", "arguments", "architecture", "said"),
     [
-        (CUDA, {}, "GlmMoeDsaForCausalLM", "sparse latent attention of GlmMoeDsaForCausalLM on cuda"),
         (ASCEND, {}, "GlmMoeDsaForCausalLM", "sparse latent attention of GlmMoeDsaForCausalLM on ascend"),
-        (
-            CUDA,
-            {"speculative_algorithm": "NGRAM"},
-            "DeepseekV32ForCausalLM",
-            "drafts beside sparse latent attention on cuda",
-        ),
         (CPU, {}, "HYV4ForCausalLM", "sparse latent attention of HYV4ForCausalLM on cpu"),
         (
             CPU,
@@ -272,7 +254,7 @@ def test_drafts_of_several_predictors_are_refused_with_the_hosts_line(scheduler:
     for count, drafts, refused in ((3, True, True), (1, True, False), (3, False, False)):
         said = SimpleNamespace(num_nextn_predict_layers=count, architectures=["DeepseekV3ForCausalLMNextN"])
         runner: Any = SimpleNamespace(model_config=SimpleNamespace(hf_config=said), is_draft_worker=drafts)
-        asked = [what for present, what in refusals._predictors(runner, CPU) if present]
+        asked = [what for present, what in refusals._predictors(runner) if present]
         assert asked == [f"drafts of 3 predictors ({refusals.ONE_PREDICTOR})"] * refused
 
 

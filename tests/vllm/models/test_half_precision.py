@@ -19,16 +19,13 @@ from engines import PROMPTS, start_features
 
 import variants
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
-from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, exact, table, within
+from fl_dispatch.cli.half_precision import EXPERTS, exact, table, within
+from half_types import INDEX_KEYS, SPARSE, part_of
 from running import reference_network
 from sampling import drawn
 
 NO_FLOAT16 = ("gemma2", "gemma3")
 """vLLM itself refuses float16 for these: numerical instability."""
-SPARSE = ("deepseek_v32", "glm_moe_dsa")
-"""Hugging Face's networks keep their index keys as they are; in fp8, as published, other tokens are listed."""
-LISTED = 0.75
-"""The part of the tokens for which the bounds hold, because a query may list others in half precision; seen: 1.09."""
 TIED = ("gemma2", "bloom")
 """The embeddings are also the last layer's weights."""
 
@@ -85,7 +82,7 @@ def runs(model: Callable[[str, str], Path]) -> Callable[..., dict[str, Any]]:
         steps = [ask, narrow, ask] if case == NARROW else [ask]
         engine: dict[str, Any] = {"dtype": dtype, "max_logprobs": VOCABULARY, "enable_prefix_caching": False}
         if family in SPARSE:
-            engine["attention_config"] = {"indexer_kv_dtype": "bf16"}
+            engine["attention_config"] = INDEX_KEYS
         job = (model(family, size), [*steps, {"do": "kv_groups"}], engine)
         return start_features(job, VLLM_FL_PLUGIN_MODULES="narrow_norm")
 
@@ -127,8 +124,7 @@ def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
     assert found.isfinite().all()
     single, largest = hugging_face(family, "float32", size)
     assert (1e3 < largest < 65504) == (size == "large")
-    compared = LISTED if family in SPARSE else COMPARED if family in EXPERTS else 1.0
-    assert within(found, single, hugging_face(family, dtype, size)[0], compared)
+    assert within(found, single, hugging_face(family, dtype, size)[0], part_of(family))
     operators = {key.split(" ")[0] for key in runs(family, dtype, size)["report"]["counts"]}
     latent = "mla_sparse" if family in SPARSE else "mla_prefill" if family.startswith("deepseek") else ""
     assert {"kv_cache_write", latent or "paged_attention"} <= operators
