@@ -60,6 +60,10 @@ def known_operators() -> tuple[str, ...]:
     return tuple(OPERATORS)
 
 
+ALIKE = 0.8
+"""How similar a name must be to another project's name of an operator."""
+
+
 def suggestion(name: str, others: Iterable[str] = (), cutoff: float = 0.6) -> str:
     """Return the end of a message about an unknown operator: the one probably meant, or an empty string.
 
@@ -70,9 +74,11 @@ def suggestion(name: str, others: Iterable[str] = (), cutoff: float = 0.6) -> st
     """
     from fl_dispatch.ops import OPERATORS
 
-    meant = {_squeezed(alias): op.name for op in OPERATORS.values() for alias in op.aliases}
+    written = _squeezed(name)
+    aliases = {_squeezed(alias): op.name for op in OPERATORS.values() for alias in op.aliases}
+    meant = {near: aliases[near] for near in difflib.get_close_matches(written, aliases, 3, max(cutoff, ALIKE))}
     meant |= {_squeezed(known): known for known in (*OPERATORS, *others)}
-    close = difflib.get_close_matches(_squeezed(name), meant, 1, cutoff)
+    close = difflib.get_close_matches(written, meant, 1, cutoff)
     found = meant[close[0]] if close else name
     return "" if found == name else f"; did you mean '{found}'?"
 
