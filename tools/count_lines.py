@@ -50,7 +50,7 @@ PARTS = {
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_880, tokens=130_200),
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=5_060, tokens=52_400),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_845, tokens=61_850),
-    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_675, tokens=32_850),
+    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_675, tokens=33_000),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_630, tokens=90_450),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
     "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_030, tokens=47_200),

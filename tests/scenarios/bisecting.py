@@ -28,6 +28,10 @@ SHOWN = (
 )
 """Faults that a run found, or rightly did not blame, under each host; docs/guide/commands/bisect.md lists others.
 """
+OF_ATEN = tuple(name for name in TESTS if TESTS[name].aten and not TESTS[name].slower_than)
+"""Faults of a backend that replaces PyTorch's own operators."""
+SLOW = tuple(name for name in TESTS if TESTS[name].slower_than)
+"""Implementations that are right, and slow."""
 
 
 class PlantedFaults(Scenario):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from bisecting import SHOWN, PlantedFaults
+from bisecting import OF_ATEN, SHOWN, SLOW, PlantedFaults
+from fl_dispatch.cli.bisect.selftest import TESTS
 from sampling import drawn
 
 
 @pytest.mark.engine
 class TestFaults(PlantedFaults):
-    FAULTS = drawn(SHOWN, 1, "planted faults, SGLang")
+    FAULTS = drawn(
+        [fault for fault in (*SHOWN, *OF_ATEN, *SLOW) if not TESTS[fault].compiled], 1, "planted faults, SGLang"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -83,6 +84,25 @@ def test_pipeline_stages_share_the_layers(runs: Runs) -> None:
     layers = [report["layers"]["SiluAndMul"] for report in runs["pipeline"].result()["reports"]]
     assert sum(layers) == LAYERS
     assert min(layers) > 0
+
+
+def test_ranks_that_measure_a_kernel_differently_serve_with_one_configuration(
+    checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]], tmp_path: Path
+) -> None:
+    variables = {
+        "TRITON_INTERPRET": "1",
+        "SGLANG_FL_PREFER": "reference",
+        "SGLANG_FL_PLUGIN_MODULES": "timed_plugin",
+        "SGLANG_FL_PER_OP": "silu_and_mul=vendor:timed",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    result = start(checkpoint("qwen3"), engine=TENSOR, variables=variables, cold=True).result()
+    assert result["steps"][0]["tokens"] == expected("qwen3")
+    assert "0 known from earlier starts; ranks had others in 1" in result["log"]
+    (kept,) = json.loads((tmp_path / "fl-dispatch" / "tactics.json").read_text()).values()
+    assert {words.partition(",")[0] for words in kept.popitem()[1].values()} == {"BLOCK: 64"}
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}.txt").read_text().startswith("BLOCK: 64,")
 
 
 def ends(model: Path, engine: dict[str, Any], variables: dict[str, str]) -> str:

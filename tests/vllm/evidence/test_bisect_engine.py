@@ -17,10 +17,6 @@ from sampling import drawn
 pytestmark = pytest.mark.engine
 
 SHOWN = (*bisecting.SHOWN, "not_exact-bfloat16", "beyond_256-compiled")
-OF_ATEN = tuple(name for name in TESTS if TESTS[name].aten and not TESTS[name].slower_than)
-"""Faults of a backend that replaces PyTorch's own operators."""
-SLOW = ("ten_times", "three_times")
-"""Implementations that are right, and slow."""
 COMPILED = '{"mode": 3, "backend": "eager"}'
 """Traced and frozen as ever, and not handed to Inductor, which takes longer at each start."""
 
@@ -28,8 +24,8 @@ COMPILED = '{"mode": 3, "backend": "eager"}'
 class TestFaults(bisecting.PlantedFaults):
     FAULTS = (
         *drawn(SHOWN, 1, "planted faults"),
-        *drawn(OF_ATEN, 1, "planted faults of ATen"),
-        *drawn(SLOW, 1, "planted slow"),
+        *drawn(bisecting.OF_ATEN, 1, "planted faults of ATen"),
+        *drawn(bisecting.SLOW, 1, "planted slow"),
     )
 
     def arguments(self, fault: str) -> Sequence[str]:

@@ -125,7 +125,8 @@ class SglangEngine(sglang.HostEngine):
         return scores(self, rounds)
 
     def processor(self) -> list[float]:
-        return []  # the scheduler polls without pause, so its processor time equals wall time
+        seconds = [answer["seconds"] for answer in self._collected({"clock": True})]
+        return [] if None in seconds else seconds
 
     def watch(self, operator: str) -> None:
         self._collected({"settings": None, "watch": operator})

@@ -7,6 +7,8 @@ answers come as files.
 from __future__ import annotations
 
 import json
+import time
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from ...evidence.bisect import inside, kinds
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from torch import Tensor
 
     from ...registry import OpRegistry
@@ -21,22 +24,53 @@ if TYPE_CHECKING:
 FORCED = "fl_forced"
 """The key of a request's custom parameters."""
 METHOD = "fl_bisect"
+CLOCK = "fl_bisect_seconds"
+"""A model runner's attribute: processor time of its forward passes."""
 
 
 def _bisect(scheduler: Scheduler, folder: str, job: dict[str, Any]) -> None:
-    """Switch the policy if the job has settings for this rank, and write the answer to this rank's file."""
+    """Write the answer to a job to this rank's file.
+
+    A job for the clock asks for the processor time. Any other one switches the policy if it has settings.
+    """
     from sglang_fl import report
 
     runner = scheduler.tp_worker.model_runner
-    rank, refused = report.own_rank(), ""
-    if job.get("settings") is not None and (job["ranks"] is None or rank in job["ranks"]):
-        refused = inside.switch(job["settings"], job["seed"])
-    answer = inside.answer(runner.model)  # also ends a watch
+    rank, answer = report.own_rank(), dict[str, Any]()
+    if job.get("clock"):
+        answer = {"seconds": _seconds_of_passes(runner)}
+    else:
+        refused = ""
+        if job.get("settings") is not None and (job["ranks"] is None or rank in job["ranks"]):
+            refused = inside.switch(job["settings"], job["seed"])
+        answer = {**inside.answer(runner.model), "refused": refused}  # also ends a watch
     if job.get("watch"):
         kinds.watch(job["watch"])
     part = Path(folder, f"{rank}.part")
-    part.write_text(json.dumps({**answer, "refused": refused}), encoding="utf-8")
+    part.write_text(json.dumps(answer), encoding="utf-8")
     part.rename(part.with_suffix(".json"))
+
+
+def _seconds_of_passes(runner: ModelRunner) -> float | None:
+    """Return the processor time of forward passes since the first question; ``None`` if an accelerator computes.
+
+    The scheduler polls without pause between them, so its own processor time is the wall clock's.
+    """
+    if inside.processor_seconds() is None:
+        return None
+    if not hasattr(runner, CLOCK):
+        setattr(runner, CLOCK, 0.0)
+        forward = runner.forward
+
+        @wraps(forward)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = time.process_time()
+            result = forward(*args, **kwargs)
+            setattr(runner, CLOCK, getattr(runner, CLOCK) + time.process_time() - before)
+            return result
+
+        runner.forward = timed
+    return float(getattr(runner, CLOCK))
 
 
 def register_builtins(registry: OpRegistry) -> None:

@@ -77,6 +77,7 @@ TESTS: dict[str, Planted] = {
     "aten_uniform_": Planted("random fill without its bounds", aten=("aten::uniform_",)),
     "aten_rsqrt": Planted("reciprocal root of small values", aten=("aten::rsqrt",)),
     "aten_rsqrt-compiled": Planted("the same, compiled", compiled=True, fault="aten_rsqrt", aten=("aten::rsqrt",)),
+    "aten_rsqrt-two_ranks": Planted("the same, in two ranks", fault="aten_rsqrt", aten=("aten::rsqrt",), ranks=2),
     "aten_together": Planted("three that are wrong only together", aten=("aten::rsqrt", "aten::log_", "aten::exp_")),
     "aten_slow": Planted("right, after five milliseconds of work", aten=("aten::cumsum.out",), slower_than=1.5),
 }

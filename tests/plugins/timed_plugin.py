@@ -1,6 +1,11 @@
-"""A gated activation in Triton's interpreter; by planted times another configuration is the fastest on each rank."""
+"""A gated activation in Triton's interpreter; by planted times another configuration is the fastest on each rank.
 
+Each rank leaves its last configuration in a file of its own beside the kept tactics.
+"""
+
+import os
 from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -33,6 +38,8 @@ def kernel(x, out, columns, BLOCK: tl.constexpr):  # noqa: N803
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
     kernel[(out[..., 0].numel(),)](x.contiguous(), out, out.shape[-1])
+    ran = Path(os.environ["XDG_CACHE_HOME"], f"rank{torch.distributed.get_rank()}.txt")
+    ran.write_text(str(kernel.best_config))
     return out
 
 
