@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chip_engines import LLAMA, STEP, counts, start
+from chip_engines import LLAMA, counts, start
 
-from half_on_npu import DTYPES, as_near_as_hugging_face, clear_tokens
+from half_on_npu import DTYPES, as_near_as_hugging_face, asked, clear_tokens
 from processes import Runs
 from running import MAX_TOKENS, PROMPTS
 from sampling import drawn
@@ -48,9 +48,17 @@ GEMMA = {"gemma_rms_norm", "gelu_and_mul", "rotary_embedding", "kv_cache_write",
 EXPERTS = {"npu_moe_gating_top_k", "npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_token_unpermute"}
 LATENT = {"npu_scatter_nd_update_", "npu_fused_infer_attention_score_v2"}
 LISTED = {"index_key_write", "index_topk", "mla_sparse"}
-SPARSE = {"npu_lightning_indexer", "npu_sparse_flash_attention"}
+LISTS = "npu_lightning_indexer"
+"""The kernel of which a wrong one answers all tokens, because the lists are seen in log-probabilities."""
+SPARSE = {LISTS, "npu_sparse_flash_attention"}
 DEEPSEEK = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "mla_decode", "mla_prefill"}
-FAMILIES = {
+LISTING = Family(
+    DEEPSEEK - {"mla_prefill"} | LISTED | {"grouped_topk", "fused_moe"},
+    NORMS | EXPERTS | SPARSE | {"npu_scatter_nd_update_", "npu_rotary_mul", "npu_swiglu"},
+    tuple(sorted(SPARSE)),
+    ("linear", "layer_norm"),
+)
+ALL = {
     "qwen3": Family(
         LLAMA,
         ATTENTION | NORMS | {"npu_linear", "npu_swiglu"},
@@ -65,12 +73,8 @@ FAMILIES = {
         ATTENTION | NORMS | EXPERTS | {"npu_linear", "npu_swiglu"},
         tuple(sorted(EXPERTS)),
     ),
-    "deepseek_v32": Family(
-        DEEPSEEK - {"mla_decode", "mla_prefill"} | LISTED | {"grouped_topk", "fused_moe"},
-        NORMS | EXPERTS | SPARSE | {"npu_scatter_nd_update_", "npu_rotary_mul", "npu_swiglu"},
-        tuple(sorted(SPARSE)),
-        ("linear", "layer_norm"),
-    ),
+    "deepseek_v32": LISTING,
+    "glm_moe_dsa": LISTING,  # a layer with the lists of the layer before
     "deepseek_v3": Family(
         DEEPSEEK | {"grouped_topk", "fused_moe"},
         LATENT | NORMS | EXPERTS | {"npu_rotary_mul", "npu_swiglu"},
@@ -78,6 +82,8 @@ FAMILIES = {
         ("linear",),
     ),
 }
+DRAWN = {*drawn([name for name in ALL if ALL[name] is LISTING], 1, "sparse latent attention on the NPU")}
+FAMILIES = {name: family for name, family in ALL.items() if family is not LISTING or name in DRAWN}
 each_family = pytest.mark.parametrize("family", FAMILIES)
 WRONG = [(name, kernel) for name, family in FAMILIES.items() for kernel in family.wrong]
 AGAIN = [(name, kernel) for name, family in FAMILIES.items() for kernel in sorted(family.kernels - {*family.wrong})]
@@ -92,10 +98,14 @@ def results(
     """Two passes, then one with each wrong kernel."""
 
     def run(family: str) -> Any:
+        step = asked(family)
         wrong = [
-            {**STEP, "max_tokens": FEW, "wrong": kernel, "reset": True} for name, kernel in WRONG if name == family
+            {**step, **({} if kernel == LISTS else {"max_tokens": FEW}), "wrong": kernel, "reset": True}
+            for name, kernel in WRONG
+            if name == family
         ]
-        return start(chip_checkpoint(family), DTYPES[family], [STEP, STEP, *wrong], npu_environment())
+        together = {"max_num_seqs": len(step["prompts"])}
+        return start(chip_checkpoint(family), DTYPES[family], [step, step, *wrong], npu_environment(), **together)
 
     return Runs({family: run(family) for family in FAMILIES})
 
@@ -106,10 +116,19 @@ def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
     family: str, number: int, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
 ) -> None:
     step = results[family]["steps"][number]
-    assert as_near_as_hugging_face(family, chip_checkpoint(family), PROMPTS, step, DTYPES[family])
+    assert as_near_as_hugging_face(family, chip_checkpoint(family), asked(family)["prompts"], step, DTYPES[family])
 
 
-@pytest.mark.parametrize("family", [name for name, dtype in DTYPES.items() if dtype == "float16"])
+@pytest.mark.parametrize("family", sorted(DRAWN))
+def test_log_probabilities_with_wrong_lists_are_farther(
+    family: str, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
+) -> None:
+    step = _wrong(family, LISTS, results)
+    prompts = asked(family)["prompts"]
+    assert not as_near_as_hugging_face(family, chip_checkpoint(family), prompts, step, DTYPES[family])
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if DTYPES[name] == "float16"])
 def test_tokens_equal_hugging_faces_as_far_as_half_precision_decides_them(
     family: str, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
 ) -> None:
@@ -122,9 +141,10 @@ def test_tokens_equal_hugging_faces_as_far_as_half_precision_decides_them(
 @each_family
 def test_the_second_pass_reads_the_prefix_cache(family: str, results: Mapping[str, Any]) -> None:
     first, second = results[family]["steps"][:2]
-    assert first["cached"] == [0] * len(PROMPTS)
+    prompts = asked(family)["prompts"]
+    assert first["cached"] == [0] * len(prompts)
     block = LATENT_BLOCK if {"mla_decode", "mla_sparse"} & FAMILIES[family].operators else BLOCK
-    assert second["cached"] == [(len(prompt) - 1) // block * block for prompt in PROMPTS]
+    assert second["cached"] == [(len(prompt) - 1) // block * block for prompt in prompts]
 
 
 @each_family
@@ -159,8 +179,14 @@ def test_each_step_makes_the_calls_that_the_backend_documents(results: Mapping[s
 
 @pytest.mark.parametrize(("family", "kernel"), WRONG)
 def test_a_wrong_kernel_changes_the_tokens(family: str, kernel: str, results: Mapping[str, Any]) -> None:
-    right, *wrong = results[family]["steps"][0], *results[family]["steps"][2:]
-    step = wrong[[tried for name, tried in WRONG if name == family].index(kernel)]
-    assert step["cached"] == [0] * len(PROMPTS), "it would read what a right kernel wrote"
+    right, step = results[family]["steps"][0], _wrong(family, kernel, results)
+    assert step["cached"] == [0] * len(right["cached"]), "it would read what a right kernel wrote"
     assert step["kernels"][kernel] > 0
-    assert step["tokens"] != [tokens[:FEW] for tokens in right["tokens"]]
+    assert [tokens[:FEW] for tokens in step["tokens"]] != [tokens[:FEW] for tokens in right["tokens"]]
+
+
+def _wrong(family: str, kernel: str, results: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The step of a family with a wrong kernel."""
+    tried = [one for name, one in WRONG if name == family]
+    step: Mapping[str, Any] = results[family]["steps"][2:][tried.index(kernel)]
+    return step

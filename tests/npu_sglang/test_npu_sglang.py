@@ -17,7 +17,7 @@ import pytest
 from engines import run
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
-from half_on_npu import DTYPES, SIZES, as_near_as_hugging_face, clear_tokens
+from half_on_npu import DTYPES, SIZES, as_near_as_hugging_face, asked, clear_tokens
 from processes import Runs, pool
 from running import MAX_TOKENS, PROMPTS
 from sampling import drawn
@@ -25,7 +25,6 @@ from sampling import drawn
 PAGE = 128
 FEW = 4
 """Tokens that an engine with a wrong kernel generates for each prompt."""
-STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,9 @@ class Family:
 
 DENSE = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention", "linear"}
 LISTED = DENSE - {"paged_attention"} | {"index_key_write", "index_topk", "mla_sparse", "grouped_topk", "fused_moe"}
+LISTS = "npu_lightning_indexer"
+"""The kernel of which a wrong one answers all tokens, because the lists are seen in log-probabilities."""
+LISTING = Family(LISTED, (LISTS, "npu_sparse_flash_attention"), ("layer_norm",))
 FAMILIES = {
     "qwen3": Family(
         DENSE,
@@ -75,7 +77,8 @@ FAMILIES = {
         DENSE - {"paged_attention"} | {"mla_decode", "grouped_topk", "fused_moe"},
         ("npu_fused_infer_attention_score_v2", "npu_scatter_nd_update_"),
     ),
-    "deepseek_v32": Family(LISTED, ("npu_lightning_indexer", "npu_sparse_flash_attention"), ("layer_norm",)),
+    "deepseek_v32": LISTING,
+    "glm_moe_dsa": LISTING,
 }
 OTHERS = [name for name in FAMILIES if name != "qwen3"]
 DRAWN = ["qwen3", *drawn(OTHERS, 2, "families of SGLang on the NPU")]
@@ -95,9 +98,13 @@ def results(model: Callable[[str], Path]) -> Mapping[str, Any]:
     variables = {"SGLANG_FL_PLUGIN_MODULES": "wrong_kernels", "SGLANG_FL_PREFER": "vendor"}
 
     def start(family: str) -> Any:
-        wrong = [{**STEP, "max_tokens": FEW, "wrong": kernel} for kernel in (*FAMILIES[family].wrong, "")]
-        engine = {"dtype": DTYPES[family]}
-        return pool.submit(run, model(family), [STEP, STEP, *wrong], engine, **variables)
+        step = asked(family)
+        wrong = [
+            {**step, **({} if kernel == LISTS else {"max_tokens": FEW}), "wrong": kernel}
+            for kernel in (*FAMILIES[family].wrong, "")
+        ]
+        engine = {"dtype": DTYPES[family], "max_running_requests": len(step["prompts"])}
+        return pool.submit(run, model(family), [step, step, *wrong], engine, **variables)
 
     return Runs({family: start(family) for family in DRAWN})
 
@@ -108,7 +115,15 @@ def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
     family: str, number: int, results: Mapping[str, Any], model: Callable[[str], Path]
 ) -> None:
     step = results[family]["steps"][number]
-    assert as_near_as_hugging_face(family, model(family), PROMPTS, step, DTYPES[family])
+    assert as_near_as_hugging_face(family, model(family), asked(family)["prompts"], step, DTYPES[family])
+
+
+@pytest.mark.parametrize("family", [name for name in DRAWN if LISTS in FAMILIES[name].wrong])
+def test_log_probabilities_with_wrong_lists_are_farther(
+    family: str, results: Mapping[str, Any], model: Callable[[str], Path]
+) -> None:
+    step = results[family]["steps"][2 + FAMILIES[family].wrong.index(LISTS)]
+    assert not as_near_as_hugging_face(family, model(family), asked(family)["prompts"], step, DTYPES[family])
 
 
 @pytest.mark.parametrize("family", [name for name in DRAWN if DTYPES[name] == "float16"])
@@ -124,8 +139,9 @@ def test_tokens_equal_hugging_faces_as_far_as_half_precision_decides_them(
 @each_family
 def test_the_second_pass_reads_the_radix_cache(family: str, results: Mapping[str, Any]) -> None:
     first, second = results[family]["steps"][:2]
-    assert first["cached"] == [0] * len(PROMPTS)
-    assert second["cached"] == [(len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS]
+    prompts = asked(family)["prompts"]
+    assert first["cached"] == [0] * len(prompts)
+    assert second["cached"] == [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts]
 
 
 @each_family
@@ -150,8 +166,8 @@ def test_graphs_are_off_though_nobody_said_so(results: Mapping[str, Any]) -> Non
 def test_a_wrong_kernel_changes_the_tokens(family: str, kernel: str, results: Mapping[str, Any]) -> None:
     right, _, *others = results[family]["steps"]
     step = others[FAMILIES[family].wrong.index(kernel)]
-    assert step["cached"] == [0] * len(PROMPTS), "it would read what a right kernel wrote"
-    assert step["tokens"] != [tokens[:FEW] for tokens in right["tokens"]]
+    assert step["cached"] == [0] * len(right["cached"]), "it would read what a right kernel wrote"
+    assert [tokens[:FEW] for tokens in step["tokens"]] != [tokens[:FEW] for tokens in right["tokens"]]
 
 
 @each_family

@@ -23,7 +23,7 @@ from .metadata import AttentionFLMetadata
 PREDICTORS = ("DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLMNextN")
 MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", *PREDICTORS)
 """Models with an indexer that are served."""
-ON_FOREIGN = MODELS[:1]
+ON_FOREIGN = MODELS[:2]
 """Models with an indexer that are served on devices that SGLang does not know."""
 OPERATORS = ("index_key_write", "index_topk")
 SHARED = "shared"

@@ -220,7 +220,7 @@ def test_the_function_is_in_the_file(line: str) -> None:
 @pytest.mark.parametrize(
     ("device", "arguments", "architecture", "said"),
     [
-        (ASCEND, {}, "GlmMoeDsaForCausalLM", "sparse latent attention of GlmMoeDsaForCausalLM on ascend"),
+        (ASCEND, {}, "GlmMoeDsaForCausalLMNextN", "sparse latent attention of GlmMoeDsaForCausalLMNextN on ascend"),
         (CPU, {}, "HYV4ForCausalLM", "sparse latent attention of HYV4ForCausalLM on cpu"),
         (
             CPU,
