@@ -45,7 +45,7 @@ PARTS = {
     "shadow mode": Part(("fl_dispatch/shadow/*.py",), lines=470, tokens=4_220),
     "compiled": Part(("fl_dispatch/compiled/*.py",), lines=470, tokens=4_750),
     "devices": Part(("fl_dispatch/devices/*.py",), lines=780, tokens=6_380),
-    "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_290, tokens=12_275),
+    "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_290, tokens=12_300),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=5_020, tokens=65_150),
     "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_880, tokens=130_200),
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=5_060, tokens=52_400),
@@ -53,7 +53,7 @@ PARTS = {
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_675, tokens=33_000),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_630, tokens=90_450),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_030, tokens=47_200),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_035, tokens=47_200),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

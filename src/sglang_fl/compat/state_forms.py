@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
 from .native_kernels import start_triton, unless_triton
+
+logger = get_logger(__name__)
 
 STATES = "layers with a state for each request"
 
@@ -39,19 +42,29 @@ KERNELS = ("causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_fn_triton"
 """Names that SGLang's Mamba 2 module has only on its own devices, and that its Mamba 1 module imports."""
 
 
-def prepare_models() -> None:
-    """Prepare the import of SGLang's models.
+SPLITS_AND_CONVOLVES = "SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV"
+"""SGLang's variable for a kernel that splits and convolves the projections of Qwen3.5 in a decoding step."""
 
-    Models with Mamba 1 import names of kernels that their layers never call, because their forward is ours. Qwen3.5
-    would give the projections of a decoding step unsplit to a kernel that convolves them, too.
-    """
-    from sglang.srt.environ import envs
+
+def prepare_models() -> None:
+    """Prepare the import of SGLang's models; those with Mamba 1 import kernels that their layers never call."""
     from sglang.srt.layers.attention.mamba import mamba
 
     for name in KERNELS:
         vars(mamba).setdefault(name, None)
-    if get_settings().registers("RadixLinearAttention", "gated_delta_rule"):
-        envs.SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV.set(False)
+    _split_projections()
+
+
+def _split_projections() -> None:
+    """Let Qwen3.5 split the projections of a decoding step, instead of passing them whole to our layer."""
+    from sglang.srt.environ import envs
+
+    kernel = getattr(envs, SPLITS_AND_CONVOLVES, None)  # other versions of SGLang may lack it
+    if kernel is None or not get_settings().registers("RadixLinearAttention", "gated_delta_rule"):
+        return
+    if kernel.is_set() and kernel.get():
+        logger.warning("%s has no effect, because its kernel would bypass our operators", SPLITS_AND_CONVOLVES)
+    kernel.set(False)
 
 
 @unless_triton

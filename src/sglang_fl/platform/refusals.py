@@ -153,8 +153,8 @@ STATES = (
 """Configurations of served models with states, by name; derived classes count as their base."""
 DRAFTED = ("GraniteMoeHybridConfig", "Lfm2Config", "Qwen3NextConfig", "Qwen3_5Config", "Qwen3_5TextConfig")
 """Configurations of models that may verify drafts; derived classes are other models."""
-UNSEEN = ("NemotronHConfig",)
-"""Configurations of models that no test has run on a GPU."""
+ON_GPU = (*(name for name in STATES if name != "NemotronHConfig"), "Qwen3_5TextConfig", "Qwen3_5MoeTextConfig")
+"""Configurations of models that ran on an NVIDIA GPU; derived classes are other models."""
 WITHOUT_ATTENTION = ("FalconMambaConfig", "Mamba2Config", "MambaConfig")
 
 
@@ -171,7 +171,7 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     quantized, on_gpu = runner.model_config.quantization is not None, device.accelerator and not device.is_foreign
     why = f" ({STATES_ONLY})" if type(found).__name__ in WITHOUT_ATTENTION else ""
     return [
-        (not served or (on_gpu and type(found).__name__ in UNSEEN), f"{what} of {type(found).__name__}"),
+        (not served or (on_gpu and type(found).__name__ not in ON_GPU), f"{what} of {type(found).__name__}"),
         (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
         (quantized and on_gpu, f"quantized {what}"),
         (

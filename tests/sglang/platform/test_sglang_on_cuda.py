@@ -157,15 +157,20 @@ def test_a_predictors_norms_are_operators_unless_norms_are_sglangs(
 
 @pytest.mark.parametrize("left", [(), ("RadixLinearAttention",)], ids=["ours", "SGLang's"])
 def test_projections_of_a_delta_net_are_split_before_our_layer(
-    left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise Qwen3.5 gives both projections of a decoding step to a kernel that splits and convolves them."""
-    from sglang.srt.environ import envs
+    from sglang.srt import environ
 
     from sglang_fl.compat import state_forms
 
-    kernel = envs.SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV
-    monkeypatch.setenv("SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV", "1")
+    name = state_forms.SPLITS_AND_CONVOLVES
+    kernel = getattr(environ.envs, name)
+    monkeypatch.setenv(name, "1")
     monkeypatch.setattr(state_forms, "get_settings", lambda: replace(get_settings(), oot_blacklist=frozenset(left)))
-    state_forms.prepare_models()
+    for _ in range(2):
+        state_forms.prepare_models()
     assert kernel.get() == bool(left)
+    assert caplog.text.count(f"{name} has no effect") == (not left)
+    monkeypatch.setattr(environ, "envs", object())
+    state_forms.prepare_models()  # a version without this kernel starts

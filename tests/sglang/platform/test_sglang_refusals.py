@@ -81,6 +81,7 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
     ("device", "arguments", "config", "said"),
     [
         (CUDA, {}, "NemotronHConfig", f"{STATES} of NemotronHConfig on cuda"),
+        (CUDA, {}, "Qwen4ExpTextConfig", f"{STATES} of Qwen4ExpTextConfig on cuda"),
         (CUDA, {"quantization": "fp8"}, "Qwen3NextConfig", f"quantized {STATES} on cuda"),
         (
             CPU,
