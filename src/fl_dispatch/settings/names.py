@@ -60,7 +60,7 @@ def known_operators() -> tuple[str, ...]:
     return tuple(OPERATORS)
 
 
-ALIKE = 0.8
+ALIKE = 0.77
 """How similar a name must be to another project's name of an operator."""
 
 

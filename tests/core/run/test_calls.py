@@ -430,9 +430,16 @@ def test_a_layer_pattern_that_fits_nothing_in_any_process_is_told(caplog: pytest
     assert [record.message for record in caplog.records] == [text, f"{text}, layers.2"]
 
 
-def test_an_unknown_name_that_is_near_a_known_one_is_suggested() -> None:
-    with pytest.raises(NoImplementationError, match="did you mean 'rms_norm'"):
-        call_op("rmsnorm", ones(1))
+@pytest.mark.parametrize(("name", "meant"), [("rmsnorm", "rms_norm"), ("flash_attn", "paged_attention")])
+def test_an_unknown_name_that_is_near_a_known_one_is_suggested(name: str, meant: str) -> None:
+    with pytest.raises(NoImplementationError, match=f"did you mean '{meant}'"):
+        call_op(name, ones(1))
+
+
+def test_a_name_that_only_resembles_another_projects_is_not_suggested() -> None:
+    with pytest.raises(NoImplementationError, match="'nonsense'") as caught:
+        call_op("nonsense", ones(1))
+    assert "did you mean" not in str(caught.value)
 
 
 def test_debug_mode_logs_every_decision_with_its_trace_and_counts(
