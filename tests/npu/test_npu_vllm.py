@@ -49,7 +49,7 @@ EXPERTS = {"npu_moe_gating_top_k", "npu_moe_init_routing_v2", "npu_grouped_matmu
 LATENT = {"npu_scatter_nd_update_", "npu_fused_infer_attention_score_v2"}
 LISTED = {"index_key_write", "index_topk", "mla_sparse"}
 LISTS = "npu_lightning_indexer"
-"""The kernel of which a wrong one answers all tokens, because the lists are seen in log-probabilities."""
+"""With a wrong form of this kernel an engine generates all tokens, because log-probabilities show wrong lists."""
 SPARSE = {LISTS, "npu_sparse_flash_attention"}
 DEEPSEEK = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "mla_decode", "mla_prefill"}
 LISTING = Family(

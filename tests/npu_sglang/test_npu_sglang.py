@@ -49,7 +49,7 @@ class Family:
 DENSE = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention", "linear"}
 LISTED = DENSE - {"paged_attention"} | {"index_key_write", "index_topk", "mla_sparse", "grouped_topk", "fused_moe"}
 LISTS = "npu_lightning_indexer"
-"""The kernel of which a wrong one answers all tokens, because the lists are seen in log-probabilities."""
+"""With a wrong form of this kernel an engine generates all tokens, because log-probabilities show wrong lists."""
 LISTING = Family(LISTED, (LISTS, "npu_sparse_flash_attention"), ("layer_norm",))
 FAMILIES = {
     "qwen3": Family(

@@ -28,9 +28,10 @@ FEW = 4
 """Tokens that an engine with a wrong kernel generates for each prompt."""
 LISTED_PROMPTS = [*PROMPTS, *([(11 * row + 3 * column) % 400 + 5 for column in range(3)] for row in range(24))]
 LISTED_TOKENS = 40
-"""A pass of a model that lists tokens. Where rounding changes a list or an expert, a token's distance may be any, so 64
-tokens say nothing: references on a CPU and the chip's kernels had 0.6 to 1.5 of Hugging Face's mean distance with them,
-and 0.86 to 1.06 with 1,200. Up to its twentieth token a text lists all, so with 16 tokens wrong lists were not seen."""
+"""Number of tokens for a model that lists tokens. If rounding changes a list or an expert, a token may be at any
+distance, so 64 tokens are too few: with them references on a CPU and the chip's kernels had 0.6 to 1.5 of Hugging
+Face's mean distance, and with 1,200 tokens 0.86 to 1.06. A text lists all of its first 20 tokens, so 16 showed no wrong
+lists."""
 HEADS: Mapping[str, Any] = {"head_dim": 128}
 LATENT: Mapping[str, Any] = {
     "kv_lora_rank": 512,
