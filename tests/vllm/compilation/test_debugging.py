@@ -49,6 +49,7 @@ def _start(name: str, model: Path, folder: Path) -> dict[str, Any]:
     engine = {"enforce_eager": False, "compilation_config": compilation}
     variables = {"VLLM_CACHE_ROOT": str(folder / name / "cache"), "TORCH_TRACE": str(folder / name / "trace")}
     variables |= {"TORCH_LOGS": "graph_code", "TORCH_LOGS_OUT": str(folder / f"{name}.txt")}
+    variables["VLLM_FL_PLUGIN_MODULES"] = "linear_plugin"
     if name == "partition":
         variables["VLLM_DISABLE_COMPILE_CACHE"] = "1"
     return start_compiled({name: {"model": model, "engine": engine, "policy": {}}}, cold=True, **variables)

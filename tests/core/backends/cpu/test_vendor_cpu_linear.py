@@ -106,3 +106,28 @@ def test_a_small_weight_in_float32_stays_plain_in_pytorchs_product(
     forms = weight_forms.declare(weight)
     close(linear.linear_reordered(x, weight), x @ weight.t(), torch.float32)
     assert (forms.made["vendor.cpu.onednn"] is not None) is packs
+
+
+def test_compiled_code_has_pytorchs_product_of_a_plain_weight_and_a_call_for_a_repacked_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "SMALL", 512 * 64)
+    for rows, repacked in ((511, False), (512, True)):
+        weight, x = torch.nn.Parameter(torch.randn(rows, 64), requires_grad=False), torch.randn(3, 64)
+        weight_forms.declare(weight)
+        linear.linear_reordered(x, weight)
+        called = list[str]()
+
+        def keep(graph: torch.fx.GraphModule, inputs: list[Tensor], called: list[str] = called) -> torch.fx.GraphModule:
+            called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+            return graph
+
+        def multiply(x: Tensor, weight: torch.nn.Parameter = weight) -> Tensor:
+            return linear.linear_reordered(x, weight)
+
+        compiled = torch.compile(multiply, fullgraph=True, backend=keep)
+        with torch.inference_mode():
+            close(compiled(x), x @ weight.t(), torch.float32)
+            weight.data.mul_(3.0)
+            close(compiled(x), x @ weight.t(), torch.float32)
+        assert ["fl_dispatch_cpu" in name for name in called] == [repacked], called

@@ -49,7 +49,7 @@ ROWS = (
     Wheel("linear", "linear", needs=(why_elsewhere, library.why_unavailable), opaque=False),
     Build("scaled_linear", "integers", supports="supports_scaled_linear"),
     Build("fused_moe", "experts", supports="supports_fused_moe"),
-    OneDnn("linear", "linear:linear_reordered"),
+    OneDnn("linear", "linear:linear_reordered", opaque=False),
     OneDnn("scaled_linear", "quantization", supports="supports_scaled_linear"),
     OneDnn("weight_only_linear", "quantization", supports="supports_weight_only_linear"),
     Build("causal_conv1d", "recurrent", supports="supports_causal_conv1d_update"),

@@ -91,12 +91,38 @@ def reorder(weight: Tensor, before: Tensor | None) -> Tensor | None:
 
 
 def linear_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a repacked weight with PyTorch alone."""
+    """Multiply by a repacked weight with PyTorch alone.
+
+    Compiled code contains PyTorch's product of a weight that is not repacked, and a call for one that is, because
+    Inductor reads no repacked weight.
+    """
     packed = weight_forms.of(weight, "vendor.cpu.onednn", reorder)
-    if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype or not x.numel():
+    if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype:
+        return torch.nn.functional.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        found: Tensor = torch.ops.fl_dispatch_cpu.linear(x, weight, bias)
+        return found
+    return _multiply(x, weight, bias)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    packed = weight_forms.of(weight, "vendor.cpu.onednn", reorder)
+    if packed is None or not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_library: torch.library.Library | None = globals().get("_library")
+if _library is None:  # not again when this module is loaded again
+    _library = torch.library.Library("fl_dispatch_cpu", "DEF")  # type: ignore[no-untyped-call]
+    _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+    _library.impl("linear", _multiply, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("fl_dispatch_cpu::linear", _fake, lib=_library)
 
 
 def why_no_onednn() -> str:
