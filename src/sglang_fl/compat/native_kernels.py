@@ -1,8 +1,8 @@
 """SGLang's own kernels for the device, and its graph runner, together with our operators.
 
 On a device that SGLang supports (:attr:`~fl_dispatch.devices.spec.DeviceSpec.host_kernels`) layers without our
-operators run SGLang's kernels. On other devices none of these run. SGLang has kernels that fuse several layers; such a
-kernel is not used if any of its layers is ours, because the operator would silently never be called.
+operators run SGLang's kernels. On other devices none of these run. SGLang has kernels that fuse several layers; those
+that are hooked here are not used if any of their layers is ours, because the operator would silently never be called.
 """
 
 from __future__ import annotations
