@@ -341,8 +341,8 @@ class Probes:
         found = alternate(lambda: parts(document), lambda: parts(trusted), self.slower_than)
         if not found.decides(self.slower_than) and found.spread > self.slower_than:
             raise DispatchError(
-                f"undecided: times vary by {found.spread:.2f}, above the limit, so nothing is blamed ({found}); "
-                "--resume asks this again"
+                f"undecided: times vary by a factor of {found.spread:.2f}, more than the limit, so nothing is blamed "
+                f"({found}); --resume asks this again"
             )
         return found.share, str(found)
 
