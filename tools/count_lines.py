@@ -53,7 +53,7 @@ PARTS = {
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_675, tokens=33_000),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_630, tokens=90_450),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_035, tokens=47_200),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_040, tokens=47_250),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

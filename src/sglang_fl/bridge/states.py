@@ -6,7 +6,7 @@ all such layers at once. Its description and its copies of states stay; the comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -237,5 +237,11 @@ class ShortConvBridge(StateBridge):
         return result
 
 
-OPERATORS = frozenset(kind.fl_operator for kind in (DeltaNetBridge, ScanBridge, ShortConvBridge))
+KINDS = (DeltaNetBridge, ScanBridge, ShortConvBridge)
+OPERATORS = frozenset(kind.fl_operator for kind in KINDS)
 """The operators by which layers with a state are known."""
+
+
+def for_tokens(operators: Set[str]) -> set[str]:
+    """Return the operators for single tokens of the layers with a state that are known by some of these operators."""
+    return {one for kind in KINDS if kind.fl_operator in operators for one in kind.fl_choices[1::2]}

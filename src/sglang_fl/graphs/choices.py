@@ -18,6 +18,7 @@ from fl_dispatch.logger_manager import get_logger
 
 from ..attention import attention_warm_up, indexer
 from ..attention.attention_backend import ours
+from ..bridge import states
 from ..compat.runtime import largest_step
 from ..ranks import communicator
 from ..runner_state import LOADED
@@ -32,8 +33,9 @@ logger = get_logger(__name__)
 
 
 def of_layers(runner: ModelRunner) -> set[str]:
-    """Return the operators of a model's layers, without attention's."""
-    return {operator for operator, _ in LOADED.of(runner).survey.ours.values()}
+    """Return the operators of a model's layers, without attention's; those with a state have some for single tokens."""
+    operators = {operator for operator, _ in LOADED.of(runner).survey.ours.values()}
+    return operators | states.for_tokens(operators)
 
 
 def of_attention(backend: AttentionBackend) -> set[str]:

@@ -205,6 +205,19 @@ def test_nothing_is_captured_of_what_no_graph_can_hold(caplog: pytest.LogCapture
     assert not get_default_manager().frozen
 
 
+def test_graphs_of_decoding_hold_what_updates_states_by_single_tokens() -> None:
+    from sglang_fl.graphs import choices
+
+    assert choices.of_layers(with_operators("rms_norm")) == {"rms_norm"}
+    convolution = {"causal_conv1d_update"}
+    assert choices.of_layers(with_operators("causal_conv1d")) == {"causal_conv1d"} | convolution
+    assert choices.of_layers(with_operators("gated_delta_rule")) == {
+        "gated_delta_rule",
+        "gated_delta_rule_update",
+        *convolution,
+    }
+
+
 def prompts_of(model_runner: Any) -> Any:
     """SGLang's runner of prompts' graphs, whose constructor needs a GPU."""
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
