@@ -92,7 +92,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("float8, one scale", normal(1, 512), float8(256, 512, 1))
     yield sample("float8, one scale, no norm", normal(1, 512), float8(256, 512, 1), norm=False, add=False)
     yield sample("float8, bias, no residual", normal(1, 512), float8(192, 512, 192), bias=True, add=False)
-    few = source.weight
+    few = quantized.Products(dtype, device, generator, torch.int8).weight
     yield sample("4 bits, groups of 128", normal(1, 1024), few(512, 1024, 4, 128))
     yield sample("4 bits, groups of 128, gated", normal(1, 512), few(512, 512, 4, 128), gated=True)
     yield sample("4 bits, zero points, groups of 32, bias", normal(1, 256), few(192, 256, 4, 32, True), bias=True)
