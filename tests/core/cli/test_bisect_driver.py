@@ -34,18 +34,22 @@ class HangingEngine:
         time.sleep(600)
 
 
-def leave_environment(pipe: Connection, start: Start, log: Path | None) -> None:
-    """A driver that leaves the environment that its process started with."""
-    Path(start.model).write_bytes(Path("/proc/self/environ").read_bytes())
+WAITING = os.environ.get("OMP_WAIT_POLICY", "")
+"""The variable when this process imported this file, in a driver's process before anything else of the project."""
+
+
+def leave_variable(pipe: Connection, start: Start, log: Path | None) -> None:
+    """A driver that leaves what its process had in the variable when it began."""
+    Path(start.model).write_text(WAITING)
     pipe.send((True, None))
 
 
 def test_variables_are_there_before_a_driver_loads_any_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setattr(driver, "drive", leave_environment)
+    monkeypatch.setattr(driver, "drive", leave_variable)
     variables = {"VLLM_FL_CONFIG": str(tmp_path / "config.yaml"), **driver.SLEEPING}
     driver.DriverEngine(replace(START, model=str(tmp_path / "left")), (), variables, None, PATIENCE).stop()
-    assert b"OMP_WAIT_POLICY=PASSIVE" in (tmp_path / "left").read_bytes().split(b"\0")
+    assert (tmp_path / "left").read_text() == "PASSIVE"
     assert "OMP_WAIT_POLICY" not in os.environ
 
 
