@@ -1,4 +1,7 @@
-"""Drafts of a model and of EAGLE heads in SGLang on a GPU, chains and trees: they change no token, no distribution."""
+"""Drafts of a model, of EAGLE heads and of a predictor in SGLang on a GPU, chains and trees.
+
+They change no token, and no distribution.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 import sglang_drafts
 from sglang_drafts import models  # noqa: F401  a fixture
 
-METHODS = ("draft_model", "eagle", "eagle3", "branches")
+METHODS = ("draft_model", "eagle", "eagle3", "branches", "mtp", "mtp_tree")
 pytestmark = pytest.mark.gpu
 
 

@@ -1,4 +1,4 @@
-"""Drafts of a checkpoint's own predictor in SGLang on a GPU: latent attention, sparse too, and layers with a state."""
+"""Drafts beside sparse latent attention and layers with a state in SGLang on a GPU, by a predictor or a look-up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_drafts
-from sglang_drafts import models  # noqa: F401  a fixture
 from sglang_on_gpu import NEUTRAL, STEP, all_is_ours, start
 from test_sglang_states_gpu import FUSED, SIZES
 
@@ -17,7 +15,6 @@ import states
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from running import expected_tokens, ran
 
-METHODS = ("mtp", "mtp_tree")
 CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
 LOOK_UP = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
 BESIDE: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
@@ -34,24 +31,13 @@ Beside = tuple[Path, str, dict[str, Any]]
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def result(models: sglang_drafts.Models) -> sglang_drafts.Result:  # noqa: F811
-    return sglang_drafts.results(METHODS, models)
-
-
-@pytest.mark.parametrize("method", METHODS)
-class TestDrafts(sglang_drafts.Rules):
-    """They hold here."""
-
-
 @pytest.fixture(scope="module", params=BESIDE)
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
     """A target, an operator of its layers, and what its engine said: the prompts twice, and long answers."""
     family, arguments, operator = BESIDE[request.param]
-    model, folder = _target(family, arguments is CHAIN, tmp_path_factory.mktemp("beside")), {}
-    if arguments is CHAIN:
-        folder = {"speculative_draft_model_path": str(model)}
-    engine = {**arguments, **folder, "max_total_tokens": 8192}
+    model = _target(family, arguments is CHAIN, tmp_path_factory.mktemp("beside"))
+    drafter = {"speculative_draft_model_path": str(model)} if arguments is CHAIN else {}
+    engine = {**arguments, **drafter, "max_total_tokens": 8192}
     if family in STATES:
         engine["max_mamba_cache_size"] = 32
     return model, operator, start(model, STEP, STEP, LONG, variables=NEUTRAL, engine=engine).result()

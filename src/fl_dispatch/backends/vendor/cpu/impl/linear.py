@@ -102,12 +102,7 @@ def linear_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.fl_dispatch_cpu.linear(x, weight, bias)
         return found
-    return _multiply(x, weight, bias)
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    packed = weight_forms.of(weight, "vendor.cpu.onednn", reorder)
-    if packed is None or not x.numel():
+    if not x.numel():
         return torch.nn.functional.linear(x, weight, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
@@ -121,7 +116,7 @@ _library: torch.library.Library | None = globals().get("_library")
 if _library is None:  # not again when this module is loaded again
     _library = torch.library.Library("fl_dispatch_cpu", "DEF")  # type: ignore[no-untyped-call]
     _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
-    _library.impl("linear", _multiply, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl("linear", linear_reordered, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake("fl_dispatch_cpu::linear", _fake, lib=_library)
 
 
