@@ -84,9 +84,9 @@ def engine(options: dict[str, Any]) -> None:
 
 
 def _round(
-    name: str, own: Mapping[str, str], options: dict[str, Any], cache: Path, memory_alone: bool = False
+    name: str, own: Mapping[str, str], options: dict[str, Any], cache: Path, asked: str = ""
 ) -> dict[str, float]:
-    """Return the figures of one process."""
+    """Return the figures of one process, or only the one that is asked for: :data:`READY` or :data:`MEMORY`."""
     variables = {key: value for key, value in own.items() if key != PYTHON}
     quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
@@ -97,8 +97,8 @@ def _round(
     )
     try:
         found = {READY: float(child.answer())}
-        if memory_alone:
-            return {MEMORY: float(child.ask(MEMORY))}
+        if asked:
+            return found if asked == READY else {asked: float(child.ask(asked))}
         for workload, requests in WORKLOADS.items():
             tokens = requests * NEW or PROMPTS * PROMPT
             found[workload] = tokens / float(child.ask(requests))
@@ -115,13 +115,14 @@ def compare(pair: Mapping[str, Mapping[str, str]], model: Path, dtype: str, roun
         pair: engine → its variables; the ratio is the second engine's over the first one's.
         model: a checkpoint.
         dtype: dtype of the computation.
-        rounds: number of rounds after the first, which compiles; of the first only the start is reported.
+        rounds: number of rounds after the first, which compiles; the first one ends when the engine is ready.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in pair}
     with tempfile.TemporaryDirectory() as cache:
         for turn in range(rounds + 1):
             for name in list(pair)[:: -1 if turn % 2 else 1]:
-                found[name].append(_round(name, pair[name], {"model": str(model), "dtype": dtype}, Path(cache)))
+                asked = "" if turn else READY
+                found[name].append(_round(name, pair[name], {"model": str(model), "dtype": dtype}, Path(cache), asked))
                 said = ", ".join(f"{key} {value:.1f}" for key, value in found[name][-1].items())
                 print(f"round {turn} of {rounds}, {name}: {said}", file=sys.stderr, flush=True)
     measured = (*WORKLOADS, READY, MEMORY)
@@ -135,7 +136,12 @@ def compare(pair: Mapping[str, Mapping[str, str]], model: Path, dtype: str, roun
         "rounds": rounds,
         "results": {workload: rows[workload] for workload in WORKLOADS},
         "costs": {cost: rows[cost] for cost in COSTS},
+        "each round": {name: [_rounded(one) for one in values] for name, values in found.items()},
     }
+
+
+def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 1) for name, value in figures.items()}
 
 
 def memory(engines: Mapping[str, Mapping[str, str]], model: Path, dtype: str) -> dict[str, Any]:
@@ -150,7 +156,7 @@ def memory(engines: Mapping[str, Mapping[str, str]], model: Path, dtype: str) ->
     with tempfile.TemporaryDirectory() as cache:
         for name, own in engines.items():
             platform, *_ = name.split(",")  # engines of one platform share compiled code
-            found[name] = _round(platform, own, {"model": str(model), "dtype": dtype}, Path(cache), True)[MEMORY]
+            found[name] = _round(platform, own, {"model": str(model), "dtype": dtype}, Path(cache), MEMORY)[MEMORY]
             print(f"{dtype}, {name}: {found[name]:.0f} MiB", file=sys.stderr, flush=True)
     first, *_ = found.values()
     rows = {name: {"MiB": round(value, 1), "ratio": round(value / first, 3)} for name, value in found.items()}
