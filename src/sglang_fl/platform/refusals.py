@@ -147,14 +147,14 @@ STATES = (
     "MambaConfig",
     "NemotronHConfig",
     "Qwen3NextConfig",
-    "Qwen3_5Config",
-    "Qwen3_5MoeConfig",
+    "Qwen3_5MoeTextConfig",
+    "Qwen3_5TextConfig",
 )
-"""Configurations of served models with states, by name; derived classes count as their base."""
-DRAFTED = ("GraniteMoeHybridConfig", "Lfm2Config", "Qwen3NextConfig", "Qwen3_5Config", "Qwen3_5TextConfig")
-"""Configurations of models that may verify drafts; derived classes are other models."""
-ON_GPU = (*(name for name in STATES if name != "NemotronHConfig"), "Qwen3_5TextConfig", "Qwen3_5MoeTextConfig")
-"""Configurations of models that ran on an NVIDIA GPU; derived classes are other models."""
+"""Configurations of served models with states, by name; a derived class is another network, which was not tested."""
+DRAFTED = ("GraniteMoeHybridConfig", "Lfm2Config", "Qwen3NextConfig", "Qwen3_5TextConfig")
+"""Those of models that may verify drafts."""
+ON_GPU = tuple(name for name in STATES if name != "NemotronHConfig")
+"""Those of models that ran on an NVIDIA GPU."""
 WITHOUT_ATTENTION = ("FalconMambaConfig", "Mamba2Config", "MambaConfig")
 
 
@@ -166,12 +166,12 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     if found is None:
         return []
     args = runner.server_args
-    served = {base.__name__ for base in type(found).__mro__} & set(STATES)
-    what, groups = state_forms.STATES, getattr(found, "mamba_n_groups", getattr(found, "n_groups", 0))
+    name, what = type(found).__name__, state_forms.STATES
+    groups = getattr(found, "mamba_n_groups", getattr(found, "n_groups", 0))
     quantized, on_gpu = runner.model_config.quantization is not None, device.accelerator and not device.is_foreign
-    why = f" ({STATES_ONLY})" if type(found).__name__ in WITHOUT_ATTENTION else ""
+    why = f" ({STATES_ONLY})" if name in WITHOUT_ATTENTION else ""
     return [
-        (not served or (on_gpu and type(found).__name__ not in ON_GPU), f"{what} of {type(found).__name__}"),
+        (name not in (ON_GPU if on_gpu else STATES), f"{what} of {name}"),
         (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
         (quantized and on_gpu, f"quantized {what}"),
         (
@@ -183,8 +183,8 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
             f"a separate draft model and {what}" + f" ({SHARED_STATES})" * runner.is_draft_worker,
         ),
         (
-            args.speculative_algorithm is not None and type(found).__name__ not in DRAFTED,
-            f"drafts beside {what} of {type(found).__name__}{why}",
+            args.speculative_algorithm is not None and name not in DRAFTED,
+            f"drafts beside {what} of {name}{why}",
         ),
         (getattr(args, "enable_linear_replayssm_spec", False), f"--enable-linear-replayssm-spec with {what}"),
         (args.enable_dp_attention, f"data-parallel attention beside {what}"),

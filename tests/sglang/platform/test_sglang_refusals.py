@@ -108,6 +108,7 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
             "GraniteMoeHybridConfig",
             f"quantized {STATES} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py) on cpu",
         ),
+        (CPU, {}, "Qwen4ExpTextConfig", f"{STATES} of Qwen4ExpTextConfig on cpu"),
         (CPU, {}, "JetNemotronConfig", f"{STATES} of JetNemotronConfig on cpu"),
     ],
 )
