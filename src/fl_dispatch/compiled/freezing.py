@@ -60,7 +60,7 @@ class Freezer:
             decided = {(plan.op_name, plan.scope): plan.decision for plan in self._tables.root.plans.values()}
             choices = {place: state.choices(decision) for place, decision in decided.items()}
             state.fixed.fix(choices)
-            self.manifest = manifest_of(decided, choices, state.traces.untraceable(), state.whole)
+            self.manifest = manifest_of(decided, choices, state.traces.obstacle, state.whole)
             _frozen = (*(weakref.ref(other) for other in frozen_states()), weakref.ref(state))
             state.changed(None)
         logger.info("Dispatch is frozen: manifest %s, %d operators", self.manifest.hash, len(self.manifest.choices))

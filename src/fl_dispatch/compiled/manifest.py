@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from types import MappingProxyType
@@ -16,9 +16,11 @@ import torch
 
 from ..aten_replacement import replaced_operators
 from ..fixed_choices import Choices, Place, data, in_one_line
+from ..ops import OPERATORS, Mode, Operator
 from ..selection.decision import Decision
 from ..types import OpImpl
 from ..version import __version__
+from .variants import schema, variants
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,10 @@ class Manifest:
         reasons: the same keys → why.
         versions: package → version: torch, this package, and the packages of the implementations.
         aten: PyTorch's operator → the function that replaces it, see :mod:`fl_dispatch.aten_replacement`.
-        untraceable: ``operator: implementation`` → why Dynamo cannot trace it, so that compiled code calls its view.
+        untraceable: ``operator: implementation`` → why Dynamo cannot trace it, as declared or found in a trial, so that
+            compiled code calls its view.
         whole: operators that compiled code calls by their views, because a host joins their calls.
+        views: operator → its modes, and the names and schemas of its opaque views, which compiled code may contain.
         tactics: autotuned kernel → key, sizes and dtypes → the chosen configuration. A host adds them when kernels are
             warm, after compiled code got its cache key.
         hash: over all of these except reasons and tactics; equal in processes with the same choices.
@@ -44,6 +48,7 @@ class Manifest:
     aten: Mapping[str, str] = field(default_factory=dict)
     untraceable: Mapping[str, str] = field(default_factory=dict)
     whole: Sequence[str] = ()
+    views: Mapping[str, str] = field(default_factory=dict)
     tactics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hash: str = field(init=False)
 
@@ -52,9 +57,10 @@ class Manifest:
             "choices": dict(self.choices),
             "versions": dict(self.versions),
             "aten": dict(self.aten),
+            "untraceable": sorted(self.untraceable),  # Dynamo's reasons may name an address
+            "whole": list(self.whole),
+            "views": dict(self.views),
         }
-        parts["untraceable"] = sorted(self.untraceable)
-        parts["whole"] = list(self.whole)
         text = json.dumps(parts, sort_keys=True)
         object.__setattr__(self, "choices", json.loads(text)["choices"])  # so that it equals one from another process
         object.__setattr__(self, "whole", tuple(self.whole))
@@ -73,6 +79,7 @@ class Manifest:
             "aten": dict(self.aten),
             "untraceable": dict(self.untraceable),
             "whole": list(self.whole),
+            "views": dict(self.views),
             "tactics": {kernel: dict(choices) for kernel, choices in self.tactics.items()},
         }
 
@@ -83,7 +90,7 @@ class Manifest:
         Raises:
             ValueError: the hash is not that of the choices and versions.
         """
-        parts = ("choices", "reasons", "versions", "aten", "untraceable", "whole", "tactics")
+        parts = ("choices", "reasons", "versions", "aten", "untraceable", "whole", "views", "tactics")
         manifest = cls(*(plain[name] for name in parts))
         if plain["hash"] != manifest.hash:
             raise ValueError(
@@ -100,6 +107,7 @@ class Manifest:
             (self.aten, other.aten),
             (_as_words(self.untraceable), _as_words(other.untraceable)),
             (dict.fromkeys(self.whole, "called whole"), dict.fromkeys(other.whole, "called whole")),
+            (self.views, other.views),
         ):
             for key in sorted({*mine, *theirs}):
                 one, two = mine.get(key), theirs.get(key)
@@ -111,10 +119,14 @@ class Manifest:
 def manifest_of(
     decided: Mapping[Place, Decision],
     choices: Mapping[Place, Choices],
-    untraceable: Mapping[OpImpl, str],
+    obstacle: Callable[[OpImpl], str | None],
     whole: Iterable[str] = (),
 ) -> Manifest:
-    """Return the manifest of the decisions for each operator and layer, and the resulting choices."""
+    """Return the manifest of the decisions for each operator and layer, and the resulting choices.
+
+    Args:
+        obstacle: an implementation → why Dynamo cannot trace it; empty if it can, ``None`` if that is unknown.
+    """
     named: dict[str, list[dict[str, Any]]] = {}
     reasons: dict[str, str] = {}
     for (op_name, scope), made in sorted(choices.items(), key=lambda item: (item[0][0], item[0][1] or "")):
@@ -126,11 +138,19 @@ def manifest_of(
         reasons[key] = decision.considered[0].reason if decision.chosen else "no implementation can run"
     impls = {impl for made in choices.values() for choice in made for impl in choice.runs}
     versions = MappingProxyType(_versions(impls))
-    opaque = {f"{impl.op_name}: {impl.impl_id}": why for impl, why in untraceable.items() if impl in impls}
+    opaque = dict(sorted((f"{impl.op_name}: {impl.impl_id}", why) for impl in impls if (why := obstacle(impl))))
+    views = {name: _views(OPERATORS[name]) for name, _ in choices if name in OPERATORS}
     named_whole = tuple(sorted(whole))
     return Manifest(
-        MappingProxyType(named), MappingProxyType(reasons), versions, replaced_operators(), opaque, named_whole
+        MappingProxyType(named), MappingProxyType(reasons), versions, replaced_operators(), opaque, named_whole, views
     )
+
+
+def _views(operator: Operator) -> str:
+    """Return an operator's modes, and the names and schemas of its views."""
+    views = variants(operator) if Mode.OPAQUE in operator.modes else ()
+    modes = sorted(mode.value for mode in operator.modes)
+    return "; ".join([*modes, *(f"{variant.name}{schema(operator, variant)}" for variant in views)])
 
 
 def _as_words(untraceable: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fl_dispatch import (
     freeze_dispatch,
     get_default_manager,
     policy_context,
+    reset_default_manager,
     thaw_dispatch,
 )
 from fl_dispatch.run import trial
@@ -176,11 +178,33 @@ def test_the_manifest_holds_what_dynamo_cannot_trace() -> None:
     register(ones_by_ctypes)
     register(lambda x: torch.relu(x) * torch.relu(x), op="relu2")
     manifest = freeze_dispatch()
-    assert list(manifest.untraceable) == ["silu_and_mul: vendor.nimbus"]
-    other = type(manifest)(manifest.choices, manifest.reasons, manifest.versions, manifest.aten)
+    assert [name for name in manifest.untraceable if "nimbus" in name] == ["silu_and_mul: vendor.nimbus"]
+    others = {name: why for name, why in manifest.untraceable.items() if "nimbus" not in name}
+    other = replace(manifest, untraceable=others)
     assert manifest.hash != other.hash
     assert manifest.differences(other) == ["silu_and_mul: vendor.nimbus: opaque here, nothing there"]
     assert type(manifest).from_data(manifest.as_data()) == manifest
+
+
+def test_a_declared_flag_enters_the_hash_because_it_decides_the_operators_in_a_saved_graph() -> None:
+    manifests = []
+    for opaque in (True, False):
+        register(lambda x: x * 1, op="relu2", opaque=opaque)
+        manifests.append(freeze_dispatch())
+        thaw_dispatch()
+        reset_default_manager()
+    first, second = manifests
+    assert first.differences(second) == ["relu2: vendor.nimbus: opaque here, nothing there"]
+    assert first.hash != second.hash
+
+
+def test_the_schema_of_a_view_enters_the_hash() -> None:
+    manifest = freeze_dispatch()
+    view = "relu2(Tensor x, str scope) -> Tensor"
+    assert manifest.views["relu2"] == f"eager; inline; opaque; {view}"
+    other = replace(manifest, views={**manifest.views, "relu2": "eager; inline"})
+    assert manifest.hash != other.hash
+    assert manifest.differences(other) == [f"relu2: eager; inline; opaque; {view} here, eager; inline there"]
 
 
 @pytest.mark.parametrize("bound", ["before", "after"])
