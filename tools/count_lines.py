@@ -43,7 +43,7 @@ PARTS = {
         tokens=36_625,
     ),
     "shadow mode": Part(("fl_dispatch/shadow/*.py",), lines=470, tokens=4_220),
-    "compiled": Part(("fl_dispatch/compiled/*.py",), lines=470, tokens=4_750),
+    "compiled": Part(("fl_dispatch/compiled/*.py",), lines=480, tokens=4_900),
     "devices": Part(("fl_dispatch/devices/*.py",), lines=780, tokens=6_380),
     "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_290, tokens=12_300),
     "operators": Part(("fl_dispatch/ops/**/*.py",), lines=5_020, tokens=65_200),
@@ -53,7 +53,7 @@ PARTS = {
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_675, tokens=33_000),
     "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_630, tokens=90_450),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_040, tokens=47_250),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_055, tokens=47_400),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

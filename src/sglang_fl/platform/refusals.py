@@ -9,10 +9,13 @@ from fl_dispatch import get_policy
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting.positions import rotary_tables
 from fl_dispatch.hosting.quantized import remedies
+from fl_dispatch.hosting.start.first_choices import without_kernels
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
 
 from .. import quantization, speculation
 from ..attention import indexer
+from ..bridge import STATES as STATE_LAYERS
 from ..compat import state_forms
 from ..compat.runtime import ATTENTION, hosts_own_attention
 from ..host import HOST
@@ -137,24 +140,27 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
         )
 
 
-STATES = (
-    "FalconH1Config",
-    "FalconMambaConfig",
-    "GraniteMoeHybridConfig",
-    "Lfm2Config",
-    "Lfm2MoeConfig",
-    "Mamba2Config",
-    "MambaConfig",
-    "NemotronHConfig",
-    "Qwen3NextConfig",
-    "Qwen3_5MoeTextConfig",
-    "Qwen3_5TextConfig",
-)
-"""Configurations of served models with states, by name; a derived class is another network, which was not tested."""
+STATES: Mapping[str, str] = {
+    "FalconH1Config": "MambaMixer2",
+    "FalconMambaConfig": "MambaMixer1",
+    "GraniteMoeHybridConfig": "MambaMixer2",
+    "Lfm2Config": "Lfm2ShortConv",
+    "Lfm2MoeConfig": "Lfm2MoeShortConv",
+    "Mamba2Config": "MambaMixer2",
+    "MambaConfig": "MambaMixer1",
+    "NemotronHConfig": "MambaMixer2",
+    "Qwen3NextConfig": "RadixLinearAttention",
+    "Qwen3_5MoeTextConfig": "RadixLinearAttention",
+    "Qwen3_5TextConfig": "RadixLinearAttention",
+}
+"""Served models with states: configuration → the class of their layers with a state.
+
+A class derived from one of these configurations is another network, which was not tested.
+"""
 DRAFTED = ("GraniteMoeHybridConfig", "Lfm2Config", "Qwen3NextConfig", "Qwen3_5TextConfig")
-"""Those of models that may verify drafts."""
+"""Configurations of models that may verify drafts."""
 ON_GPU = tuple(name for name in STATES if name != "NemotronHConfig")
-"""Those of models that ran on an NVIDIA GPU."""
+"""Configurations of models that ran on an NVIDIA GPU."""
 WITHOUT_ATTENTION = ("FalconMambaConfig", "Mamba2Config", "MambaConfig")
 
 
@@ -188,7 +194,16 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
         ),
         (getattr(args, "enable_linear_replayssm_spec", False), f"--enable-linear-replayssm-spec with {what}"),
         (args.enable_dp_attention, f"data-parallel attention beside {what}"),
+        (bool(lacking := _without_kernels(name, device)), f"{what} by references of {', '.join(lacking)}"),
     ]
+
+
+def _without_kernels(config: str, device: DeviceSpec) -> list[str]:
+    """Return the operators of a configuration's layers with a state that have no kernel, if these layers are ours."""
+    row = next((row for row in STATE_LAYERS if row.name == STATES.get(config)), None)
+    if row is None or not get_settings().registers(row.name, row.bridge.fl_operator):
+        return []
+    return without_kernels(row.bridge.fl_choices, device)
 
 
 def _sparse(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:

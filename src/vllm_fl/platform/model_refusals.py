@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fl_dispatch import get_default_manager
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting.quantized import experts as quantized_experts
-from fl_dispatch.hosting.start.first_choices import more_than_references, without_graphs
+from fl_dispatch.hosting.start.first_choices import without_graphs, without_kernels
 from fl_dispatch.settings import get_settings
 
 from .. import quantization
@@ -103,27 +102,16 @@ def quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[
 
 
 def serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
-    """Whether the layers with a state are ours, and vLLM's kernels next to them run here or have forms.
+    """Whether the layers with a state are ours and have kernels, and vLLM's kernels next to them run or have forms.
 
-    Forms exist in main memory, and on accelerators that vLLM does not know. With Triton each operator of the layers has
-    an implementation besides the reference, which waits for the device in every layer; without Triton the reference may
-    run.
+    Forms exist in main memory, and on accelerators that vLLM does not know.
     """
     layer = STATE_MODELS.get(model.architecture)
     if layer is None or not versions.is_tested():
         return False
-    if not device.accelerator:
-        return True
-    return device.is_foreign if why_unserved() else all(map(has_more_than_references, STATE_LAYERS[layer]))
-
-
-def has_more_than_references(op_name: str) -> bool:
-    """Whether an operator has an available implementation besides the reference; ``warm_up`` checks its calls."""
-    manager = get_default_manager()
-    manager.ensure_initialized()
-    if not manager.registry.get_implementations(op_name):
+    if device.accelerator and not device.is_foreign and why_unserved():
         return False
-    return more_than_references(manager.explain(op_name))
+    return not without_kernels(STATE_LAYERS[layer], device)
 
 
 def state_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:

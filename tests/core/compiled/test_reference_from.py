@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from fl_dispatch import BackendImplKind, Manifest, OpImpl, SelectionPolicy, get_default_manager, set_global_policy
-from fl_dispatch.hosting.start.first_choices import boundary, joins, of_one_backend, reference_from
+from fl_dispatch.devices import ASCEND, CPU, CUDA
+from fl_dispatch.hosting.start import first_choices
+from fl_dispatch.hosting.start.first_choices import boundary, joins, of_one_backend, reference_from, without_kernels
 from fl_dispatch.manager import reset_default_manager
 from fl_dispatch.settings.selection_policy import TunedRule
 
@@ -109,3 +111,16 @@ def test_first_choices_for_some_tokens_are_those_that_such_calls_meet(tokens: in
     )
     set_global_policy(SelectionPolicy(op_tuned=(("linear", rules),)))
     assert [impl.impl_id for impl in get_default_manager().first_choices("linear", tokens=tokens)] == found
+
+
+def test_a_reference_is_no_kernel_on_an_accelerator_that_triton_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators, registry = ["gated_delta_rule_update"], get_default_manager().registry
+    set_global_policy(SelectionPolicy.from_dict(deny_vendors={"cpu"}))
+    assert without_kernels(operators, CUDA) == operators
+    assert without_kernels(operators, CPU) == []
+    for why, lacking in (("no driver", []), ("", operators)):
+        monkeypatch.setattr(first_choices, "why_unserved", lambda why=why: why)
+        assert without_kernels(operators, ASCEND) == lacking
+    fn = registry.get_implementation(operators[0], "reference.torch").fn
+    registry.register_impl(OpImpl(operators[0], "default.own", BackendImplKind.DEFAULT, fn))
+    assert without_kernels(operators, CUDA) == []

@@ -115,9 +115,15 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
 def test_layers_with_a_state_are_refused_before_weights_load(
     device: DeviceSpec, arguments: dict[str, Any], config: str, said: str, scheduler: None
 ) -> None:
+    with pytest.raises(ValueError, match=f"^sglang_fl does not support {re.escape(said)} yet"):
+        refusals.check_model(_runner(config, arguments), device)
+
+
+def _runner(config: str, arguments: dict[str, Any]) -> Any:
     from sglang.srt import configs
 
     text = getattr(configs, config)()
+    text.architectures = ["A"]
     model = SimpleNamespace(
         quantization=arguments.get("quantization"),
         hf_config=text,
@@ -126,16 +132,27 @@ def test_layers_with_a_state_are_refused_before_weights_load(
         head_dim=8,
         is_draft_model=False,
         v_head_dim=8,
+        context_len=8,
     )
-    runner: Any = SimpleNamespace(
+    return SimpleNamespace(
         model_config=model,
         is_draft_worker="speculative_algorithm" in arguments,
         use_mla_backend=False,
         server_args=SimpleNamespace(**{**PLAIN, **arguments}),
     )
-    text.architectures = ["A"]
-    with pytest.raises(ValueError, match=f"^sglang_fl does not support {re.escape(said)} yet"):
-        refusals.check_model(runner, device)
+
+
+def test_layers_with_a_state_without_a_kernel_are_refused_on_an_accelerator_unless_they_are_sglangs(
+    scheduler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"{STATES} by references of causal_conv1d, causal_conv1d_update on cuda yet"
+    monkeypatch.setattr(refusals, "hosts_own_attention", tuple)
+    with policy_context(SelectionPolicy.from_dict(deny_vendors={"cpu"})):
+        with pytest.raises(ValueError, match=f"^sglang_fl does not support {said}"):
+            refusals.check_model(_runner("Lfm2Config", {}), CUDA)
+        refusals.check_model(_runner("Lfm2Config", {}), CPU)
+        monkeypatch.setattr(refusals, "get_settings", lambda: Settings(oot_blacklist=frozenset({"Lfm2ShortConv"})))
+        refusals.check_model(_runner("Lfm2Config", {}), CUDA)
 
 
 def test_sglangs_drafters_use_the_pool_of_the_model_that_they_draft_for(scheduler: None) -> None:

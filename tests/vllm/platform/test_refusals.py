@@ -33,6 +33,7 @@ from fl_dispatch import (
 from fl_dispatch.cli.checkpoints import VOCABULARY, configuration
 from fl_dispatch.devices import ASCEND, CPU
 from fl_dispatch.devices.cuda import CUDA
+from fl_dispatch.hosting.start import first_choices
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, reset_settings
 from vllm_fl import environment
@@ -654,10 +655,11 @@ def test_states_are_served_on_an_accelerator_where_triton_is_and_every_operator_
     operators = model_refusals.STATE_LAYERS[model_refusals.STATE_MODELS[model.architecture]]
     monkeypatch.setattr(model_refusals, "why_unserved", lambda: "")
     for absent in (None, *operators):
-        having = {operator for operator in operators if operator != absent}
-        monkeypatch.setattr(model_refusals, "has_more_than_references", having.__contains__)
+        monkeypatch.setattr(
+            model_refusals, "without_kernels", lambda asked, device: [op for op in asked if op == absent]
+        )
         assert model_refusals.serves_states(model, CUDA) == (absent is None)
-    monkeypatch.setattr(model_refusals, "has_more_than_references", lambda operator: True)
+    monkeypatch.setattr(model_refusals, "without_kernels", lambda asked, device: [])
     monkeypatch.setattr(model_refusals, "why_unserved", lambda: "no driver")
     assert not model_refusals.serves_states(model, CUDA)
 
@@ -677,18 +679,8 @@ def test_states_are_served_by_references_on_an_accelerator_that_neither_vllm_nor
     v1 = _asked(model_refusals.state_features(configure("qwen3_5"), ASCEND))
     assert v1 == ["models with layers that keep a state by the V1 model runner without Triton"]
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    monkeypatch.setattr(model_refusals, "why_unserved", lambda: "")
+    monkeypatch.setattr(first_choices, "why_unserved", lambda: "")
     assert not model_refusals.serves_states(vllm_config.model_config, ASCEND)
-
-
-def test_a_reference_is_no_kernel() -> None:
-    operator, manager = "gated_delta_rule_update", get_default_manager()
-    manager.ensure_initialized()
-    with policy_context(SelectionPolicy.from_dict(deny_vendors={"cpu"})):
-        assert not model_refusals.has_more_than_references(operator)
-        fn = manager.registry.get_implementation(operator, "reference.torch").fn
-        manager.registry.register_impl(OpImpl(operator, "default.own", BackendImplKind.DEFAULT, fn))
-        assert model_refusals.has_more_than_references(operator)
 
 
 def test_a_quantization_is_named_as_the_checkpoint_does(configure: Callable[..., Any]) -> None:

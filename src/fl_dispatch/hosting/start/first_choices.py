@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from ... import Decision, explain, get_default_manager, get_policy
 from ...compiled.manifest import Manifest
-from ...devices import detect_device
+from ...devices import DeviceSpec, detect_device
+from ...devices.triton import why_unserved
 from ...logger_manager import get_logger
 from ...ops import OPERATORS
 from ...types import BackendImplKind, OpImpl
@@ -43,6 +44,20 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
 def more_than_references(decision: Decision) -> bool:
     """Whether an implementation other than a reference may run."""
     return any(impl.kind is not BackendImplKind.REFERENCE for impl in decision.candidates)
+
+
+def without_kernels(operators: Iterable[str], device: DeviceSpec) -> list[str]:
+    """Return the operators of layers with a state for which only references can run; hosts refuse models with them.
+
+    A reference waits for the device in every layer. It may run on a CPU, and on an accelerator that neither a host nor
+    Triton knows: :func:`warn_of_waiting` names it there.
+    """
+    if not device.accelerator or (device.is_foreign and why_unserved()):
+        return []
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    known = manager.registry.get_implementations
+    return [op for op in operators if not (known(op) and more_than_references(manager.explain(op)))]
 
 
 def warn_of_waiting(operators: Iterable[str]) -> None:
