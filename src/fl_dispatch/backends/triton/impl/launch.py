@@ -11,13 +11,15 @@ from fl_dispatch.devices.triton import why_no_float8
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below ``number``."""
+    """Return the least power of two that is not below ``number``."""
     return 1 << max(0, number - 1).bit_length()
 
 
 @functools.cache
 def fitting(length: int, most: int) -> int:
-    """Elements of a row to take at a time, a power of two: ``most``, or half of it if that leaves fewer lanes idle.
+    """Return the elements of a row to take at a time: ``most``, or half of it if that leaves fewer lanes idle.
+
+    Both are powers of two.
 
     Up to an eighth of the lanes may stay idle, because more elements at a time keep more loads in flight.
     """
@@ -27,25 +29,25 @@ def fitting(length: int, most: int) -> int:
 
 
 def row_warps(block: int) -> int:
-    """Warps of a program that holds ``block`` elements of a row."""
+    """Return the warps of a program that holds ``block`` elements of a row."""
     return 4 if block <= 4096 else 8 if block <= 8192 else 16
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Fewest programs that a device runs at a time."""
+    """Return the number of a device's compute units: the fewest programs that run at a time."""
     return device_of(device.type).compute_units(device.index or 0)
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have, 0 if unknown."""
+    """Return the bytes of shared memory that a program may have, 0 if unknown."""
     return device_of(device.type).shared_memory(device.index or 0)
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU; ``None`` for other devices."""
+    """Return the compute capability of an NVIDIA GPU; ``None`` for other devices."""
     return device_of(device.type).capability(device.index or 0) if device.type == CUDA.torch_type else None
 
 
@@ -57,6 +59,6 @@ def compiles(dtype: torch.dtype, device: torch.device) -> bool | str:
 
 
 def stages_that_fit(device: torch.device, stage: int, wanted: int) -> int:
-    """Stages of ``stage`` bytes that fit into a program's shared memory: at most ``wanted``, at least two."""
+    """Return how many stages of ``stage`` bytes fit into shared memory: at most ``wanted``, at least two."""
     room = shared_memory(device)
     return max(2, min(wanted, room // stage)) if room else wanted

@@ -17,14 +17,17 @@ from ..rows.quantization import narrowed, quotient_of, unit_of
 
 @triton.jit
 def _quantized(new, SCALE, LARGEST: tl.constexpr):
-    """Numbers as they are stored, but for the rounding; division is that of IEEE 754, because rounding decides."""
+    """Divide numbers by the scale and clamp them to the type's range; the division is exact to IEEE 754.
+
+    The caller rounds, so an inexact quotient could be rounded to another number than the reference's.
+    """
     quotient = tl.div_rn(new.to(tl.float32), SCALE + tl.zeros_like(new).to(tl.float32))
     return tl.clamp(quotient, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def stored(new, SCALE, LARGEST: tl.constexpr, TYPE: tl.constexpr):
-    """Numbers as a cache of a type has them; ``LARGEST``: of a quantized cache, or 0 for another one."""
+    """Convert numbers to the cache's type; ``LARGEST``: the largest number of a quantized type, otherwise 0."""
     if LARGEST > 0:
         return narrowed(_quantized(new, SCALE, LARGEST), TYPE)
     else:
@@ -73,16 +76,16 @@ def _write(
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """``LARGEST``: the largest number of a quantized cache, or 0 for another one.
+    """Grid: tokens. ``LARGEST``: the largest number of a quantized cache's type, otherwise 0.
 
-    ``LEAST``: the least scale, if each token and head has its own, or 0.
+    ``LEAST``: the least scale if each token and head has a scale (a cache in int8), otherwise 0.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_DIM)[None, :]
     column_v = tl.arange(0, BLOCK_DIM_V)[None, :]
     inside, inside_v = (head < HEADS) & (column < DIM), (head < HEADS) & (column_v < DIM_V)
-    # All loads are under way before the slot is there, and only the stores depend on it.
+    # All loads start before the slot has arrived, because only the stores need it.
     new = tl.load(key + token * KEY_TOKEN + head * KEY_HEAD + column * KEY_DIM, mask=inside, other=0.0)
     new_v = tl.load(value + token * VALUE_TOKEN + head * VALUE_HEAD + column_v * VALUE_DIM, mask=inside_v, other=0.0)
     if LEAST > 0:
@@ -97,7 +100,7 @@ def _write(
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     target = key_cache + block * KEY_BLOCK + place * KEY_SLOT + head * KEY_CACHE_HEAD
     target_v = value_cache + block * VALUE_BLOCK + place * VALUE_SLOT + head * VALUE_CACHE_HEAD
-    there = slot + tl.zeros([1, 1], tl.int64) >= 0  # a scalar's bit is no mask to the interpreter
+    there = slot + tl.zeros([1, 1], tl.int64) >= 0  # the interpreter takes no scalar as a mask
     inside, inside_v = inside & there, inside_v & there
     tl.store(target + column * KEY_CACHE_DIM, new, mask=inside)
     tl.store(target_v + column_v * VALUE_CACHE_DIM, new_v, mask=inside_v)

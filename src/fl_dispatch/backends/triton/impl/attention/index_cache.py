@@ -19,19 +19,22 @@ LARGEST = tl.constexpr(448.0)
 LEAST = tl.constexpr(1e-4)
 MANTISSA = tl.constexpr(0x7FFFFF)
 TOGETHER = 16
-"""Heads of queries that a program quantizes."""
+"""Query heads that a program quantizes."""
 
 
 @triton.jit
 def _unit_of(largest):
-    """The scale of numbers with this largest magnitude: the mantissa's bits carry into the exponent."""
+    """Return the scale of numbers with this largest magnitude, rounded up to a power of two.
+
+    Adding a full mantissa carries into the exponent unless the number is a power of two already.
+    """
     least = tl.maximum(largest, LEAST) / LARGEST
     return ((least.to(tl.int32, bitcast=True) + MANTISSA) & ~MANTISSA).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _in_units(number, unit, TYPE: tl.constexpr):
-    """Numbers in units, in a type of fp8."""
+    """Divide numbers by their scale, and convert them to a type of fp8."""
     return narrowed(tl.minimum(tl.maximum(number / unit, -LARGEST), LARGEST), TYPE)
 
 
@@ -91,7 +94,7 @@ def _quantize(
     TOGETHER: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: ``TOGETHER`` heads of queries at a time; ``rows`` counts the heads of all queries."""
+    """Grid: groups of ``TOGETHER`` query heads; ``rows``: number of heads of all queries."""
     row = (tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)).to(tl.int64)
     exists = row < rows
     token, head = row // HEADS, row % HEADS

@@ -110,14 +110,14 @@ def _score(
 
 @triton.jit
 def _rank(score):
-    """Bits of scores as numbers in the order of the scores; no zero is negative."""
+    """Map float32 scores to uint32 in the same order; -0 becomes 0."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _tile(scores, start, stop, limit, BLOCK: tl.constexpr):
-    """Ranks of a tile of scores, and which of them are before ``stop``; memory is read up to ``limit``."""
+    """Return the ranks of a tile of scores, whether each is before ``stop``, and their places; read up to ``limit``."""
     place = start + tl.arange(0, BLOCK)
     return _rank(tl.load(scores + place, mask=place < limit, other=float("-inf"))), place < stop, place
 
@@ -146,8 +146,9 @@ def _select(
 ):
     """Grid: queries from ``first_row`` on, shares of their scores.
 
-    With ``LISTED`` the scores are those at ``positions``, which earlier programs left. With ``PARTS`` a share's
-    positions go to ``out`` and their scores to ``best``, ``[queries, splits, TOPK]``, else all to rows of ``out``.
+    With ``LISTED``, the scores belong to the ``positions`` that an earlier launch selected. With ``PARTS``, a share's
+    positions go to ``out`` and their scores to ``best``, both ``[queries, splits, TOPK]``; otherwise positions go to
+    rows of ``out``.
     """
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -160,7 +161,7 @@ def _select(
         stop = tl.minimum(start + share, width if LISTED else visible)
         count = stop - start
         if LISTED:
-            # Shares of a query that has few tokens hold more places than tokens.
+            # A query with few tokens has fewer of them than its shares have places.
             count = visible
         target = out + token.to(tl.int64) * OUT_TOKEN
         if PARTS:
@@ -168,7 +169,7 @@ def _select(
             target_best = best + (row.to(tl.int64) * splits + split) * TOPK
         listed = positions + row.to(tl.int64) * width
         if count <= TOPK:
-            # All of them. Of listed ones, only the first share has any, and it has them in order.
+            # Select all. If scores are listed, they are all in the first share, and in order.
             column = tl.arange(0, BLOCK_K)
             exists = column < count
             tl.store(target + column, tl.where(exists, start + column, -1), mask=column < TOPK)
@@ -183,7 +184,7 @@ def _select(
             start = tl.multiple_of(start, UNIT)
             limit = tl.multiple_of((stop + UNIT - 1) // UNIT * UNIT, UNIT)
             prefix = tl.full([], 0, dtype=tl.uint32)  # known bits of the topk-th score
-            known = tl.full([], 32, dtype=tl.int32)  # how far ranks are shifted for them
+            known = tl.full([], 32, dtype=tl.int32)  # right shift that leaves these bits of a rank
             size = stop - start  # scores with these bits
             need = tl.full([], TOPK, dtype=tl.int32)  # how many of them are among the best
             digits = tl.arange(0, BINS)

@@ -77,7 +77,7 @@ def _decode(
 ):
     """Grid: tiles of ``BLOCK_M`` rows, requests, splits. Row ``token * HEADS + head`` of a request.
 
-    ``SCALE`` has the cache's scale in it, which ``CACHE_SCALE`` is for the values.
+    ``SCALE`` contains the cache's scale already; ``CACHE_SCALE`` is that scale again, for the values.
     """
     request = tl.program_id(1)
     split = tl.program_id(2)
@@ -138,7 +138,7 @@ def _decode(
             target = (begin + token).to(tl.int64) * OUT_TOKEN + head * OUT_HEAD
             result = acc / l_i[:, None]
             tl.store(out + target[:, None] + rank[None, :], result.to(out.dtype.element_ty), mask=inside)
-        elif start < length:  # a part that causality hides adds nothing, but is read
+        elif start < length:  # a share that the causal mask hides adds nothing, but is read
             index = ((request * MOST_NEW + token).to(tl.int64) * HEADS + head) * splits + split
             store_part(partial, statistics, index, rank, acc, m_i, l_i, valid, inside, RANK)
 

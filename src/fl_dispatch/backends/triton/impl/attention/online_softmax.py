@@ -13,13 +13,13 @@ def update(qk, m_i, l_i, qk_scale, seen, MASKED: tl.constexpr, EMPTY_ROWS: tl.co
     """Return weights ``p`` of a tile of scores, the rows' new maximum ``m_i`` and sum ``l_i``, and ``alpha``, which
     rescales the sums before the tile.
 
-    With ``MASKED`` only the scores count that are ``seen``. A row that has seen nothing yet adds to its sums all the
-    same, because ``alpha`` is 0 as soon as it sees a key. With ``EMPTY_ROWS`` it adds 0, so that a row which never sees
-    one can be recognized by ``l_i``.
+    With ``MASKED``, only scores that are ``seen`` count. A row that has seen no key yet adds arbitrary numbers to its
+    sums, because ``alpha`` is 0 as soon as the row sees a key. With ``EMPTY_ROWS`` it adds 0, so a row that never sees
+    a key has ``l_i == 0``.
     """
     if MASKED:
-        # Finite, so that a row which sees nothing yet has no NaN. It must not meet the scale, because a fused
-        # multiply-add of it and of its rounded product would be far from 0.
+        # Finite, because the difference of two infinities would be NaN in a row that has seen no key yet. Never
+        # multiplied by the scale, because a fused multiply-add would subtract the rounded product from the exact one.
         qk = tl.where(seen, qk * qk_scale, -1e30)
         qk_scale = 1.0
     m_new = tl.maximum(m_i, tl.max(qk, axis=1) * qk_scale)
@@ -32,7 +32,7 @@ def update(qk, m_i, l_i, qk_scale, seen, MASKED: tl.constexpr, EMPTY_ROWS: tl.co
 
 @triton.jit
 def store_part(partial, statistics, index, column, acc, m_i, l_i, valid, inside, WIDTH: tl.constexpr):
-    """Write what one of several programs has found for its rows, at ``index``, for ``_combine`` to add up."""
+    """Write one program's partial sums, maxima and weights of rows at ``index``; ``_combine`` adds up all programs'."""
     tl.store(partial + index[:, None] * WIDTH + column[None, :], acc, mask=inside)
     tl.store(statistics + index * 2, m_i, mask=valid)
     tl.store(statistics + index * 2 + 1, l_i, mask=valid)

@@ -10,9 +10,11 @@ from .online_softmax import LOG2E, update
 
 @triton.jit
 def _span(length, new, first, tokens, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """The keys that some query of a program sees: from a multiple of ``BLOCK_N`` up to the end.
+    """Return the range of keys that some query of a program sees: from a multiple of ``BLOCK_N`` up to the end.
 
-    Args: keys of the request, its new tokens, the program's first query among them, and its number of queries.
+    Args:
+        length, new: keys and new tokens of the request.
+        first, tokens: the program's first query among the new tokens, and its number of queries.
     """
     begin = length - new + first
     last = tl.minimum(begin + tokens, length) - 1
@@ -29,15 +31,15 @@ def _span(length, new, first, tokens, BLOCK_N: tl.constexpr, CAUSAL: tl.constexp
 
 @triton.jit
 def _share(low, high, splits, BLOCK_N: tl.constexpr):
-    """Keys that each of ``splits`` programs takes, a multiple of ``BLOCK_N``."""
+    """Return the number of keys for each of ``splits`` programs, a multiple of ``BLOCK_N``."""
     return tl.cdiv(tl.cdiv(high - low, splits), BLOCK_N) * BLOCK_N
 
 
 @triton.jit
 def _page(table, tile, column, first_seen, length, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The cache blocks that hold a tile of keys: one number where one block holds it, else one for each key.
+    """Load the block numbers of a tile of keys: one if a block holds the whole tile, otherwise one for each key.
 
-    It is asked for one tile ahead, so that the keys' addresses do not wait for it.
+    Call it one tile ahead, because the keys' addresses wait for these loads.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
         page = tl.load(table + tile // BLOCK_SIZE, mask=tile < length, other=0)
@@ -92,8 +94,9 @@ def _tiles(
     PRECISION: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Attend to the keys from ``start``, a multiple of ``BLOCK_N``, up to ``stop``; all of them are seen by all queries
-    unless ``MASKED``. ``SCALED``: each key and value has a scale of its own.
+    """Attend to the keys from ``start``, a multiple of ``BLOCK_N``, up to ``stop``.
+
+    Without ``MASKED``, every query sees all of these keys. ``SCALED``: each key and value has a scale.
     """
     column = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
@@ -134,7 +137,7 @@ def _tiles(
             else:
                 k_scale, v_scale = tl.load(key_unit), tl.load(value_unit)
             qk *= k_scale[None, :]
-            # Not into the weights: a small scale would take them below the least normal number of float16.
+            # The weights do not get the values' scale, because a small one would make them subnormal in float16.
             v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
         qk_scale = LOG2E
         if CAPPED:
@@ -142,7 +145,7 @@ def _tiles(
         elif ALIBI:
             qk = qk * SCALE
         else:
-            qk_scale = SCALE * LOG2E  # goes into the exponent's one multiply-add
+            qk_scale = SCALE * LOG2E  # one multiply-add in the exponent applies it
         if ALIBI or MASKED:
             distance = position[:, None] - key_position[None, :]
         if ALIBI:

@@ -1,6 +1,7 @@
-"""Latent attention over listed rows of the cache.
+"""Latent attention over the cached tokens that a query lists (its top-k indices).
 
-A program takes some heads of one query and a share of its list, and loads each listed row once as both key and value.
+A program takes some heads of one query and a share of its indices, and loads each listed latent row once, as both key
+and value.
 A second kernel combines the shares. On Hopper :mod:`..hopper` has a separate kernel for many heads of many queries.
 """
 
@@ -31,9 +32,9 @@ TILE_WIDE = (16, 16, 4, 2)
 MANY_HEADS = 64
 """Fewest heads that use the large tile."""
 FEW_ROWS = 128
-"""Most heads of all queries that use ``TILE_FEW``."""
+"""Most rows (heads times queries) with ``TILE_FEW``."""
 LEAST_ROWS = 128
-"""Fewest listed rows of a program when a list is split."""
+"""Fewest indices of a program if several programs share those of a query."""
 MOST_SPLITS = 32
 
 
@@ -76,7 +77,7 @@ def _attend(
     BLOCK_ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: queries, tiles of ``BLOCK_M`` heads, splits. ``SCALE`` has the cache's scale in it."""
+    """Grid: queries, tiles of ``BLOCK_M`` heads, splits. ``SCALE`` contains the cache's scale already."""
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     if token < tl.load(query_starts + requests):

@@ -30,7 +30,7 @@ FEW_AT_ONCE = 32
 
 @triton.jit
 def _experts(topk_ids, expert_map, pair, pairs, MAPPED: tl.constexpr):
-    """The experts of some pairs as numbered on this rank; -1 where there is none."""
+    """Return each pair's expert by its number on this rank; -1 if the expert is on another rank."""
     expert = tl.load(topk_ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
     if MAPPED:
         expert = tl.load(expert_map + expert, mask=expert >= 0, other=-1).to(tl.int32)
@@ -80,9 +80,9 @@ def _place(
     BLOCKS: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
 ):
-    """Grid: chunks. Every program also fills up some blocks, ``BLOCKS`` at a time.
+    """Grid: chunks. Every program also pads some blocks, ``BLOCKS`` at a time.
 
-    It counts all pairs, ``ALL`` at a time, unless they are ``COUNTED``.
+    Unless the first kernel has ``COUNTED`` the pairs, every program counts all of them, ``ALL`` at a time.
     """
     chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_EXPERTS)

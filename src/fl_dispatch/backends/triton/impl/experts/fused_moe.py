@@ -27,7 +27,7 @@ SUM_BLOCK = 1024
 SUM_BLOCK_WIDE = 512
 """``SUM_BLOCK`` for float32."""
 FEW = 4
-"""Experts for each pair from which on pairs are not sorted."""
+"""Fewest experts for each (token, choice) pair with which pairs are not sorted."""
 
 
 class Tile(NamedTuple):
@@ -111,7 +111,7 @@ _launch_sum = Launcher(_sum)
 
 
 def result(like: Tensor, shape: tuple[int, int], out: Tensor | None) -> Tensor:
-    """``out``, or a new tensor."""
+    """Return ``out``, or a new tensor of this shape if it is ``None``."""
     if out is None:
         return like.new_empty(shape)
     if out.stride(1) != 1:
@@ -131,7 +131,7 @@ def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_up(x: Tensor, out: Tensor, topk_ids: Tensor | None, expert_map: Tensor | None) -> None:
-    """The sum over ``x``'s middle dimension; with ``topk_ids`` of the choices alone that have an expert here."""
+    """Sum ``x`` ``[tokens, choices, hidden]`` over choices; with ``topk_ids``, only choices of experts on this rank."""
     tokens, topk, hidden = x.shape
     block = SUM_BLOCK_WIDE if x.dtype is torch.float32 else SUM_BLOCK
     _launch_sum(

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _activated(x, up, ACTIVATION: tl.constexpr):
-    """The activation without its factor ``up``, which only ``swigluoai`` changes and so takes in."""
+    """Return the activation of ``x``, without the factor ``up`` except for ``swigluoai``, which clamps ``up`` too."""
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -40,9 +40,9 @@ def _tile(program, blocks, tiles, TOGETHER: tl.constexpr):
 def _block_expert(
     block, topk_ids, expert_map, padded, SORTED: tl.constexpr, MAPPED: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Return a block's expert (0 if pairs are sorted, see :func:`_block_pairs`), and whether it has nothing to do.
+    """Return a block's expert (0 if pairs are sorted, see :func:`_block_pairs`), and whether it is idle.
 
-    That is a sorted block behind the last pair, or an unsorted one for a pair with its expert elsewhere.
+    A sorted block is idle after the last pair, an unsorted one if its pair's expert is on another rank.
     """
     if SORTED:
         return 0, block * BLOCK_M >= tl.load(padded)
@@ -275,7 +275,7 @@ def _sum(
     BLOCK_TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With ``CHOSEN`` only the choices that have an expert here count. A program for a token and a tile of columns."""
+    """Grid: tokens times tiles of columns. With ``CHOSEN``, only choices of experts on this rank count."""
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

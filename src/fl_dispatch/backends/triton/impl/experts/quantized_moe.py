@@ -173,9 +173,9 @@ def _packed(
 
     Grid: as for ``_scaled``.
 
-    Numbers of few bits are exact in a half type, so with ``LATE`` a group's scale is a factor of its sum. The ``FIRST``
-    of both products reads the rows of tokens, which ``SHARED`` pairs have in common, and writes in sorted order, which
-    the second one reads.
+    Numbers of few bits are exact in a half type, so with ``LATE`` a group's scale multiplies the group's sum. The
+    ``FIRST`` of both products reads tokens, each shared by ``SHARED`` pairs, and writes in sorted order; the second one
+    reads in that order.
     """
     WIDTH: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS
     INNER: tl.constexpr = STORED * PACKED
@@ -219,7 +219,7 @@ _launch_packed = Launcher(_packed)
 
 
 def _refused(hidden_states: Tensor, activation: str, out: Tensor | None, *stored: Tensor | None) -> str:
-    """Why no kernel here takes a call, or an empty string; ``stored`` begins with a weight."""
+    """Return why no kernel here takes a call, or an empty string; ``stored``: a weight, then weights and biases."""
     first = stored[0]
     if activation not in GATED_ACTIVATIONS and activation not in PLAIN_ACTIVATIONS:
         return f"activation '{activation}'"

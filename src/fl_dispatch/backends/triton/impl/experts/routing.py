@@ -22,7 +22,7 @@ MANY = (4, 1)
 
 @triton.jit
 def _in_order(x):
-    """Integers in the order of floats: a negative one's bits but the first are turned."""
+    """Map floats to integers in the same order: the bits of a negative float, except its sign, are inverted."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         return tl.where(bits < 0, bits ^ 0x7FFF, bits)
@@ -33,7 +33,7 @@ def _in_order(x):
 
 @triton.jit
 def _from_order(key):
-    """The floats of 32 bits that :func:`_in_order` made integers of."""
+    """Invert :func:`_in_order` for float32."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
@@ -58,12 +58,12 @@ def _route(
     BLOCK_MEMBERS: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
 ):
-    """Integers choose, which a warp of some chips compares by one instruction.
+    """Select the ``TOPK`` best experts by integer keys: a warp of some chips finds the largest in one instruction.
 
-    Experts lie in a tile as ``[groups, members of a group]``; without groups there is one, of all experts. Without a
-    bias scores rise with logits, so logits choose. A logit of a half type and its expert are one key; the greatest
-    key names the best expert. Else a second search finds it. Scores of experts that are not chosen are computed only
-    where the sum of all is asked for.
+    A tile is ``[tokens, groups, members of a group]``; without groups, one group has all experts. Without a bias,
+    scores rise with logits, so keys are made of logits. The key of a logit in a half type also holds the expert's
+    number, so the largest key names the best expert; for other dtypes a second search finds the expert. Scores of other
+    experts are computed only if the sum of all is needed.
     """
     MEMBERS: tl.constexpr = EXPERTS // GROUPS
     BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_MEMBERS
@@ -81,7 +81,7 @@ def _route(
     x = tl.load(source[:, None] + expert[None, :], mask=inside, other=0.0)
     top = tl.zeros([ROWS], dtype=wide)
     total = tl.full([ROWS], 1.0, dtype=wide)
-    # Renormalized scores of all experts but those chosen cancel.
+    # Renormalization cancels the sum over all experts.
     SUM: tl.constexpr = not SIGMOID and (BIASED or not RENORMALIZE)
     if SUM:
         full = tl.where(known[None, :], x.to(wide), float("-inf"))
@@ -101,7 +101,7 @@ def _route(
         best = tl.max(grouped, axis=2)
         place = tl.arange(0, BLOCK_GROUPS)[None, :]
         if BIASED:
-            # Scores and biases are sums of two floats: back from their keys.
+            # A group's score is the sum of its two largest, so keys become floats again.
             order = tl.arange(0, BLOCK_MEMBERS)[None, None, :]
             first = tl.min(tl.where(grouped == best[:, :, None], order, BLOCK_MEMBERS), axis=2)
             second = tl.max(tl.where(order == first[:, :, None], DONE, grouped), axis=2)
@@ -161,7 +161,7 @@ def choose(
     *,
     alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the best experts; with ``alone`` each program takes one token."""
+    """Return weights and numbers of the best experts; with ``alone`` each program takes one token."""
     tokens, experts = router_logits.shape
     if router_logits.stride(1) != 1:
         router_logits = router_logits.contiguous()
@@ -196,7 +196,7 @@ def choose(
 
 
 def best(sigmoid: bool, alone: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator ``topk_softmax`` or ``topk_sigmoid``."""
+    """Return the operator ``topk_softmax`` or ``topk_sigmoid``."""
 
     def topk(
         router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
@@ -207,7 +207,7 @@ def best(sigmoid: bool, alone: bool = False) -> Callable[..., tuple[Tensor, Tens
 
 
 def best_of_groups(alone: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator ``grouped_topk``."""
+    """Return the operator ``grouped_topk``."""
 
     def grouped_topk(
         router_logits: Tensor,

@@ -48,7 +48,7 @@ UNIT = 16
 
 @triton.jit
 def _places(first, columns, COLUMNS: tl.constexpr, GATED: tl.constexpr):
-    """The weight's columns for those of the result from ``first`` on: with a gate two for each, side by side."""
+    """Return the weight's columns for result columns from ``first`` on; with a gate, gate and up alternate."""
     if GATED:
         place = tl.arange(0, COLUMNS * 2)
         there = tl.minimum(first + place // 2, columns - 1) + place % 2 * columns
@@ -61,7 +61,7 @@ def _places(first, columns, COLUMNS: tl.constexpr, GATED: tl.constexpr):
 def _finish(
     y, scale, bias, out, there, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
 ):
-    """The result's columns, of sums of products."""
+    """Return columns of the result: sums of products, scaled, with bias and gate."""
     if SCALE == 2:
         y *= tl.load(scale + there).to(tl.float32)
     elif SCALE == 1:
@@ -104,10 +104,10 @@ def _row(
     COLUMNS: tl.constexpr,
     ASKS: tl.constexpr,
 ):
-    """``columns``: of the result; with ``GATED`` each is made of two of the weight, with their numbers side by side.
+    """Grid: tiles of the result's ``columns``; with ``GATED``, two columns of the weight, gate and up, make one.
 
-    ``SCALE``: 0 none, 1 one for all columns, 2 one for each. ``SIZE`` to ``FIRST``, ``ASKS``:
-    see :mod:`..products.prefetch`.
+    ``SCALE``: 0 for no scale, 1 for one of all columns, 2 for one of each column. ``SIZE`` to ``FIRST``, ``ASKS``: see
+    :mod:`..products.prefetch`. The program of the first columns writes ``total_out``.
     """
     TILE: tl.constexpr = COLUMNS * 2 if GATED else COLUMNS
     UNITS: tl.constexpr = BLOCK // UNIT

@@ -25,10 +25,10 @@ GATED_TILE = 1024
 
 @triton.jit
 def _target(y, row, columns, WIDTH: tl.constexpr):
-    """Places in the result. A thread writes as many numbers as it reads at once.
+    """Return the result's addresses; a thread writes as many elements as it reads at once.
 
-    More bytes of fewer threads would spread the rows otherwise than the norm's own kernel does; its sums are taken in
-    that order.
+    Wider stores would change how a row is spread over threads, and so the order of its sums, which the norm's own
+    kernel has too.
     """
     at_once: tl.constexpr = 128 // y.dtype.primitive_bitwidth
     return tl.max_contiguous(row * WIDTH + columns, [1, at_once])
@@ -101,7 +101,7 @@ def _gated(
     TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``TOGETHER`` of all ``parts``, groups of ``GROUP`` elements, of which a row has ``GROUPS``."""
+    """A program takes ``TOGETHER`` of all ``parts``: groups of ``GROUP`` elements, ``GROUPS`` in a row."""
     part = (tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)).to(tl.int64)[:, None]
     row, element = part // GROUPS, tl.arange(0, BLOCK)[None, :]
     columns = part % GROUPS * GROUP + element

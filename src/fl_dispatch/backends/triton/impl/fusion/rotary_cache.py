@@ -71,7 +71,7 @@ def _rotate_and_write(
     BLOCK_DIM_V: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """``written``: tokens that have a slot. ``LARGEST``: the largest number of a quantized cache, or 0."""
+    """``written``: tokens that have a slot. ``LARGEST``: the largest number of a quantized cache's type, else 0."""
     query_parts: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     parts: tl.constexpr = query_parts + (KV_HEADS + BLOCK_KV_HEADS - 1) // BLOCK_KV_HEADS
     token = (tl.program_id(0) // parts).to(tl.int64)
@@ -87,7 +87,7 @@ def _rotate_and_write(
         head = (part - query_parts) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
         here = head < KV_HEADS
         column_v = tl.arange(0, BLOCK_DIM_V)[None, :]
-        # All loads are under way before position and slot are there.
+        # All loads start before position and slot have arrived.
         new_v = tl.load(
             value + token * VALUE_TOKEN + head * VALUE_HEAD + column_v * VALUE_DIM, mask=here & (column_v < DIM_V)
         )  # fmt: skip
@@ -102,7 +102,7 @@ def _rotate_and_write(
         block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         target = key_cache + block * KEY_BLOCK + place * KEY_SLOT + head * KEY_CACHE_HEAD
         target_v = value_cache + block * VALUE_BLOCK + place * VALUE_SLOT + head * VALUE_CACHE_HEAD
-        there = here & (slot + tl.zeros([1, 1], tl.int64) >= 0)  # a scalar's bit is no mask to the interpreter
+        there = here & (slot + tl.zeros([1, 1], tl.int64) >= 0)  # the interpreter takes no scalar as a mask
         rotary.put(out, 1, x, y, here, HALF, INTERLEAVED, BLOCK_KV_HEADS, BLOCK_HALF)
         stored: tl.constexpr = key_cache.dtype.element_ty
         kept_x, kept_y = cache.stored(x, KEY_SCALE, LARGEST, stored), cache.stored(y, KEY_SCALE, LARGEST, stored)

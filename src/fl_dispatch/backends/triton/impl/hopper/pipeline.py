@@ -1,4 +1,4 @@
-"""The pipeline of both kernels: rings of buffers between warps that load and warps that multiply.
+"""The kernels' pipeline: rings of shared-memory buffers between warps that load and warps that multiply.
 
 A producer acquires a buffer, starts its copies, and publishes the buffer when they are complete; a consumer waits for
 the buffer, reads and releases it. ``docs/evidence/hopper.md`` shows which warps wait for which.
@@ -62,12 +62,12 @@ class Ring:
 
     @gluon.jit
     def acquire(self, i):
-        """Producer: wait until the consumers have released what the stage held before; the first time nothing did."""
+        """Producer: wait until the consumers have released the stage's former tile; does not wait for the first one."""
         mbarrier.wait(self.free.index(i % self.stages), ((i // self.stages) & 1) ^ 1)
 
     @gluon.jit
     def acquire_stage(self, stage, phase):
-        """Producer of one stage alone: as :meth:`acquire`; ``phase`` begins with 1 and turns with each tile."""
+        """Producer of one stage alone: as :meth:`acquire`; ``phase`` begins with 1 and alternates."""
         mbarrier.wait(self.free.index(stage), phase)
 
     @gluon.jit
@@ -99,10 +99,9 @@ class Ring:
 
 @gluon.jit
 def publish(full, index, LATER: gl.constexpr):
-    """Producer: tell the consumers that a stage is full, when all groups of copies but the ``LATER`` last have landed.
+    """Producer: wait for all groups of copies but the last ``LATER``, then tell the consumers that a stage is full.
 
-    The fence makes the copies visible to the tensor cores. It stands here, so that consumers need none. An index of -1
-    stands for no stage.
+    The fence makes the copies visible to the tensor cores, so consumers need none. Index -1 means no stage.
     """
     async_copy.wait_group(LATER)
     fence_async_shared()
@@ -113,7 +112,7 @@ def publish(full, index, LATER: gl.constexpr):
 def commit(full, pending, index):
     """Producer: close the group of copies into stage ``index``, and publish ``pending``, the stage before it (or -1).
 
-    So a stage is published while the copies into the next one are under way. Returns the new ``pending``.
+    A stage is therefore published while the copies into the next one run. Returns the new ``pending``.
     """
     async_copy.commit_group()
     publish(full, pending, 1)

@@ -18,7 +18,7 @@ class Request:
 
 @gluon.jit
 def load_request(query_starts, key_lengths, request, mask, PAGED: gl.constexpr):
-    """Look requests up; all is 0 outside the mask. Unless ``PAGED``, ``key_lengths`` has where keys start."""
+    """Load requests; their fields are 0 outside the mask. Unless ``PAGED``, ``key_lengths`` has the starts of keys."""
     begin = gl.load(query_starts + request, mask=mask, other=0).to(gl.int32)
     new = gl.load(query_starts + request + 1, mask=mask, other=0).to(gl.int32) - begin
     key_begin = begin * 0
@@ -31,7 +31,7 @@ def load_request(query_starts, key_lengths, request, mask, PAGED: gl.constexpr):
 
 @gluon.jit
 def load_token(covered, counts, token):
-    """A token as a request of its own with as many keys as it lists; of one beyond those covered nothing is read."""
+    """Describe a token as a request with its listed keys; reads nothing for a token that no request covers."""
     inside = token < gl.load(covered)
     length = gl.load(counts + token, mask=inside, other=0).to(gl.int32)
     return Request(token, inside.to(gl.int32), length, length * 0)

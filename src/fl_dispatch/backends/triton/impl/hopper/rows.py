@@ -26,7 +26,7 @@ class Rows:
 
 @gluon.constexpr_function
 def copy_layout(warps, size=2):
-    """Copies of 16 bytes a thread, of elements of ``size``: a warp takes 4 rows of 128 bytes at a time."""
+    """Return the layout of copies, 16 bytes a thread, elements of ``size`` bytes: a warp takes 4 rows of 128 bytes."""
     return gl.BlockedLayout([1, 16 // size], [4, 8], [warps, 1], [1, 0])
 
 
@@ -34,7 +34,7 @@ def copy_layout(warps, size=2):
 def copy_rows(buffer, source, rows, mask, FIRST: gl.constexpr, SIZE: gl.constexpr, L: gl.constexpr):
     """Start to copy ``SIZE`` elements, from ``FIRST`` on, of each row; rows outside the mask become 0."""
     column = FIRST + gl.arange(0, SIZE, layout=gl.SliceLayout(0, L))
-    # Strides are multiples of 16. Triton 3.8 forgets that of rows that a loop carries.
+    # Strides are multiples of 16, which Triton 3.8 forgets if a loop carries the rows.
     offset = gl.multiple_of(rows[:, None], [16, 16])
     async_load(buffer, source + offset + column[None, :], mask=mask[:, None])
 
@@ -49,7 +49,7 @@ def copy_tile(tile, source, rows, mask, FIRST: gl.constexpr, MAIN: gl.constexpr,
 
 @gluon.constexpr_function
 def store_layout(rows, columns):
-    """An accumulator's layout, but for 16 bytes in a row a thread: four threads swap values, and write 64 bytes."""
+    """Return an accumulator's layout changed for stores: a thread has 16 contiguous bytes, so four threads write 64."""
     wide = [[0, column] for column in (32, 64, 128) if column < columns]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], *wide],
@@ -62,9 +62,9 @@ def store_layout(rows, columns):
 
 @gluon.jit
 def store_rows(out, acc, work, token, head, FIRST: gl.constexpr, L: gl.constexpr):
-    """Write rows of results, of tokens within a request and heads, to columns from ``FIRST`` on.
+    """Write rows of results to ``out``, at tokens within a request and heads, in columns from ``FIRST`` on.
 
-    ``L`` is :func:`store_layout`, which ``token`` and ``head`` are made for.
+    ``L`` is :func:`store_layout`; ``token`` and ``head`` have its slice.
     """
     column = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L))
     target = out.pointer + out.offsets(work.begin + token, head)[:, None] + column[None, :]

@@ -27,7 +27,7 @@ class Config:
     heads: gl.constexpr
     dim: gl.constexpr
     block_size: gl.constexpr
-    tiles: gl.constexpr  # of 64 tokens, of a consumer: 1 or 2
+    tiles: gl.constexpr  # tiles of 64 tokens that a consumer has: 1 or 2
 
 
 @aggregate
@@ -79,7 +79,7 @@ class Scores:
 
 @aggregate
 class Tokens:
-    """Keys of a tile of tokens, in registers, their scales, and how many queries of the program do not see a token."""
+    """Keys of a tile of tokens, in registers, their scales, and how many queries of the program miss each token."""
 
     keys: gl.tensor
     unit: gl.tensor
@@ -103,7 +103,7 @@ def find_work(query_starts, lengths, first_row, rows, BLOCK_N: gl.constexpr, BLO
     start = gl.program_id(0) * BLOCK_N
     first = gl.maximum(first_row - begin, 0) + gl.program_id(1) * BLOCK_M
     last = gl.minimum(gl.minimum(first + BLOCK_M, new), first_row + rows - begin)
-    first = gl.maximum(first, start - before)  # those before it see none of the tokens
+    first = gl.maximum(first, start - before)  # earlier queries see none of the tokens
     return Work(request, begin, first, gl.maximum(last - first, 0), start, length, before)
 
 
@@ -131,7 +131,7 @@ def _start(config, tokens, query):
 
 @gluon.jit
 def _columns(x):
-    """Reshape ``[rows, heads]`` so that each dimension behind the second has two of the heads that a thread holds."""
+    """Reshape ``[rows, heads]`` so that each dimension after the second has two of the heads that a thread holds."""
     HALF: gl.constexpr = x.shape[1] // 8
     parts = gl.permute(gl.reshape(x, [x.shape[0], HALF, 4, 2]), (0, 2, 1, 3))
     if HALF == 8:
@@ -143,7 +143,7 @@ def _columns(x):
 
 @gluon.jit
 def _add(total, x, w):
-    """Add ``max(x, 0) * w`` to ``total`` one after the other, so that each takes one multiply-add."""
+    """Add the ``max(x, 0) * w`` to ``total`` in sequence, so that each takes one multiply-add."""
     if len(x.shape) == 2:
         total += gl.maximum(x, 0.0) * w
     else:
@@ -156,7 +156,7 @@ def _add(total, x, w):
 
 @gluon.jit
 def _weigh(products, w):
-    """Sums ``[tokens, 4]`` of products that are not negative, weighed, over the heads that a thread holds."""
+    """Return ``[tokens, 4]``: sums of ``w * max(products, 0)`` over the heads that a thread holds."""
     wide, _ = gl.broadcast(w[None, :], products)
     return _add(0.0, _columns(products), _columns(wide))
 
@@ -171,7 +171,7 @@ def _store(target, tokens, sums, i):
 
 @gluon.jit
 def _weights(config, query):
-    """Weights of a query's heads."""
+    """Load the weights of a query's heads."""
     return query.rest.load(gl.SliceLayout(0, scores_layout(config.heads)))
 
 

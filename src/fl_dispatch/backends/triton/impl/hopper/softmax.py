@@ -31,10 +31,10 @@ class Mask:
 
 @gluon.jit
 def softmax(qk, m_i, l_i, start_n, mask, qk_scale, MASKED: gl.constexpr):
-    """Weights ``p`` of a tile, the rows' new maximum and sum, and ``alpha``, which rescales the sums before it."""
+    """Return weights ``p`` of a tile, the rows' new maximum and sum, and ``alpha``, which rescales the earlier sums."""
     if MASKED:
-        # Tiles come from the last to the first. A row that sees nothing here adds to its sums all the same, because
-        # alpha is 0 as soon as it sees a key.
+        # Tiles come from the last to the first. A row that sees no key in them adds arbitrary numbers to its sums,
+        # because alpha is 0 as soon as it sees a key.
         qk = gl.where(mask.seen(qk, start_n), qk * qk_scale, NOTHING)
         m_new = gl.maximum(m_i, gl.max(qk, axis=1))
         p = gl.exp2(qk - m_new[:, None])
@@ -53,13 +53,13 @@ def saw_keys(m_i):
 
 @gluon.jit
 def inverse(m_i, l_i):
-    """Factor that ends the softmax: results of rows that see nothing are 0."""
+    """Return the factor that ends the softmax; 0 for rows that see no key."""
     return gl.where(saw_keys(m_i), 1.0 / l_i, 0.0)
 
 
 @gluon.jit
 def pack(p, dtype: gl.constexpr):
-    """Weights as they are carried around a loop: two in a number of 32 bits, which is how a product takes them."""
+    """Pack softmax weights for a loop: two of a half type in an int32, as a product's operand holds them."""
     low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(CVT, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
@@ -67,7 +67,7 @@ def pack(p, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(packed, acc, dtype: gl.constexpr):
-    """The first operand of a product that is added to ``acc``."""
+    """Unpack weights to the first operand of a product that is added to ``acc``."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )

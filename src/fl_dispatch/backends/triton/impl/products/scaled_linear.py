@@ -123,9 +123,9 @@ def _row(
     COLUMNS: tl.constexpr,
     ASKS: tl.constexpr,
 ):
-    """``BLOCKS``: elements of a block's side, of which there are ``SCALES`` along a row; 0 without blocks.
+    """``BLOCKS``: side of a block in elements, 0 without blocks; a row has ``SCALES`` blocks.
 
-    ``UNIT`` elements are multiplied before a scale is. ``SIZE`` to ``FIRST``, ``ASKS``: see :mod:`.prefetch`.
+    A thread sums ``UNIT`` products before it applies a scale. ``SIZE`` to ``FIRST``, ``ASKS``: see :mod:`.prefetch`.
     """
     UNITS: tl.constexpr = INNER // UNIT
     first = tl.program_id(0) * COLUMNS
@@ -263,8 +263,8 @@ def scaled_tile(
     Args:
         left, right: where rows begin, ``[ROWS, 1]``, and columns, ``[1, COLUMNS]``.
         left_scales, right_scales: where their scales begin, ``[ROWS]`` and ``[COLUMNS]``.
-        left_known, right_known: which of them there are, ``[ROWS, 1]`` and ``[1, COLUMNS]``; of others only scales are
-            read: programs that all asked for one row in their places would wait for each other.
+        left_known, right_known: whether each row and column exists, ``[ROWS, 1]`` and ``[1, COLUMNS]``. For the others
+            only scales are read, because programs that all read one substitute row would wait for each other.
         AHEAD: stages by which scales are loaded ahead too, where the rows are a weight's; or ``None``.
     """
     POLICY: tl.constexpr = "" if AHEAD is None else "evict_first"
@@ -381,7 +381,7 @@ _launch_tiles = Launcher(_tiles)
 
 
 def refused_blocks(side: int, dtype: torch.dtype) -> str:
-    """Why the kernels do not take a weight's blocks, or an empty string."""
+    """Return why the kernels do not take a weight's blocks, or an empty string."""
     if side and (side < LEAST_BLOCK or side & (side - 1) or dtype is torch.int8):
         return f"blocks of fp8 with a side that is a power of two from {LEAST_BLOCK} on"
     return ""
@@ -418,7 +418,7 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
 
 
 def _parts(device: torch.device, stage: int, wanted: int) -> int:
-    """Blocks that a program multiplies in a turn, so that three stages of ``stage`` bytes a block fit."""
+    """Return how many blocks a program multiplies in a turn, so that three stages of ``stage`` bytes a block fit."""
     parts = min(MOST_PARTS, wanted)
     while parts > 1 and stages_that_fit(device, stage * parts, LEAST_STAGES) < LEAST_STAGES:
         parts //= 2

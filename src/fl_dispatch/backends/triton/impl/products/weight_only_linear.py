@@ -5,10 +5,11 @@ become a half type in registers, and matrix units multiply them, with the column
 numbers of a byte belong to an even and an odd element, which are multiplied separately. Many rows: each call
 dequantizes the weight once, and PyTorch multiplies; reading and writing the weight is then a small part of the time.
 
-4-bit numbers are read in words of eight if a column's words are aligned, else in bytes. Numbers in words need no
-conversion: their bits become the low bits of a large float with a unit of 1, and the large float is then subtracted.
-The large float is an argument, because ptxas would reload a constant for each use. The codes of e2m1 become the bits of
-a float with another exponent bias, and multiplying by a power of two corrects the bias exactly.
+4-bit numbers are read as *words*, int32 with eight numbers each, if the columns are aligned to 4 bytes, otherwise as
+bytes. Numbers in words need no conversion instruction: their bits become the low bits of a large float with neighbours
+1 apart, and the large float is then subtracted. The large float is an argument, because ptxas would reload a constant
+for each use. The codes of e2m1 become the bits of a float with another exponent bias, and multiplying by a power of
+two corrects the bias exactly.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ HALF_BASES = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
 
 @triton.jit
 def _float4(codes):
-    """The numbers that the last four bits of codes mean in e2m1, in float32."""
+    """Return the e2m1 numbers in the low four bits of codes, as float32."""
     bits = (codes & 7) << 22 | (codes & 8) << 28
     return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0  # 2^126
 
@@ -99,9 +100,9 @@ def _row(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``stored``: bytes of a column; ``PACKED``: numbers in one; ``GROUP``: elements of one, ``UNIT`` a part of it.
+    """``stored``: bytes of a column; ``PACKED``: numbers in a byte; ``GROUP``: elements that share a scale.
 
-    Numbers are of e2m1 with ``FLOAT4``.
+    A thread sums ``UNIT`` products, a divisor of ``GROUP``, before it applies a scale. ``FLOAT4``: numbers are e2m1.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1).to(tl.int64)[:, None]
@@ -159,7 +160,7 @@ def _rows(
     COLUMNS: tl.constexpr,
     STORED: tl.constexpr,
 ):
-    """``STORED`` bytes at a time, a part of a group, which has ``GROUP`` of them."""
+    """Multiply ``STORED`` bytes of a column at a time, a divisor of a group's ``GROUP`` bytes."""
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there, known = tl.minimum(column, columns - 1).to(tl.int64), row < rows
@@ -199,7 +200,7 @@ def _rows(
 
 @triton.jit
 def _digit(words, BASE, offset, SHIFT: tl.constexpr, PLACE: tl.constexpr):
-    """``16**PLACE`` times the number at a place of shifted words, less an offset, in float32."""
+    """Return ``16**PLACE`` times the 4-bit number at ``PLACE`` of ``words >> SHIFT``, less ``offset``, in float32."""
     number = (((words >> SHIFT) & (15 << (4 * PLACE))) | BASE).to(tl.float32, bitcast=True)
     return number - (8388608.0 + offset * 16**PLACE)
 
@@ -225,9 +226,10 @@ def _word_row(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``words`` of a column, of 8 numbers each; ``GROUP``: words of one, ``UNIT`` a part of it.
+    """``words``: int32 of a column, 8 numbers each; ``GROUP``: words that share a scale, ``UNIT`` a divisor of it.
 
-    A thread's words lie side by side, and it has the eight numbers of each. ``16**PLACE`` is divided out of the row.
+    A thread has contiguous words with all eight numbers of each. ``x`` is divided by the factor ``16**PLACE`` of the
+    weight's numbers.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1).to(tl.int64)[:, None]
@@ -277,14 +279,14 @@ def _word_row(
 
 @triton.jit
 def _halves(pairs, dtype: tl.constexpr):
-    """Pairs in words as elements of a half type, the low half first; a thread's registers stay as they are."""
+    """View int32 as pairs of a half type, the low half first; a thread's registers stay as they are."""
     low, high = pairs.to(tl.uint16).to(dtype, bitcast=True), (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
     return tl.join(low, high).reshape(pairs.shape[0], pairs.shape[1] * 2)
 
 
 @triton.jit
 def _pairs(words, BASE):
-    """Numbers four places apart in words, on top of ``BASE``: pairs of 0 and 4, 1 and 5, 2 and 6, 3 and 7 of each."""
+    """Return pairs of a word's numbers, added to ``BASE``: numbers 0 and 4, 1 and 5, 2 and 6, 3 and 7."""
     first, second = words & 0x000F000F | BASE, words >> 4 & 0x000F000F | BASE
     third, fourth = words >> 8 & 0x000F000F | BASE, words >> 12 & 0x000F000F | BASE
     return tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(words.shape[0], words.shape[1] * 4)
@@ -292,7 +294,7 @@ def _pairs(words, BASE):
 
 @triton.jit
 def _float4_pairs(pairs, dtype: tl.constexpr):
-    """Pairs of codes of e2m1 in the last bits of both halves of words as bits of a half type, but for a factor."""
+    """Convert pairs of e2m1 codes, in the low bits of an int32's halves, to bits of a half type, up to a factor."""
     if dtype == tl.bfloat16:
         magnitudes = (pairs & 0x00070007) << 6
     else:
@@ -325,9 +327,9 @@ def _word_rows(
     WORDS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """``WORDS`` at a time, a part of a group, which has ``GROUP``; ``PIECE``: those of a program.
+    """Multiply ``WORDS`` words of a column at a time, a divisor of a group's ``GROUP``; a program has ``PIECE`` words.
 
-    Products take columns and elements in the order of the loads, so that numbers stay in the registers of a thread.
+    Products take columns and elements in the order of the loads, so that numbers stay in a thread's registers.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     UNSCALED: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
@@ -394,12 +396,13 @@ def dequantized_tile(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``[COLUMNS, BLOCK * PACKED]`` in float32: ``BLOCK`` of a column's ``stored`` bytes, those from ``start`` on.
+    """Return ``[COLUMNS, BLOCK * PACKED]`` in float32: ``BLOCK`` of a column's ``stored`` bytes, from ``start`` on.
 
     Args:
-        weight, scale, zero: where those of a column begin, ``[COLUMNS, 1]``; ``known``: whether there is one.
-        GROUP: elements of one, ``UNIT`` a part of it.
-        SCALED: else the scale is left to the caller.
+        weight, scale, zero: pointers to the beginning of each column, ``[COLUMNS, 1]``.
+        known: whether each column exists, ``[COLUMNS, 1]``.
+        GROUP: elements that share a scale; ``UNIT``: elements with one load of a scale, a divisor of ``GROUP``.
+        SCALED: whether the scale is applied here, not by the caller.
     """
     UNITS: tl.constexpr = BLOCK * PACKED // UNIT
     byte = (start + tl.arange(0, BLOCK))[None, :]
@@ -438,7 +441,7 @@ def _dequantize(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``GROUP``: elements of one, ``UNIT`` a part of it."""
+    """Grid: tiles of ``BLOCK`` bytes of a column, tiles of columns. See :func:`dequantized_tile`."""
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
     start = tl.program_id(0) * BLOCK
     element = (start * PACKED + tl.arange(0, BLOCK * PACKED))[None, :]
@@ -458,18 +461,18 @@ _launch_dequantize = Launcher(_dequantize)
 
 
 def divisor(number: int) -> int:
-    """The largest power of two that divides a number."""
+    """Return the largest power of two that divides a number."""
     return number & -number
 
 
 def stored_numbers(weight: Tensor) -> tuple[int, bool, Tensor]:
-    """Numbers in an element of a weight, whether their type is e2m1, and the weight as kernels read it."""
+    """Return the numbers in an element of a weight, whether they are e2m1, and the weight as kernels read it."""
     float4 = weight.dtype is FP4
     return 2 if packs_two(weight) else 1, float4, weight.view(torch.uint8) if float4 else weight
 
 
 def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The weight ``[columns, inner]`` in the dtype of its scales."""
+    """Return the weight ``[columns, inner]`` in the dtype of its scales."""
     columns, stored = weight.shape
     packed, float4, weight = stored_numbers(weight)
     out = torch.empty((columns, stored * packed), dtype=scale.dtype, device=weight.device)

@@ -22,7 +22,7 @@ MANY_ROWS = tl.constexpr(4096)
 
 @triton.jit
 def _both(x, residual, inside, EVICTION: tl.constexpr):
-    """Rows of the argument and of the residual, as they lie in memory."""
+    """Load rows of the argument and of the residual, in their dtypes."""
     left = tl.load(x, mask=inside, other=0.0, eviction_policy=EVICTION)
     right = tl.load(residual, mask=inside, other=0.0, eviction_policy=EVICTION)
     return left, right
@@ -45,12 +45,12 @@ def normalized(
     HAS_WEIGHT: tl.constexpr,
     GEMMA: tl.constexpr,
 ):
-    """A program's rows of the result, in the dtype of ``x``. The sum is written.
+    """Return a program's normalized rows in the dtype of ``x``; with a residual, write the sum to ``total_out``.
 
-    ``source`` are the places of elements in ``x``, ``target`` those in the residual and the sum.
+    ``source``: offsets of the elements in ``x``; ``target``: in the residual and in ``total_out``.
     """
     wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    if HAS_WEIGHT:  # asked for first, or its latency would come after the reduction's
+    if HAS_WEIGHT:  # loaded first, so that its latency overlaps with the reduction
         scale = tl.load(weight + columns, mask=columns < HIDDEN, other=0.0)
     if HAS_RESIDUAL:
         if rows >= MANY_ROWS:
@@ -59,7 +59,7 @@ def normalized(
             left, right = _both(x + source, residual + target, inside, "")
         total = left.to(wide) + right.to(wide)
         tl.store(total_out + target, total.to(total_out.dtype.element_ty), mask=inside)
-    else:  # the same choice here makes ptxas wait between the loads
+    else:  # always this hint, because ptxas would wait between the loads of a choice
         total = tl.load(x + source, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
     mean = tl.sum(total * total, axis=1)[:, None] / HIDDEN
     y = total * tl.rsqrt(mean + EPSILON)
@@ -67,7 +67,7 @@ def normalized(
         if GEMMA:
             y = y * (1.0 + scale.to(wide))
         else:
-            if scale.dtype == x.dtype.element_ty:  # rounded before the product, as the reference
+            if scale.dtype == x.dtype.element_ty:  # rounded before the product, as in the reference
                 y = y.to(scale.dtype).to(wide)
             y = y * scale.to(wide)
     return y.to(x.dtype.element_ty)

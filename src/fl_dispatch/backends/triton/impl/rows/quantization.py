@@ -36,7 +36,7 @@ NONE = tl.constexpr(0x43F00000)
 
 @triton.jit
 def unit_of(number, LARGEST: tl.constexpr, LEAST: tl.constexpr, AXIS: tl.constexpr):
-    """The scales of numbers that have one in common along an axis, in float32; NaN where one of them is."""
+    """Return the scale of the numbers along an axis, float32; NaN if any of them is NaN."""
     bits = tl.max(number.to(tl.int32, bitcast=True) & MAGNITUDE, axis=AXIS, keep_dims=True)
     largest = bits.to(tl.float32, bitcast=True)
     return tl.maximum(largest / LARGEST, LEAST, propagate_nan=tl.PropagateNan.ALL)
@@ -44,18 +44,18 @@ def unit_of(number, LARGEST: tl.constexpr, LEAST: tl.constexpr, AXIS: tl.constex
 
 @triton.jit
 def quotient_of(number, unit, LARGEST: tl.constexpr, INTEGERS: tl.constexpr):
-    """Numbers in units, within the range of the quantized type; whole ones for integers, and 0 for NaN."""
+    """Divide numbers by their scale and clamp them to the type's range; for integers, round, and replace NaN by 0."""
     quotient = tl.clamp(number / unit, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if INTEGERS:
         quotient = (quotient + ROUND) - ROUND
-        if BY_BITS:  # elsewhere the conversion to an integer makes 0 of NaN
+        if BY_BITS:  # on devices the conversion to an integer makes 0 of NaN
             quotient = tl.where(tl.abs(quotient) <= LARGEST, quotient, 0.0)
     return quotient
 
 
 @triton.jit
 def narrowed(number, TYPE: tl.constexpr):
-    """Numbers within the range of a type in that type, rounded to the nearest; fp8 keeps NaN."""
+    """Convert numbers within a type's range to that type, rounded to the nearest; fp8 keeps NaN."""
     if BY_BITS and tl.float8e4nv == TYPE:
         bits = number.to(tl.float32).to(tl.int32, bitcast=True)
         sign, bits = (bits >> 24) & 0x80, bits & MAGNITUDE
@@ -86,7 +86,7 @@ def store_groups(
 ):
     """Quantize groups ``part``, ``[TOGETHER, 1]``, of numbers ``[TOGETHER, BLOCK]``, and write them.
 
-    ``target`` are the numbers' places in the result, ``given`` those of scales that are given.
+    ``target``: addresses of the numbers in the result; ``given``: addresses of given scales.
     """
     if GIVEN:
         unit = tl.load(given, mask=part < parts, other=1.0)
@@ -117,7 +117,7 @@ def _quantize(
     TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``rows`` counts groups, ``TOGETHER`` of which a program takes; ``BLOCK`` elements hold one.
+    """``rows``: number of groups, of which a program takes ``TOGETHER``, each padded to ``BLOCK`` elements.
 
     A row of ``x`` makes ``REPEAT`` rows of the result, with given scales ``SCALE_ROW`` apart.
     """

@@ -30,9 +30,11 @@ def turned(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """First and second elements of the rotated pairs of a token's heads ``[BLOCK_HEADS, 1]``, which begin at ``read``.
+    """Return the first and second elements of the rotated pairs of a token's heads.
 
-    The position, which the table waits for, is loaded last.
+    ``read``: pointers to the heads, ``[BLOCK_HEADS, 1]``; results are ``[BLOCK_HEADS, BLOCK_HALF]``.
+
+    The position is loaded last, because the loads of the table wait for it.
     """
     wide: tl.constexpr = tl.float64 if read.dtype.element_ty == tl.float64 else tl.float32
     pair = tl.arange(0, BLOCK_HALF)[None, :]
@@ -63,7 +65,7 @@ def put(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Store the elements of pairs where heads begin at ``write``; ``inside`` ``[BLOCK_HEADS, 1]``: which heads."""
+    """Store pairs to the heads at ``write``; ``inside`` ``[BLOCK_HEADS, 1]``: whether each head exists."""
     kind = write.dtype.element_ty
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK_HALF)[None, :]

@@ -33,7 +33,7 @@ def _softplus(x):
 
 @triton.jit
 def _over_length(x, LEAST: tl.constexpr):
-    """One over the length of each row."""
+    """Return one over the length of each row."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, axis=1) + LEAST)
 
@@ -99,8 +99,11 @@ def _prepare(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: heads, chunks. ``corrections`` and ``outputs`` ``[rows, heads, CHUNK]``, ``decays`` ``[rows, heads]``, both
-    lengths, one over each, ``[rows, key_heads]``; whole chunks of rows. ``out`` is cleared where no sequence is."""
+    """Grid: heads, chunks. Rows of the results are padded to whole chunks.
+
+    Writes ``corrections`` and ``outputs`` ``[rows, heads, CHUNK]``, ``decays`` ``[rows, heads]``, the reciprocals of
+    both lengths, ``[rows, key_heads]``, and zeros to rows of ``out`` that no sequence covers.
+    """
     head = tl.program_id(0)
     group: tl.constexpr = HEADS // KEY_HEADS
     key_head = head // group
@@ -187,7 +190,7 @@ def _advance(
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: columns of values, heads, requests. ``UNIT``: unit keys are multiplied, else what they meet is scaled."""
+    """Grid: columns of values, heads, requests. ``UNIT``: products have unit keys; else their results are scaled."""
     head, request = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(starts + request), tl.load(starts + request + 1)
     if begin < end:

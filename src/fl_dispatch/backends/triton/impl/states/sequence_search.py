@@ -13,7 +13,7 @@ def steps_of_search(requests: int) -> int:
 
 @triton.jit
 def sequence_of(row, starts, requests, steps):
-    """The sequence of each row, that sequence's first row, and whether any sequence covers the row.
+    """Return the sequence of each row, that sequence's first row, and whether any sequence covers the row.
 
     Several sequences may begin at a row if all but the last of them are empty; it is the last one that has the row.
     """

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _step(dt):
-    """``softplus``, also where it is small: ``log(1 + e)``, with the rounding of that sum taken back."""
+    """Return ``softplus``, accurate for small results too: ``log(1 + e)``, corrected for the rounding of ``1 + e``."""
     small = tl.exp(-tl.abs(dt))
     total = 1.0 + small
     kept = total - 1.0
@@ -22,16 +22,16 @@ def _step(dt):
 
 @triton.jit
 def _after(decay, added, later_decay, later_added):
-    """Two parts of ``state -> decay * state + added``, one after the other."""
+    """Compose two updates ``state -> decay * state + added``, the earlier one first."""
     return decay * later_decay, added * later_decay + later_added
 
 
 @triton.jit
 def _plus_product(total, exact, x, FIRST: tl.constexpr, PRECISION: tl.constexpr):
-    """``total + exact @ x``, with ``FIRST`` ``total + x @ exact``.
+    """Return ``total + exact @ x``; with ``FIRST``, ``total + x @ exact``.
 
-    ``x`` is float32, and multiplied in two parts of a half type: rounded to one, terms that cancel would leave more
-    than a rounding of the result.
+    ``x`` is float32, and is multiplied as the sum of two half-type parts: with one part, terms that cancel would leave
+    an error larger than the rounding of the result.
     """
     high = x.to(exact.dtype)
     if FIRST:
@@ -47,7 +47,7 @@ def _plus_product(total, exact, x, FIRST: tl.constexpr, PRECISION: tl.constexpr)
     return total
 
 
-# These tensors have another address in each batch, which must not compile a kernel for each alignment.
+# These tensors have another address in each batch; their alignment must not select another compiled kernel.
 @triton.jit(do_not_specialize_on_alignment=["dt", "slots"])
 def _token(
     x,
@@ -231,7 +231,7 @@ def _chunks(
                 result += tokens.to(tl.float32) * skip
             target = out + (token * HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
             tl.store(target, result.to(out.dtype.element_ty), mask=here)
-            whole = tl.min(total, axis=0)  # decays only add up
+            whole = tl.min(total, axis=0)  # the last token's, because decays are at most 1
             left = tl.exp(whole - total) * lasts
             added = tokens.to(tl.float32) * left[:, None]
             state = _plus_product(state * tl.exp(whole), tl.trans(into), added, False, PRECISION)
@@ -335,7 +335,7 @@ def _walk(
             out_of = tl.load(c_place[None, :, :] + (token * C_TOKEN)[:, :, None], mask=keys, other=0.0).to(wide)
             if HAS_BIAS:
                 lasts += bias[None, :]
-            lasts = tl.where(valid, _step(lasts), 0.0)  # a token that is none changes nothing
+            lasts = tl.where(valid, _step(lasts), 0.0)  # a token after the end changes nothing
             tokens = tokens.to(wide)
             decay = tl.exp(lasts[:, :, None] * rate[None, :, :])
             added = (tokens * lasts)[:, :, None] * into

@@ -47,10 +47,10 @@ class Sums:
 
 @gluon.jit
 def _scores(config, pipeline, stage, pair, n):
-    """Scores of the tile in a stage, once its two pieces are there; after those of the last pair the queries may go."""
+    """Wait for both pieces of a stage's tile and compute its scores; those of the last pair release the queries."""
     left = pipeline.left
     right = pipeline.right
-    zero = pair // (1 << 30)  # unknown to the compiler, which else keeps all addresses in registers, and spills
+    zero = pair // (1 << 30)  # 0; the compiler must not know, or it keeps all addresses in registers and spills
     left.wait_stage(stage, pair & 1)
     q_left = Tile(pipeline.q_left.index(zero), pipeline.q_left.index(zero))
     qk = start_scores(q_left, left.tile(stage), KEYS, False)
@@ -69,7 +69,7 @@ def _scores(config, pipeline, stage, pair, n):
 def _hand_over(pipeline, stage, p, m_i):
     """Pass the weights of a tile and the new maxima to the other consumer.
 
-    The weights replace the rotary part of the tile's keys, because its scores are there.
+    The weights overwrite the rotary part of the tile's keys, because its scores are complete.
     """
     pipeline.right.rest.index(stage).store(p)
     pipeline.rows.index(stage).store(m_i)
@@ -79,7 +79,7 @@ def _hand_over(pipeline, stage, p, m_i):
 
 @gluon.jit
 def _take_over(pipeline, stage, phase, L: gl.constexpr):
-    """Wait for the other consumer's weights, and return the rows' numbers that came with them."""
+    """Wait for the other consumer's weights, and return the rows' maxima that came with them."""
     mbarrier.wait(pipeline.weighed.index(stage), phase)
     return pipeline.rows.index(stage).load(L)
 
@@ -93,7 +93,7 @@ def _start_own(acc, p, values):
 
 @gluon.jit
 def _first_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
-    """Weigh the first tile of a pair, and add the left values of both."""
+    """Compute the softmax weights of a pair's first tile, and add the left half of both tiles' values."""
     left = pipeline.left
     right = pipeline.right
     zero = pair // (1 << 30)
@@ -117,7 +117,7 @@ def _first_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MA
 
 @gluon.jit
 def _second_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
-    """Weigh the second tile of a pair, and add the right values of both.
+    """Compute the softmax weights of a pair's second tile, and add the right half of both tiles' values.
 
     The softmax runs beside the product of the first tile's values.
     """
@@ -144,7 +144,7 @@ def _second_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, M
 def _pairs(
     config, pipeline, sums, pair, turn, n, stop, work, mask, qk_scale, WHICH: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Pairs of key tiles ``n`` and ``n - 1``, ``n - 2`` and ``n - 3`` … as long as the first is at least ``stop``."""
+    """Process pairs of key tiles: ``n`` and ``n - 1``, ``n - 2`` and ``n - 3`` … until the first is below ``stop``."""
     while n >= stop:
         start = work.start + n * KEYS
         if WHICH == 0:
@@ -159,7 +159,7 @@ def _pairs(
 
 @gluon.jit
 def _all_weights(pipeline, l_i, turn, WHICH: gl.constexpr):
-    """Sum of the rows' weights in both consumers, after the last pair."""
+    """Exchange and add both consumers' sums of weights, after the last pair."""
     L: gl.constexpr = l_i.type.layout
     if WHICH == 0:
         pipeline.rows.index(0).store(l_i)
@@ -182,7 +182,7 @@ def _write(config, work, out, partial, acc, m_i, l_i, WHICH: gl.constexpr):
         acc = scale_rows(acc, inverse(m_i, l_i))
         token, head, _valid = work.rows(gl.SliceLayout(1, W))
         store_rows(out, acc, work, token, head, WHICH * HALF, W)
-    elif config.listed or work.start < work.length:  # a part that causality hides adds nothing, but is read
+    elif config.listed or work.start < work.length:  # a share that the causal mask hides adds nothing, but is read
         column = WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, A))
         place, valid = partial.places(config, work, gl.SliceLayout(1, A))
         gl.store(partial.sums + (place * (2 * HALF))[:, None] + column[None, :], acc, mask=valid[:, None])
@@ -194,7 +194,7 @@ def _write(config, work, out, partial, acc, m_i, l_i, WHICH: gl.constexpr):
 
 @gluon.jit
 def _consume_item(config, pipeline, items, item, out, partial, SCALE, pair, turn, WHICH: gl.constexpr):
-    """Half ``WHICH`` of an item's results; return the new ``pair`` and ``turn``."""
+    """Compute half ``WHICH`` of an item's results; return the new ``pair`` and ``turn``."""
     S: gl.constexpr = mma_layout(KEYS)
     A: gl.constexpr = mma_layout(HALF)
     work = find_work(config, items, item)
@@ -206,7 +206,7 @@ def _consume_item(config, pipeline, items, item, out, partial, SCALE, pair, turn
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
     if work.tiles > 0:
         if WHICH == 1:
-            # The queries came before it; its stage is filled again after this consumer.
+            # This stage's tile comes with the queries; the stage is not filled again before this consumer releases it.
             pipeline.right.wait_stage(0, pair & 1)
         sums = Sums(acc, m_i, l_i)
         n = work.tiles - 1
@@ -224,7 +224,7 @@ def _consume_item(config, pipeline, items, item, out, partial, SCALE, pair, turn
 
 @gluon.jit
 def consume(config, pipeline, items, out, partial, SCALE, WHICH: gl.constexpr):
-    """Half ``WHICH`` of the results of a program's items.
+    """Compute half ``WHICH`` of the results of a program's items.
 
     ``pair`` counts pairs of tiles, and ``turn`` also the items, after each of which the consumers exchange sums.
     """

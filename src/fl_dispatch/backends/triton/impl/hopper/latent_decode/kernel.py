@@ -24,10 +24,10 @@ class Pipeline:
     q_right: gl.shared_memory_descriptor
     q_rotary: gl.shared_memory_descriptor
     left: Ring  # first halves of latent rows
-    right: Ring  # second halves, and the rotary parts, which a tile's weights replace
+    right: Ring  # second halves, and the rotary parts, which a tile's weights overwrite
     rows: gl.shared_memory_descriptor  # a number for each row, from each consumer: its maximum, at the end its sum
-    weighed: gl.shared_memory_descriptor  # barriers: a tile's weights and the numbers of rows are there
-    q_free: gl.shared_memory_descriptor  # barrier: both consumers have the last scores of the queries
+    weighed: gl.shared_memory_descriptor  # barriers: a tile's weights and its rows' maxima are written
+    q_free: gl.shared_memory_descriptor  # barrier: both consumers have computed the last scores of the queries
 
 
 @gluon.jit

@@ -35,8 +35,8 @@ class Config:
 class Items:
     """The items of work of all programs: tiles of ``ROWS`` rows, of each request, for each share of its keys.
 
-    A persistent program takes every ``num_programs(0)``-th item, another one takes one. With ``listed`` keys a token
-    counts as a request, and ``query_starts`` is where the number of covered tokens stands.
+    A persistent program takes every ``num_programs(0)``-th item; any other program takes one item. With ``listed`` keys
+    a token counts as a request, and ``query_starts`` points to the number of covered tokens.
     """
 
     query_starts: gl.tensor

@@ -84,7 +84,7 @@ def load_tile(ring, i, source, where, MAIN: gl.constexpr, REST: gl.constexpr, RO
 
 @gluon.jit
 def _send_item(config, pipeline, done, work, query, QUERY_HEAD):
-    """Send a work item, and start to copy its queries into their free stage."""
+    """Send a work item to the consumers, and start to copy its queries into their free stage."""
     ring = pipeline.queries
     queries = work.queries()
     stage = done % config.query_stages
@@ -108,7 +108,7 @@ def _load_keys_and_values(config, pipeline, i, key, k_at, value, v_at):
 def produce_bulk(config, pipeline, scheduler, query, key, value, QUERY_HEAD, KEY_HEAD, VALUE_HEAD):
     """Fill the rings, in the order of :func:`.producer.produce`.
 
-    The next item is searched when both stages of keys are under way.
+    The next item is found while the copies into both stages of keys run.
     """
     cursor, work = scheduler.next(scheduler.start())
     i = 0  # tiles so far
@@ -176,12 +176,12 @@ def attention_bulk(
 ):
     """As :func:`.kernel.attention` for keys in a row; ``query``, ``key`` and ``value`` are descriptors.
 
-    ``key_starts`` has where each request's keys start, and where the last ones end.
+    ``key_starts`` has the first row of each request's keys, and the end of the last request's.
     """
     QUERY_STAGES: gl.constexpr = 1 if REST > 0 else 2
     config = Config(DIM, REST, DIM_V, 1, QUERY_STAGES, CAUSAL, True, gl.int32)
     pipeline = alloc(config, out.dtype.element_ty, 2)
-    fence_async_shared()  # barriers are there for the accelerator, too
+    fence_async_shared()  # makes the barriers visible to the accelerator
     scheduler = Scheduler(query_starts, key_starts, requests, heads, gl.to_tensor(0), False, CAUSAL)
     results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
     q_head = gl.to_tensor(QUERY_HEAD)

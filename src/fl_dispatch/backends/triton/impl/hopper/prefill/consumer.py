@@ -28,9 +28,9 @@ class Sums:
 
 @gluon.jit
 def _key_loop(config, pipeline, sums, i, n, stop, q, mask, qk_scale, MASKED: gl.constexpr):
-    """Key tiles ``n``, ``n - 1`` … ``stop``, the first of which is the program's tile ``i``; its keys are there.
+    """Process key tiles ``n``, ``n - 1`` … ``stop``; the first is the program's tile ``i``, in shared memory already.
 
-    The product of the tile before runs beside this tile's softmax.
+    The product with the former tile's values runs during this tile's softmax.
     """
     keys = pipeline.keys
     values = pipeline.values
@@ -57,7 +57,7 @@ def _key_loop(config, pipeline, sums, i, n, stop, q, mask, qk_scale, MASKED: gl.
 
 @gluon.jit
 def _first_scores(config, pipeline, i, q):
-    """Scores of an item's first tile of keys, the program's tile ``i``."""
+    """Compute the scores of an item's first tile of keys, the program's tile ``i``."""
     stage = i % pipeline.keys.stages
     pipeline.keys.wait(i)
     pending = start_scores(q, pipeline.keys.tile(stage), BLOCK_N, config.rest > 0)
@@ -68,7 +68,7 @@ def _first_scores(config, pipeline, i, q):
 
 @gluon.jit
 def _last_product(pipeline, sums, i):
-    """The sums with the values of tile ``i``."""
+    """Return the sums with the values of tile ``i`` added."""
     values = pipeline.values
     stage = i % values.stages
     p = unpack(sums.p, sums.acc, values.main.dtype)
@@ -81,7 +81,7 @@ def _last_product(pipeline, sums, i):
 
 @gluon.jit
 def consume(config, pipeline, out, lse, LSE_HEAD, SCALE, WHICH: gl.constexpr):
-    """All work items of a program, for its queries ``64 * WHICH`` to ``64 * WHICH + 63``."""
+    """Process all work items of a program, for queries ``64 * WHICH`` to ``64 * WHICH + 63`` of each."""
     S: gl.constexpr = mma_layout(BLOCK_N)
     A: gl.constexpr = mma_layout(config.dim_v)
     W: gl.constexpr = store_layout(ROWS, config.dim_v)
@@ -96,7 +96,7 @@ def consume(config, pipeline, out, lse, LSE_HEAD, SCALE, WHICH: gl.constexpr):
         row = work.first + ROWS * WHICH
         tile = queries.tile(done % queries.stages)
         q = Tile(tile.main.slice(ROWS * WHICH, ROWS), tile.rest.slice(ROWS * WHICH, ROWS))
-        # Added from the left: with the lane added to the row first, ptxas orders the softmax differently.
+        # This order of additions matters: if the lane is added to the row first, ptxas orders the softmax differently.
         position = work.length - work.new + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         mask = Mask(position, work.length, config.causal)
         acc = gl.zeros([ROWS, config.dim_v], gl.float32, A)

@@ -84,7 +84,7 @@ def _load_queries(config, pipeline, pending, stage, query, queries, L: gl.conste
 
 @gluon.jit
 def wait_released(keys, tile, i):
-    """Wait until keys are released. Keys of a tile with a stage that another took, before tile ``i``, have been."""
+    """Wait until the keys of ``tile`` are released, unless a tile before ``i`` has taken their stage already."""
     tile = gl.maximum(tile, -1)
     there = (tile >= 0) & (tile + STAGES >= i)
     keys.wait_released(gl.maximum(tile, 0), there)
@@ -94,9 +94,9 @@ def wait_released(keys, tile, i):
 def produce(config, pipeline, scheduler, query, keys, values, table):
     """Fill the rings: an item's tiles of keys, the last one first, each with the values of the one before.
 
-    That is the order in which they are multiplied, and items follow each other as tiles do: the first keys of an item
-    go before the last values of the item before. Its queries go before its keys if they have a second stage, else as
-    soon as the queries before are done with. Rows beyond a request's keys are 0.
+    Consumers multiply in this order, and the tiles of consecutive items form one sequence: the first keys of an item
+    come before the last values of the item before. An item's queries come before its keys if queries have two stages,
+    otherwise as soon as the former queries are released. Rows beyond a request's keys are 0.
     """
     OFFSET: gl.constexpr = config.offset_type
     L: gl.constexpr = copy_layout(PRODUCER_WARPS)
@@ -114,7 +114,7 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
         kv_head = (queries.head // config.group).to(gl.int64)
         key = keys.pointer + kv_head * keys.head_stride
         value_offset = kv_head * values.head_stride
-        # The numbers of a tile's pages are asked for one tile ahead, those of an item's first tile one item ahead.
+        # The block numbers of a tile are loaded one tile ahead, those of an item's first tile one item ahead.
         start_n = (work.tiles - 1) * BLOCK_N
         ahead = table.pages(work.index, start_n - BLOCK_N, length, L)
         if config.query_stages > 1:
