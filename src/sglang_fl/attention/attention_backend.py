@@ -229,14 +229,14 @@ class MLAFLBackend(AttentionFLBackend):
     """Our backend for latent attention, in its absorbed form: one latent row per token serves all heads.
 
     A row is ``[rank + rope]``: the latent part, which is also the value, then the rotary part. An fp8 row has the scale
-    of the layer's keys. In models with an indexer a query attends only to listed rows.
+    of the layer's keys. In models with an indexer a query attends only to the rows in its index list.
     """
 
     operator = "mla_decode"
     topk: int | None = None
-    """The length of a list, in models with an indexer."""
+    """Entries of an index list, in models with an indexer."""
     lists: Tensor | None = None
-    """The lists of the last indexer, ``[tokens, topk]``, also read by layers without an indexer."""
+    """The index lists of the last indexer, ``[tokens, topk]`` int32, also read by layers without an indexer."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)

@@ -1,8 +1,9 @@
 """The indexer of sparse latent attention over ``index_key_write`` and ``index_topk``, replacing SGLang's.
 
-SGLang lists tokens with kernels for its own devices, and chooses matching pages, cache and attention. So these models
-are presented to SGLang as other latent-attention models, and each layer gets this indexer afterwards. Every batch lists
-tokens, in a short context all of them. Index keys have the model's dtype.
+An *index list* has the positions of the tokens that a query attends to. SGLang makes it with kernels for its own
+devices, and chooses matching pages, cache and attention. So these models are presented to SGLang as other
+latent-attention models, and each layer gets this indexer afterwards. Every batch has index lists, in a short context of
+all tokens. Index keys have the model's dtype.
 
 In graphs of prompts lists are made between pieces, as attention is computed there.
 """
@@ -41,14 +42,14 @@ def is_hosts_own(original: Callable[[Any], bool], config: Any) -> bool:
 
 
 class Reader(Protocol):
-    """The attention that reads lists."""
+    """Attention that reads index lists."""
 
     forward_metadata: AttentionFLMetadata
     lists: Tensor | None
 
 
 class IndexerFL(nn.Module):
-    """Write an index key of each token, and list the tokens that each query attends to."""
+    """Write an index key of each token, and the index list of each query: the tokens that it attends to."""
 
     reader: Reader
     cache: Tensor
@@ -104,7 +105,7 @@ class IndexerFL(nn.Module):
         return active if isinstance(active, type(self.reader)) else self.reader
 
     def forward(self, *, x: Tensor, q_lora: Tensor, positions: Tensor, forward_batch: Any, layer_id: int) -> None:
-        """Store lists in the attention, which its layer runs next; SGLang's indexer returns them."""
+        """Store index lists in the attention, which its layer runs next; SGLang's indexer returns them."""
         query = self.wq_b(q_lora)[0].view(-1, self.heads, self.dim)
         key = self.k_norm(self.wk(x)[0])
         weights = self.weights_proj(x)[0].float() * self.scale

@@ -151,7 +151,7 @@ class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
 
 
 class _Packed(Layer, layers.PackedLayer):
-    """Weights in words."""
+    """Weights packed in int32."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
@@ -174,9 +174,9 @@ class _Packed(Layer, layers.PackedLayer):
         raise NotImplementedError
 
     def _words(self, shape: Sequence[int], packed: int, column: int, loader: Loader, of_groups: bool = False) -> Any:
-        """Return words of packed numbers, packed along one dimension, with columns along one.
+        """Return an int32 parameter with numbers packed along dimension ``packed``, and columns along ``column``.
 
-        Words ``of_groups`` are on every rank if a group is a whole row.
+        A parameter ``of_groups`` is on every rank as a whole if a group is a whole row.
         """
         sizes = [-(-size * self.fl_bits // orders.WORD) if dim == packed else size for dim, size in enumerate(shape)]
         words = torch.zeros(*sizes, dtype=torch.int32)
@@ -209,7 +209,7 @@ class PackedLayer(_Packed):
 
 
 class GptqLayer(_Packed):
-    """The packing of ``gptq``, transposed. All its zero points are in the middle."""
+    """The packing of ``gptq``, transposed. Its zero points are all the middle of the range."""
 
     fl_weights = ("qweight", "scales", "qzeros")
     fl_joins = False  # only for AWQ it knows that columns are the second dimension
@@ -224,7 +224,7 @@ class GptqLayer(_Packed):
 
 
 class AwqLayer(_Packed):
-    """The packing of ``awq``, transposed and out of order."""
+    """The packing of ``awq``, transposed, with the numbers of an int32 in another order."""
 
     fl_weights = ("qweight", "scales", "qzeros")
     fl_places = orders.AWQ_PLACES
@@ -282,8 +282,8 @@ KINDS: Mapping[Kind, Callable[[Scheme], Layer]] = MappingProxyType(
 OF_DELTA_NETS = (".in_proj_qkvz", ".in_proj_ba")
 """Layers of delta nets.
 
-SGLang's classes replace the loader of ``weight``, which Qwen3-Next requires. Qwen3.5's divides words as if they were
-columns, so packed layers have an empty ``weight`` while they load.
+SGLang's classes replace the loader of ``weight``, which Qwen3-Next requires. Qwen3.5's loader divides packed int32 as
+if they were columns, so packed layers have an empty ``weight`` while they load.
 """
 
 

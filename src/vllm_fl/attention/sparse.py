@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SparseMLAFLImpl(MLAFLImpl):
-    """One layer's sparse latent attention. The lists are in the model's buffer, filled by the last indexer."""
+    """One layer's sparse latent attention; the last indexer has written index lists to the model's buffer."""
 
     is_sparse = True
     masked_mha_available = False
@@ -35,7 +35,7 @@ class SparseMLAFLImpl(MLAFLImpl):
 
     @property
     def fl_lists(self) -> Tensor | None:
-        """Return the lists ``[tokens, topk]``; vLLM gives a predictor's indexer the model's once both are loaded."""
+        """Return the index lists ``[tokens, topk]`` int32; a predictor's indexer gets the model's after loading."""
         return self.fl_given if self.fl_indexer is None else self.fl_indexer.topk_indices_buffer
 
     def record_logical_topk_ready(self) -> None:

@@ -1,8 +1,8 @@
 """A step's batch for sparse latent attention and its indexer.
 
-A batch in which every request has at most ``topk`` tokens takes dense latent attention, as in vLLM's own classes: its
-indexer writes keys, and lists nothing. A captured graph always lists, and so does every batch with
-``sparse_mla_force_mqa``.
+An *index list* has the positions of the ``topk`` tokens that a query attends to. A batch in which every request has at
+most ``topk`` tokens takes dense latent attention, as in vLLM's own classes: its indexer writes keys and makes no lists.
+In captured graphs, and with ``sparse_mla_force_mqa``, indexers always make lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INDEX_OPERATORS = ("index_key_write", "index_topk")
 def longest_dense(vllm_config: VllmConfig) -> int:
     """Return the largest number of tokens of a request with dense attention: ``topk``, or 0 if lists are forced.
 
-    Users can force lists; so does a predictor that makes the lists of a step's drafts with the first of them.
+    Users can force lists. A predictor forces them too if its first draft of a step makes the lists of all drafts.
     """
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     shares = getattr(getattr(draft, "hf_config", None), "index_share_for_mtp_iteration", False)
@@ -46,7 +46,7 @@ class SparseMLAFLMetadata(MLAFLMetadata):
 
     Args:
         block_table: ``[requests, blocks]`` int32, of all requests.
-        lists: whether queries attend to listed tokens.
+        lists: whether each query attends to the tokens of its index list.
     """
 
     block_table: Tensor | None = None
@@ -78,7 +78,7 @@ class SparseMLAFLMetadataBuilder(MLAFLMetadataBuilder):
         return self._listing(common_attn_metadata)
 
     def _listing(self, batch: CommonAttentionMetadata) -> SparseMLAFLMetadata:
-        """Describe a batch in which each query attends to its list."""
+        """Describe a batch in which each query attends to its index list."""
         return SparseMLAFLMetadata(
             num_reqs=batch.num_reqs,
             max_query_len=batch.max_query_len,
@@ -103,7 +103,7 @@ class IndexFLMetadata:
         seq_lens: ``[requests]`` int32; tokens of each request in the cache, including the new ones.
         block_table: ``[requests, blocks]`` int32.
         slot_mapping: ``[tokens]`` int64.
-        lists: whether attention needs lists.
+        lists: whether attention needs index lists.
     """
 
     num_actual_tokens: int
@@ -136,7 +136,7 @@ class IndexFLMetadataBuilder(AttentionMetadataBuilder[IndexFLMetadata]):
         return self._built(common_attn_metadata, True)
 
     def _built(self, batch: CommonAttentionMetadata, lists: bool) -> IndexFLMetadata:
-        """Describe a batch for an indexer; ``lists``: whether it lists tokens, or only keeps keys."""
+        """Describe a batch for an indexer; ``lists``: whether it makes index lists, or only writes keys."""
         return IndexFLMetadata(
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=batch.max_query_len,

@@ -12,7 +12,7 @@ that engine, and ``fl_spoiled(connector_output)`` names local blocks with data t
 ``choice``     whether an engine does so
 ``detection``  the count of each request's damaged logits
 ``scheduler``  the end or the new beginning of damaged requests
-``messages``   words between scheduler and workers beside vLLM's own fields
+``messages``   messages between scheduler and workers beside vLLM's own fields
 ``answers``    the error for a client
 =============  =========================================================================================================
 """

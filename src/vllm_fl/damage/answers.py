@@ -13,7 +13,7 @@ ERROR = "error"
 
 
 class Reason(str):
-    """vLLM's word with the reason attached."""
+    """vLLM's finish reason ``error`` with our explanation attached."""
 
     fl_why: str
 

@@ -36,7 +36,7 @@ PLACES = {
     False: (("vllm.v1.worker.gpu_model_runner", "count_nans_per_row"),),
     True: ((SAMPLER, "get_num_nans"), (REJECTION, "get_num_nans")),
 }
-"""Whether it is the V2 runner → vLLM's functions that count, under their users' names."""
+"""Whether the runner is V2 → vLLM's counting functions: the modules that call them, and their names there."""
 COPIED_AT_ONCE = 1 << 25
 """Elements of drafts' logits that are copied at a time."""
 PADDING = 64

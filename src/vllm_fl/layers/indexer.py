@@ -98,7 +98,7 @@ class IndexerFL(Indexer):
         self.fl_write, self.fl_list = (bind_op(operator, self.prefix) for operator in INDEX_OPERATORS)
 
     def forward(self, hidden_states: Tensor, qr: Tensor, positions: Tensor, rotary_emb: nn.Module) -> None:
-        """Write the index keys of new tokens, and list the tokens that each of them attends to."""
+        """Write the index keys of new tokens, and the index list of each: the tokens that it attends to."""
         query = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
         projected = self.wk_weights_proj(hidden_states)[0]
         key, weights = projected.split([self.head_dim, self.n_head], dim=-1)

@@ -192,7 +192,7 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
 
 
 class AutoRoundConfigFL(inc.INCConfig):
-    """``auto-round``, read as the format that packs its words."""
+    """``auto-round``, read as ``gptq`` or ``awq``, which pack int32 in the same order."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:

@@ -121,7 +121,7 @@ class PackedLayer(VllmKernel, layers.PackedLayer):
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        """Whether the scheme is served, and a rank's part has whole groups and words."""
+        """Whether the scheme is served, and a rank's part has whole groups and whole packed int32."""
         served, why = super().can_implement(c)
         if not served:
             return served, why

@@ -118,13 +118,13 @@ def with_scale_of_each_input(
 def with_whole_words(
     create: Callable[..., None], bits: int, layer: Any, output_partition_sizes: list[int], **named: Any
 ) -> None:
-    """Register parameters as vLLM does, with zero points of several columns in a word."""
+    """Register parameters as vLLM does, with zero points of several columns packed in an int32."""
     _refuse_cut_words(layer, output_partition_sizes, bits)
     create(layer=layer, output_partition_sizes=output_partition_sizes, **named)
 
 
 def _refuse_cut_words(layer: Any, parts: list[int], bits: int) -> None:
-    """Raise ``ValueError`` if a word has columns of two parts of a joined layer: vLLM's loader loses some."""
+    """Raise ``ValueError`` if an int32 packs columns of two parts of a merged layer: vLLM's loader loses some."""
     if any(size % (orders.WORD // bits) for size in parts):
         raise refused(
             f"parts of {parts} columns of a joined layer on a rank, not all multiples of a word's {orders.WORD // bits}"

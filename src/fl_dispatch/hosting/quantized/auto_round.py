@@ -1,6 +1,6 @@
-"""AutoRound's format: words in the order of ``gptq`` or ``awq``, and its own rules for single layers.
+"""AutoRound's format: int32 packed in the order of ``gptq`` or ``awq``, and rules for single layers.
 
-Both hosts read such a checkpoint in the format that packs its words. The library's rules apply (auto_round 0.16.1,
+Both hosts read such a checkpoint in the format with the same order. The library's rules apply (auto_round 0.16.1,
 ``inference/convert_model.py``): first a layer's own name, then expressions in the file's order, found anywhere in a
 name, then the list of quantized blocks.
 """
@@ -16,7 +16,7 @@ from .layer_parts import ROOTS, below_roots
 from .schemes import Refused
 
 PACKINGS: Mapping[str, str] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
-"""``packing_format`` → the format with the same order of words."""
+"""``packing_format`` → the format that packs in the same order."""
 SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 """Characters of expressions; names have none of them."""
 LEAVES = "-:"
@@ -28,7 +28,7 @@ WHOLE = 16
 
 
 def as_packed(config: Mapping[str, Any], refused: Refused) -> tuple[str, dict[str, Any]]:
-    """Return the format that packs a checkpoint's words, and ``quantization_config`` in the terms of that format.
+    """Return the format that packs as a checkpoint does, and ``quantization_config`` in the terms of that format.
 
     Args:
         config: ``quantization_config`` of an ``auto-round`` checkpoint.

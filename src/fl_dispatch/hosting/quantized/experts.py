@@ -25,7 +25,7 @@ ASKED = (1, 8192)
 
 
 def indivisible(sizes: Iterable[int], bits: int, group: int) -> str:
-    """Return why a rank's share of packed weights is not a whole number of words or groups; empty if it is.
+    """Return why a rank's share of packed weights has no whole number of packed int32 or groups; empty if it has.
 
     Hosts round such numbers down, and would load mismatched parts.
 
@@ -186,7 +186,7 @@ class Packing:
         weight: the parameter's name after ``w13_``.
         scale: the name of its scales.
         zero: the name of its zero points.
-        weight_dim: the dimension of a weight along which words are packed.
+        weight_dim: the dimension of a weight along which numbers are packed in int32.
         zero_dim: the packed dimension of zero points.
         transposed: whether rows of the operator's weight are columns of the parameter.
         places: the places of numbers in words, if they are not in order.
@@ -241,7 +241,7 @@ class PackedExperts(WeightOnlyExperts):
         self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in parts)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Unpack words, expert by expert."""
+        """Unpack the numbers in int32, expert by expert."""
         packing, bits = self._packing, self._bits
         for name in NAMES:
             words, scale = (getattr(layer, f"{name}_{part}").data for part in (packing.weight, packing.scale))

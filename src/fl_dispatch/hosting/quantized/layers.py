@@ -229,7 +229,7 @@ class PackedLayer(QuantizedLayer):
     fl_places: Sequence[int] | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Unpack words. A parameter with ``output_dim`` 1 is transposed."""
+        """Unpack the numbers in int32. A parameter with ``output_dim`` 1 is transposed."""
         weight_name, scale_name, zero_name = self.fl_weights
         weight, scale = getattr(layer, weight_name), getattr(layer, scale_name).data
         if weight.output_dim == 1:

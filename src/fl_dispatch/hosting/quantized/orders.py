@@ -15,7 +15,7 @@ from torch import Tensor
 from .remedies import OUT_OF_ORDER
 
 WORD = 32
-"""Bits of an element of a packed parameter; the first number of a word is in its lowest bits."""
+"""Bits of an element of a packed parameter, an int32 (a *word*); its first number is in its lowest bits."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """AWQ: the place of each of eight numbers in its word."""
 REORDERED = ("group", "dynamic")

@@ -162,7 +162,7 @@ class _Packed(Experts, experts.PackedExperts):
         return ""
 
     def _words(self, count: int, shape: tuple[int, ...], packed: int) -> Tensor:
-        """Return words of numbers that are packed along one dimension."""
+        """Return an int32 parameter with numbers packed along one dimension."""
         sizes = [size * self._bits // orders.WORD if dim == packed else size for dim, size in enumerate(shape)]
         return torch.zeros(count, *sizes, dtype=torch.int32)
 
