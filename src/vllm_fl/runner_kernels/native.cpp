@@ -1,14 +1,14 @@
 // The kernels of each decoding step of vLLM's V2 model runner, on tensors in main memory.
 //
-// A tensor of integers is an address, and a bit of `wide` in the order of the arguments: set for int64, clear for int32.
-// A negative row of `idx_mapping` belongs to no request. A function returns 0, or 1 if a row or a token lies outside of
-// its table; what was written until then stays.
+// A tensor of integers is passed as an address and a bit of `wide`, in the order of the arguments: set for int64, clear
+// for int32. A negative element of `idx_mapping` means no request. A function returns 0, or 1 if a row or a token is
+// outside its table; earlier writes stay.
 #include <algorithm>
 #include <cstdint>
 
 namespace {
 
-// A number beyond any table or text; a larger one is read as this, so that no sum of a few overflows.
+// Beyond any table or text; larger numbers are clamped to it, so that sums do not overflow.
 constexpr int64_t FAR = int64_t{1} << 40;
 
 struct Integers {
@@ -33,7 +33,7 @@ constexpr int64_t DONE = 0, OUTSIDE = 1, NOT_GREEDY = 2;
 
 extern "C" {
 
-// Each token's position and each request's length; lengths behind the batch become 0.
+// Writes each token's position and each request's length; lengths after the batch become 0.
 int64_t prepare_pos_seq_lens(int64_t wide, int64_t a0, int64_t a1, int64_t a2, int64_t a3, int64_t a4, int64_t requests,
                              int64_t most, int64_t tokens, int64_t states) {
   Integers positions{a0, wide & 1}, lengths{a1, wide & 2}, idx{a2, wide & 4}, starts{a3, wide & 8}, computed{a4, wide & 16};
@@ -48,7 +48,7 @@ int64_t prepare_pos_seq_lens(int64_t wide, int64_t a0, int64_t a1, int64_t a2, i
   return DONE;
 }
 
-// The indices of the logits, and the tokens that were sampled or drafted last, as inputs.
+// Writes the indices of the logits, and the last sampled or drafted tokens as inputs.
 int64_t combine_sampled_and_draft_tokens(int64_t wide, int64_t a0, int64_t a1, int64_t a2, int64_t a3, int64_t a4,
                                          int64_t a5, int64_t a6, int64_t a7, int64_t a8, int64_t draft_stride,
                                          int64_t new_tokens, int64_t requests, int64_t tokens, int64_t states,
@@ -69,7 +69,7 @@ int64_t combine_sampled_and_draft_tokens(int64_t wide, int64_t a0, int64_t a1, i
   return DONE;
 }
 
-// How many tokens each request has gained, none while it reads its prompt, and how many logits gave none.
+// Writes each request's number of new tokens, 0 while it reads its prompt, and its number of logits that gave no token.
 int64_t get_num_sampled_and_rejected(int64_t wide, int64_t a0, int64_t a1, int64_t a2, int64_t a3, int64_t a4, int64_t a5,
                                      int64_t requests, int64_t states) {
   Integers sampled{a0, wide & 1}, rejected{a1, wide & 2}, lengths{a2, wide & 4}, logits{a3, wide & 8};
@@ -84,7 +84,7 @@ int64_t get_num_sampled_and_rejected(int64_t wide, int64_t a0, int64_t a1, int64
   return DONE;
 }
 
-// A step's tokens, taken over into the requests' states.
+// Stores a step's tokens in the requests' states.
 int64_t post_update(int64_t wide, int64_t a0, int64_t a1, int64_t a2, int64_t a3, int64_t a4, int64_t a5, int64_t a6,
                     int64_t a7, int64_t a8, int64_t a9, int64_t count_stride, int64_t token_stride, int64_t row_stride,
                     int64_t requests, int64_t states) {
@@ -114,7 +114,7 @@ int64_t post_update(int64_t wide, int64_t a0, int64_t a1, int64_t a2, int64_t a3
   return DONE;
 }
 
-// Rows of the requests' tables of blocks, copied into the tables of the forward pass; the rows behind them are cleared.
+// Copies the requests' rows of the block tables into the tables of the forward pass, and clears the rows after them.
 int64_t gather_block_tables(int64_t wide, int64_t a0, int64_t a1, int64_t a2, int64_t a3, int64_t a4, int64_t a5,
                             int64_t sources, int64_t targets, int64_t masked, int64_t requests, int64_t states,
                             int64_t groups, int64_t rows) {
@@ -142,7 +142,7 @@ int64_t gather_block_tables(int64_t wide, int64_t a0, int64_t a1, int64_t a2, in
   return DONE;
 }
 
-// The slot of each token's key and value, by group.
+// Writes the slot of each token's key and value, by group.
 int64_t compute_slot_mappings(int64_t wide, int64_t a0, int64_t a1, int64_t a2, int64_t a3, int64_t a4, int64_t a5,
                               int64_t addresses, int64_t enabled, int64_t slot_stride, int64_t nowhere, int64_t requests,
                               int64_t states, int64_t groups, int64_t tokens, int64_t most) {
@@ -171,8 +171,8 @@ int64_t compute_slot_mappings(int64_t wide, int64_t a0, int64_t a1, int64_t a2, 
   return DONE;
 }
 
-// The largest logit of each block of the vocabulary, and the token that has it; 2, and nothing is written, where a
-// request has a temperature. What is not a number is never the largest.
+// Writes the largest logit of each block of the vocabulary, and its token; NaN is never the largest. Returns 2 and
+// writes nothing if a request has a temperature.
 int64_t gumbel_sample(int64_t wide, int64_t a0, int64_t a1, int64_t logits, int64_t maxima, int64_t temperatures,
                       int64_t row_stride, int64_t rows, int64_t states, int64_t columns, int64_t block, int64_t blocks) {
   constexpr int64_t LANES = 16;

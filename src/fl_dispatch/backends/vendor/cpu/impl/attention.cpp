@@ -2,8 +2,8 @@
 //
 // A query reads its request's keys and values once, in the cache's own order, with a running softmax (Milakov and
 // Gimelshein, arXiv 1805.02867); the heads that share a key read it together. Sums are in float32, and the result is
-// rounded once. Keys of a block lie token by token, or dimension by dimension; values lie token by token. What unused
-// slots hold may be read, but reaches no result.
+// rounded once. A block stores keys as [token][dim] or [dim][token], and values as [token][dim]. Unused slots may be
+// read, but their contents affect no result.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -19,7 +19,8 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 }  // namespace
 
-// One call: addresses, strides in elements, and numbers. `_Call` of own_attention.py has the same fields.
+// The arguments of a call: addresses, strides in elements, sizes and factors. `_Call` of own_attention.py has the same
+// fields.
 struct Call {
   const void *query, *keys, *values;
   const int32_t *table, *starts, *lengths;
@@ -42,7 +43,7 @@ namespace {
 
 template <typename T>
 struct Attention : Call {
-  // Scores of `count` tokens of a block, from `first` on, for a group of heads: q is [group][dim].
+  // Writes scores of `count` tokens of a block, from `first` on, for a group of heads; q is [group][dim].
   template <int64_t group>
   void score(const T* block, const float* q, int64_t first, int64_t count, float (*scores)[TILE]) const {
     if (key_dim == 1) {
@@ -70,8 +71,8 @@ struct Attention : Call {
     }
   }
 
-  // A tile's scores into the running softmax of a group of heads: acc is [group][dim]. The first `skipped` tokens are
-  // hidden; `distance` is how far the tile's first token lies before the query.
+  // Adds a tile to the running softmax of a group of heads; acc is [group][dim]. The first `skipped` tokens are masked;
+  // `distance` is the query's position less that of the tile's first token.
   template <int64_t group>
   void absorb(const T* block, int64_t first, int64_t skipped, int64_t count, int64_t distance, int64_t first_head,
               float (*scores)[TILE], float* largest, float* total, float* acc) const {
@@ -87,7 +88,7 @@ struct Attention : Call {
         if (slopes) own[token] -= slopes[first_head + head] * std::abs(static_cast<float>(distance - token));
         peak = own[token] > peak ? own[token] : peak;
       }
-      float base = peak == NOTHING ? 0.0f : peak;  // what is no number stays none
+      float base = peak == NOTHING ? 0.0f : peak;  // NaN stays NaN
       float shrink = largest[head] == NOTHING ? 0.0f : std::exp(largest[head] - base);
       Floats sums = {};
       for (int64_t token = 0; token < TILE; token += LANES) {
@@ -117,7 +118,7 @@ struct Attention : Call {
     }
   }
 
-  // One query for a group of heads that share a key.
+  // Attends with one query of a group of heads that share keys and values.
   template <int64_t group>
   bool attend(int64_t number, int64_t row, int64_t position, int64_t length, int64_t kv_head, int64_t head,
               float* scratch) const {
@@ -139,7 +140,7 @@ struct Attention : Call {
     if (!causal && window > 0 && position + window <= last) last = position + window - 1;
     for (int64_t token = window > 0 && position >= window ? position - window + 1 : 0; token <= last;) {
       int64_t block = token / block_size, skipped = token % block_size % STRIP;
-      // a tile begins where a strip of tokens does, so that no strip crosses the end of a block
+      // a tile begins at a multiple of STRIP tokens of a block, so no strip crosses a block's end
       int64_t first = token % block_size - skipped, begin = token - skipped, count = block_size - first;
       if (count > TILE) count = TILE;
       if (count > last - begin + 1) count = last - begin + 1;
@@ -159,7 +160,7 @@ struct Attention : Call {
     return true;
   }
 
-  // One query of a request for all heads that share a key.
+  // Attends with one query of a request for all heads that share keys and values.
   bool attend(int64_t number, int64_t row, int64_t kv_head, float* scratch) const {
     int64_t shared = heads / kv_heads, length = lengths[number], position = length - (starts[number + 1] - row);
     bool fine = true;

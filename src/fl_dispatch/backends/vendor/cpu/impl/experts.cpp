@@ -1,8 +1,8 @@
-// The experts of each token and the weighted sum of their outputs, from weights as they are stored.
+// Computes each token's experts and the weighted sum of their outputs, with weights in their stored form.
 //
-// A product is a sum along two rows that lie side by side, of a token and of a weight, so nothing is repacked: a few of
-// either are read together. Sums are in float32, and a result is rounded once. It does not depend on threads; its last
-// bits may depend on the other tokens of its batch.
+// Rows of tokens and of weights are contiguous along the summed dimension, so nothing is repacked; a few rows of either
+// are read together. Sums are in float32, and a result is rounded once. Results do not depend on the number of threads;
+// their last bits may depend on the other tokens of the batch.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -10,7 +10,7 @@
 
 #include "products.h"
 
-// One call: addresses, and numbers. `_Call` of own_experts.py has the same fields.
+// The arguments of a call. `_Call` of own_experts.py has the same fields.
 struct Call {
   const void *x, *w13, *w2, *bias13, *bias2;
   const float* weights;
@@ -56,7 +56,7 @@ inline Floats activated(int64_t activation, Floats x) {
   }
 }
 
-// Rows of one expert: `count` pairs of a token and a choice, from place `first` of the sorted pairs on.
+// Rows of one expert: `count` (token, choice) pairs, from index `first` of the sorted pairs on.
 struct Part {
   int64_t expert, first, count;
 };
@@ -89,7 +89,7 @@ struct Experts : Call {
     }
   }
 
-  // A block of what lies between both products, for some rows; values is [row][gate and up].
+  // Computes a block of the first product, activated, for some rows; values is scratch, [row][gate and up].
   void first(const Part& part, int64_t start, int64_t width, const float* source, const int64_t* order,
              const float* factors, float* values, float* to) const {
     const float* from[PART];
@@ -110,7 +110,7 @@ struct Experts : Call {
       activate(values + row * 2 * BLOCK, width, to + (part.first + row) * inner + start);
   }
 
-  // A block of the second product, for some rows.
+  // Computes a block of the second product for some rows.
   void second(const Part& part, int64_t start, int64_t width, const float* between, const int64_t* order,
               float* results) const {
     const float* from[PART];
@@ -122,7 +122,7 @@ struct Experts : Call {
     multiply(from, part.count, of(w2, part.expert, start, hidden, inner), width, inner, places);
   }
 
-  // The weighted sum of a token's results, in the order of its choices.
+  // Writes the weighted sum of a token's results, added in the order of its choices.
   void combine(const int64_t* own, const float* factors, const float* results, float* total, T* to) const {
     for (int64_t d = 0; d < hidden; d++) total[d] = 0.0f;
     for (int64_t choice = 0; choice < choices; choice++) {
@@ -135,7 +135,7 @@ struct Experts : Call {
     for (int64_t d = 0; d < hidden; d++) store(to + d, total[d]);
   }
 
-  // Tokens from `begin` on.
+  // Computes `count` tokens from `begin` on.
   void run(int64_t begin, int64_t count) const {
     int64_t pairs = count * choices;
     const float* factors = weights + begin * choices;
@@ -152,7 +152,7 @@ struct Experts : Call {
         parts.push_back({expert, first + done, all - done < PART ? all - done : PART});
       ends[expert + 1] += first;
     }
-    for (int64_t pair = 0; pair < pairs; pair++)  // from here on the end of what was placed
+    for (int64_t pair = 0; pair < pairs; pair++)  // from here on, ends[e] is the end of expert e's placed pairs
       if (own[pair] >= 0) order[ends[own[pair]]++] = pair;
     const T* given = static_cast<const T*>(x) + begin * hidden;
     std::vector<float> wide(count * hidden), between(pairs * inner), results(pairs * hidden);

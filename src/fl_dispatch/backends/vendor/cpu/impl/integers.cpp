@@ -1,5 +1,5 @@
-// Products of rows and columns in int8, whose sums are exact: numbers become 16 bits wide, and one instruction of AVX2
-// multiplies and adds pairs of them in 32 bits.
+// Products of int8 rows with int8 columns, with exact sums: numbers are widened to int16, and one AVX2 instruction
+// multiplies pairs and adds them in int32.
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-// One call. `_Call` of own_integers.py has the same fields.
+// The arguments of a call. `_Call` of own_integers.py has the same fields.
 struct Call {
   const int8_t* x;
   const float* x_scale;
@@ -23,14 +23,14 @@ namespace {
 
 #if defined(__AVX2__)
 
-// As many sums as there are registers for are those of TOGETHER rows and PAIR columns. A thread takes CHUNK rows and BLOCK
-// columns, DEPTH elements at a time, which its caches hold.
+// The sums of TOGETHER rows and PAIR columns fit into registers. A thread takes CHUNK rows and BLOCK columns, DEPTH
+// elements at a time, which fit into its caches.
 constexpr int64_t STEP = 16, TOGETHER = 6, PAIR = 2, CHUNK = 96, BLOCK = 24, DEPTH = 768;
 
 typedef int32_t Sums __attribute__((vector_size(32)));
 
-// Rows of 16 bits that begin at cache lines, with a line between them, or a power of two would put all of them into the
-// same places of a cache.
+// Rows of int16 that begin at cache lines, with an unused line between them: rows at a distance of a power of two would
+// share the same cache sets.
 struct Wide {
   static constexpr int64_t LINE = 64, NUMBERS = LINE / 2;
 
@@ -45,7 +45,7 @@ struct Wide {
   int16_t* row(int64_t row) { return &numbers[row * step]; }
 };
 
-// The empty instruction keeps a vector in its register: the compiler would load it anew for each product.
+// The empty instruction keeps a vector in its register; otherwise the compiler loads it again for each product.
 inline __m256i kept(__m256i numbers) {
   asm("" : "+x"(numbers));
   return numbers;
@@ -64,7 +64,7 @@ inline int32_t total(Sums sums) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
-// Adds the products of `length` elements to sums whose rows lie BLOCK apart. The next columns are fetched meanwhile.
+// Adds the products of `length` elements to sums with rows BLOCK apart, and prefetches the next columns.
 template <int64_t rows, int64_t columns>
 inline void multiply(const int16_t* x, int64_t step, const int8_t* weight, int64_t inner, int64_t length, int32_t* to) {
   Sums sums[rows][columns] = {};
@@ -151,7 +151,7 @@ void product(const Call& call) {
 
 }  // namespace
 
-// Whether this was compiled for a processor that can.
+// Returns 1, or 0 if this was compiled without AVX2.
 extern "C" int64_t integer_product(const Call* call) {
 #if defined(__AVX2__)
   product(*call);

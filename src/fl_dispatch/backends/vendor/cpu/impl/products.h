@@ -1,4 +1,4 @@
-// Products of rows in float32 with the columns of a weight, each a sum along two rows that lie side by side.
+// Products of float32 rows with the columns of a weight; both are contiguous along the summed dimension.
 #pragma once
 
 #include "vectors.h"
@@ -7,8 +7,7 @@ namespace {
 
 constexpr int64_t TOKENS = 4, SUMS = 12, MOST = 6;
 
-// Products of some rows with some columns of a weight. The next columns are fetched meanwhile: no processor foresees
-// that other rows follow.
+// Multiplies some rows by some columns of a weight, and prefetches the next columns, which no processor predicts.
 template <typename T, int64_t tokens, int64_t columns>
 inline void multiply(const float* const* rows, const T* weight, int64_t length, float* const* out) {
   Floats sums[tokens][columns] = {};
@@ -32,7 +31,7 @@ inline void multiply(const float* const* rows, const T* weight, int64_t length, 
     }
 }
 
-// So many rows with all columns, a few at a time; `out` has each row's place of the first column.
+// Multiplies `tokens` rows by all columns, a few at a time; `out` has the address of each row's first result.
 template <typename T, int64_t tokens>
 void multiply(const float* const* rows, const T* weight, int64_t columns, int64_t length, float* const* out) {
   constexpr int64_t TOGETHER = SUMS / tokens < MOST ? SUMS / tokens : MOST;

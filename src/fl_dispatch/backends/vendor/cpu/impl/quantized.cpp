@@ -1,10 +1,10 @@
-// Products of rows in float32 with weights of 4 or 8 bits as they are stored. The numbers of a few columns become float32
-// in the processor's cache, and are multiplied there.
+// Products of float32 rows with weights of 4 or 8 bits in their stored form. A few columns at a time are dequantized to
+// float32 in the processor's cache, and multiplied there.
 #include <vector>
 
 #include "products.h"
 
-// One call. `_Call` of own_quantization.py has the same fields.
+// The arguments of a call. `_Call` of own_quantization.py has the same fields.
 struct Call {
   const float* x;
   const void* weight;

@@ -1,4 +1,5 @@
-// Vectors of float32 as wide as the processor's, from float32 and bfloat16 in memory; and what a call returns.
+// Vectors of float32 as wide as the processor's registers, loaded from float32 or bfloat16; and the values that a call
+// returns.
 #pragma once
 
 #include <cmath>
@@ -51,7 +52,7 @@ inline float one(const Bfloat16* from) {
 
 inline void store(float* to, float value) { *to = value; }
 
-inline void store(Bfloat16* to, float value) {  // to the nearest, and to the even one of two
+inline void store(Bfloat16* to, float value) {  // to the nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   to->bits = std::isnan(value) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
@@ -64,11 +65,10 @@ inline float sum(Floats values) {
   return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-// exp of numbers that are not positive; 0 below -87, and no number of none. The coefficients are those of expf in Cephes
-// (Moshier).
+// Returns exp(x) for x <= 0: 0 below -87, and NaN for NaN. The coefficients are those of expf in Cephes (Moshier).
 inline Floats exponential(Floats x) {
   Floats power = x * 1.44269504f;
-  Integers whole = __builtin_convertvector(power - 0.5f, Integers);  // towards zero, which is to the nearest here
+  Integers whole = __builtin_convertvector(power - 0.5f, Integers);  // rounds to the nearest, as power <= 0
   Floats n = __builtin_convertvector(whole, Floats);
   Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Floats y = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
