@@ -127,7 +127,7 @@ def rms_norm_quantize(
         x: ``[..., hidden]``, floating point, only read.
         dtype: ``"int8"`` or ``"float8_e4m3fn"``.
         residual: same shape and dtype as ``x``, or ``None``. May be overwritten.
-        weight: ``[hidden]``, or ``None`` for one.
+        weight: ``[hidden]``, or ``None`` for ones.
         epsilon: added to the mean square.
         group_size, scale: see ``quantize``.
 

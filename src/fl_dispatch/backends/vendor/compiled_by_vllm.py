@@ -10,7 +10,7 @@ PLACES = {"cuda": "a GPU", "cpu": "the CPU"}
 
 
 def problem(device: str, name: str, tensor: Tensor, like: Tensor | None = None, contiguous: bool = True) -> str:
-    """Why the operators cannot take this tensor, or an empty string. With ``like`` both must have the same dtype."""
+    """Return why the operators cannot take this tensor, or an empty string; its dtype must be that of ``like``."""
     if tensor.device.type != device:
         return f"{name} is on {tensor.device}, not on {PLACES[device]}"
     if like is not None and tensor.dtype is not like.dtype:
@@ -23,7 +23,7 @@ def problem(device: str, name: str, tensor: Tensor, like: Tensor | None = None, 
 
 
 def rotary_problem(device: str, query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, inplace: bool) -> str:
-    """Why ``rotary_embedding`` cannot take these tensors: it needs one dtype and adjacent heads."""
+    """Return why ``rotary_embedding`` cannot take these tensors: it needs one dtype and adjacent heads."""
     for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin)):
         if tensor is not None and (why := problem(device, name, tensor, like=query, contiguous=False)):
             return why

@@ -10,7 +10,7 @@ VENDOR = "ascend"
 
 
 def why_unavailable() -> str:
-    """Why kernels cannot run here, or an empty string. Creates no device context."""
+    """Return why kernels cannot run here, or an empty string. Creates no device context."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     device = detect_device()

@@ -36,7 +36,7 @@ _MARK = "cpu_attention_with_kv_cache"  # an operator that only the CPU libraries
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The instruction sets of this processor; empty if the operating system does not report them."""
+    """Return the instruction sets of this processor; empty if the operating system does not report them."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -47,7 +47,7 @@ def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def choose(folder: Path, flags: frozenset[str]) -> tuple[Path | None, str]:
-    """The library in vLLM's package folder for a processor with these flags, or ``None`` and why not."""
+    """Return the library in vLLM's package folder for a processor with these flags, or ``None`` and why not."""
     # A build for GPUs may also have a `_C` library. Only the CPU build also has one for AVX2.
     if not (folder / LIBRARIES[-1][0]).is_file():
         return None, f"the vLLM in {folder} is not the CPU build (no {LIBRARIES[-1][0]})"
@@ -59,7 +59,7 @@ def choose(folder: Path, flags: frozenset[str]) -> tuple[Path | None, str]:
 
 
 def locate() -> tuple[Path | None, str]:
-    """The library for this machine, or ``None`` and why none fits."""
+    """Return the library for this machine, or ``None`` and why none fits."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None, f"vLLM's CPU kernels are known for x86-64 Linux only, not {platform.machine()} {platform.system()}"
     try:

@@ -17,7 +17,7 @@ from .impl.linear import why_no_onednn
 
 
 def why_elsewhere() -> str:
-    """Why no model runs on the CPU here, or an empty string; a product cannot infer this from its tensors."""
+    """Return why no model runs on the CPU here, or an empty string; a product cannot infer this from its tensors."""
     device = detect_device()
     return "" if device.torch_type == "cpu" else f"models run on {device.name} here"
 

@@ -166,7 +166,7 @@ def why_unavailable(library: Library) -> str:
 
 @functools.cache
 def why_not_launched(launchers: tuple[Launcher, ...]) -> str:
-    """Why these functions cannot be called here, or an empty string. Imports nothing."""
+    """Return why these functions cannot be called here, or an empty string. Imports nothing."""
     if not CUDA.detect():
         return "no NVIDIA GPU that PyTorch can use"
     if why := why_unserved():
@@ -175,7 +175,7 @@ def why_not_launched(launchers: tuple[Launcher, ...]) -> str:
 
 
 def _why_other(launcher: Launcher) -> str:
-    """Why a function in its package's source does not fit the calls, or an empty string."""
+    """Return why a function in its package's source does not fit the calls, or an empty string."""
     folder = _folder(launcher.package)
     if folder is None:
         return f"{launcher.package} is not installed"
@@ -210,7 +210,7 @@ def deep_gemm() -> tuple[str, ...]:
 
 @functools.cache
 def why_no_deep_gemm() -> str:
-    """Why DeepGEMM cannot compile kernels here, or an empty string. Imports nothing."""
+    """Return why DeepGEMM cannot compile kernels here, or an empty string. Imports nothing."""
     if not CUDA.detect():
         return "no NVIDIA GPU that PyTorch can use"
     if (capability := CUDA.capability(0)) and capability[0] != HOPPER:

@@ -94,7 +94,7 @@ def kv_cache_write(
 
 
 def without_skipped(slot_mapping: Tensor, may_skip: bool | None, *rows: Tensor) -> list[Tensor]:
-    """The slots to write, and the rows of their tokens; waits for the device if slots may be skipped.
+    """Return the slots to write, and the rows of their tokens; waits for the device if slots may be skipped.
 
     The kernels cannot skip slots.
     """
@@ -107,7 +107,7 @@ def without_skipped(slot_mapping: Tensor, may_skip: bool | None, *rows: Tensor) 
 
 
 def _latent_rows(key_cache: Tensor, value_cache: Tensor) -> Tensor | None:
-    """The rows ``[slots, width]`` of a latent cache with these views as its two parts, or ``None``."""
+    """Return the rows ``[slots, width]`` of a latent cache with these views as its two parts, or ``None``."""
     blocks, block_size, heads, size = key_cache.shape
     width = size + value_cache.shape[3]
     strides = (block_size * width, width, width, 1)
@@ -231,7 +231,7 @@ def paged_attention(
 
 
 def _bounds(causal: bool, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
-    """The kernel's arguments for the mask."""
+    """Return the kernel's arguments for the mask."""
     if sliding_window is not None:
         before, behind = sliding_window - 1, 0 if causal else sliding_window - 1
         return {"sparse_mode": BAND, "atten_mask": triangle(device), "pre_tokens": before, "next_tokens": behind}
@@ -249,7 +249,7 @@ def from_device(*lengths: Tensor) -> list[list[int]]:
 
 
 def without_padding(starts: Sequence[int]) -> list[int]:
-    """The row after each request, without the empty requests at the end with which hosts pad batches."""
+    """Return the row after each request, without the empty requests at the end with which hosts pad batches."""
     ends = list(starts[1:])
     while ends and ends[-1] == (ends[-2] if len(ends) > 1 else starts[0]):
         ends.pop()

@@ -13,7 +13,7 @@ SIZE = 2048
 
 @functools.cache
 def triangle(device: torch.device) -> Tensor:
-    """The upper triangle without the diagonal, ``[2048, 2048]``, bool, true for hidden keys. Made once for each device.
+    """Return the upper triangle without the diagonal, ``[2048, 2048]``, bool, true for hidden keys; cached by device.
 
     With ``sparse_mode`` 3 the kernel aligns it with the last query and the last key of each request; with 4 it derives
     the band from it.

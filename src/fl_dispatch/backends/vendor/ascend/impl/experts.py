@@ -46,7 +46,7 @@ def supports_fused_moe(
 def mixture_problem(
     w13: Tensor, w2: Tensor, topk_ids: Tensor, on_input: bool, w13_bias: Tensor | None, w2_bias: Tensor | None
 ) -> str:
-    """Why :func:`mixture` and :func:`grouped` cannot take experts of any dtype, or an empty string."""
+    """Return why :func:`mixture` and :func:`grouped` cannot take experts of any dtype, or an empty string."""
     if w13_bias is not None or w2_bias is not None:
         return "there are biases; the documentation of npu_grouped_matmul has none of an expert's own"
     if not 2 <= w13.shape[0] <= MOST_EXPERTS:
@@ -143,7 +143,7 @@ def mixture(
 
 
 def _local(topk_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
-    """Each choice's expert number on this rank, int32; ``experts`` for choices without an expert here."""
+    """Return each choice's expert number on this rank, int32; ``experts`` for choices without an expert here."""
     ids = topk_ids
     if expert_map is not None:
         ids = torch.where(ids >= 0, expert_map[ids.clamp(min=0).long()], -1)
@@ -151,7 +151,7 @@ def _local(topk_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
 
 
 def grouped(x: Tensor, weight: Tensor, counts: Tensor, **quantization: Any) -> Tensor:
-    """The product of each expert's rows with its matrix ``[columns, inner]``."""
+    """Return the product of each expert's rows with its matrix ``[columns, inner]``."""
     import torch_npu
 
     (y,) = torch_npu.npu_grouped_matmul(

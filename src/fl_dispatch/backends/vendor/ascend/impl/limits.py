@@ -20,7 +20,7 @@ def named(dtypes: tuple[torch.dtype, ...]) -> str:
 def problem(
     kernel: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS, like: Tensor | None = None
 ) -> str:
-    """Why a kernel cannot take this tensor, or an empty string. With ``like`` both must have the same dtype."""
+    """Return why a kernel cannot take this tensor, or an empty string. With ``like`` both must have the same dtype."""
     if tensor.dtype not in dtypes:
         return f"{name} is {named((tensor.dtype,))}; {kernel} takes {named(dtypes)}"
     if like is not None and tensor.dtype is not like.dtype:

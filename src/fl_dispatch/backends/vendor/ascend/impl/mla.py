@@ -55,7 +55,7 @@ def supports_mla_decode(
 
 
 def problem_of_rows(kernel: str, query: Tensor, query_rope: Tensor | None, kv_cache: Tensor, kv_lora_rank: int) -> str:
-    """Why a kernel cannot take these queries and latent rows, or an empty string."""
+    """Return why a kernel cannot take these queries and latent rows, or an empty string."""
     for name, tensor in (("query", query), ("query_rope", query_rope), ("kv_cache", kv_cache)):
         if tensor is not None and (why := problem(kernel, name, tensor, HALVES, like=query)):
             return why
@@ -148,7 +148,7 @@ def _pieces(starts: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) 
 
 
 def _rows_of(table: Tensor, requests: Sequence[int]) -> Tensor:
-    """The table's rows of these requests; the table itself if each request has one piece."""
+    """Return the table's rows of these requests; the table itself if each request has one piece."""
     if list(requests) == list(range(table.shape[0])):
         return table
     return table.index_select(0, torch.tensor(requests, dtype=torch.int32, device=table.device))

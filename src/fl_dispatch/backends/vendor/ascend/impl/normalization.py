@@ -74,6 +74,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 
 def _empty(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """The result for empty tensors, which some kernels refuse."""
+    """Return the result for empty tensors, which some kernels refuse."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y if residual is None else (y, torch.empty_like(y))

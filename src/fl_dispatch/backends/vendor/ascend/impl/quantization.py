@@ -154,7 +154,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _too_large(kernel: str, x: Tensor, weight: Tensor) -> str:
-    """Why a kernel cannot take matrices of these sizes, or an empty string."""
+    """Return why a kernel cannot take matrices of these sizes, or an empty string."""
     columns, inner = weight.shape[0], x.shape[-1]
     if max(columns, inner) <= LARGEST_AXIS:
         return ""

@@ -170,7 +170,7 @@ def weight_only_moe(
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, counts: Tensor) -> Tensor:
-    """The product of each expert's rows with its numbers; the kernel adds an offset, the negated zero point.
+    """Return the product of each expert's rows with its numbers; the kernel adds an offset, the negated zero point.
 
     Flipping the highest bit of a 4-bit number makes it an int4, which is 8 less.
     """

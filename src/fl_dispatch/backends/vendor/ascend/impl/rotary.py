@@ -56,7 +56,7 @@ def rotary_embedding(
 
 
 def _rows(table: Tensor, position_ids: Tensor, interleaved: bool) -> Tensor:
-    """Each token's row for the kernel, ``[1, tokens, 1, rotary_dim]``; both elements of a pair get the same value."""
+    """Return each token's row for the kernel, ``[1, tokens, 1, rotary_dim]``; elements of a pair get the same value."""
     rows = table.index_select(0, position_ids)
     wide = rows.repeat_interleave(2, dim=-1) if interleaved else torch.cat((rows, rows), dim=-1)
     return wide[None, :, None]

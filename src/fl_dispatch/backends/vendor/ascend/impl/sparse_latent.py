@@ -107,7 +107,7 @@ def index_topk(
 def _list(
     query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, topk: int
 ) -> Tensor:
-    """The kernel's lists ``[tokens, topk]``; rows after the last request are arbitrary."""
+    """Return the kernel's lists ``[tokens, topk]``; rows after the last request are arbitrary."""
     import torch_npu
 
     listed: Tensor = torch_npu.npu_lightning_indexer(
@@ -177,7 +177,7 @@ def mla_sparse(
 
 
 def _listed_rows(kv_cache: Tensor, listed: Tensor, table: Tensor) -> Tensor:
-    """The rows ``[queries * topk, width]`` that each query lists; rows of negative positions are arbitrary."""
+    """Return the rows ``[queries * topk, width]`` that each query lists; rows of negative positions are arbitrary."""
     block_size, position = kv_cache.shape[1], listed.clamp(min=0).long()
     blocks = table.gather(1, position // block_size).masked_fill(listed < 0, 0).long()
     return kv_cache[blocks, position % block_size].flatten(0, 1)

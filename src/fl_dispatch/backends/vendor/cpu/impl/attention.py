@@ -63,7 +63,7 @@ def _views(key_cache: Tensor, value_cache: Tensor) -> _Views:
 def _layout_refusal(
     block_size: int, head_dim: int, value_dim: int, keys: tuple[int, ...], values: tuple[int, ...]
 ) -> str:
-    """Why no kernel takes blocks of these sizes and strides, or an empty string."""
+    """Return why no kernel takes blocks of these sizes and strides, or an empty string."""
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim} is not one of {', '.join(map(str, sorted(HEAD_DIMS)))}"
     if value_dim != head_dim:
@@ -218,7 +218,7 @@ def _without_leftovers(
 
 
 def _as_values(key_cache: Tensor) -> Tensor:
-    """The keys' memory in the shape of values, as the kernels expect it."""
+    """Return the keys' memory in the shape of values, as the kernels expect it."""
     blocks, block_size, kv_heads, head_dim = key_cache.shape
     block, _, head, _ = key_cache.stride()
     return key_cache.as_strided((blocks, kv_heads, block_size, head_dim), (block, head, head_dim, 1))
@@ -246,5 +246,5 @@ _layout_problem = functools.cache(find_layout_problem)
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded or have an unknown layout, or an empty string."""
+    """Return why the kernels are not loaded or have an unknown layout, or an empty string."""
     return library.why_unavailable() or _layout_problem()

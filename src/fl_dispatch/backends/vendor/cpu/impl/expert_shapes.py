@@ -18,7 +18,7 @@ def mismatch(
     w2_bias: Tensor | None,
     out: Tensor | None,
 ) -> str:
-    """Why these tensors' shapes do not fit together, or an empty string; ``gated``: whether experts have a gate."""
+    """Return why these shapes do not fit together, or an empty string; ``gated``: whether experts have a gate."""
     if hidden_states.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
         return f"hidden_states, w13 and w2 have {hidden_states.dim()}, {w13.dim()} and {w2.dim()} dimensions"
     tokens, hidden = hidden_states.shape

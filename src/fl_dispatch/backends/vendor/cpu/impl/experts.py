@@ -24,7 +24,7 @@ VECTORS = "vec"
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded or missing, or an empty string."""
+    """Return why the kernels are not loaded or missing, or an empty string."""
     return library.why_unavailable() or library.why_missing(KERNELS)
 
 

@@ -42,7 +42,7 @@ def _pack(scale: Tensor, dtype: torch.dtype, weight: Tensor, before: Packed | No
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded, missing or inexact on this processor, or an empty string."""
+    """Return why the kernels are not loaded, missing or inexact on this processor, or an empty string."""
     why = library.why_unavailable() or library.why_missing(KERNELS)
     return why or ("" if quantization.multiplies_int8() else quantization.NO_INT8)
 

@@ -22,7 +22,7 @@ def rounds(dtype: torch.dtype) -> bool:
 
 
 def widened(x: Tensor) -> Tensor:
-    """The tensor, in float32 if the kernels would truncate a result of its dtype."""
+    """Return the tensor, in float32 if the kernels would truncate a result of its dtype."""
     return x if rounds(x.dtype) else x.float()
 
 

@@ -121,7 +121,7 @@ if _library is None:  # not again when this module is loaded again
 
 
 def why_no_onednn() -> str:
-    """Why PyTorch has no product with repacked weights here, or an empty string."""
+    """Return why PyTorch has no product with repacked weights here, or an empty string."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this PyTorch is built without oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):

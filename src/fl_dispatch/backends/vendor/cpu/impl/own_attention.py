@@ -41,7 +41,7 @@ _Write = structure(
 
 
 def why_unavailable() -> str:
-    """Why the functions are unavailable, or an empty string."""
+    """Return why the functions are unavailable, or an empty string."""
     return cpp.why_not(SOURCE)
 
 
@@ -53,7 +53,7 @@ def supports_kv_cache_write(
 
 
 def _why_no_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> str:
-    """Why the function cannot take these, or an empty string."""
+    """Return why the function cannot take these, or an empty string."""
     if not _alike(key, value, key_cache, value_cache):
         return problem(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     if slot_mapping.dtype is not torch.int64 or not slot_mapping.is_cpu:
@@ -123,7 +123,7 @@ def _why_no_attention(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> str:
-    """Why the function cannot take these, or an empty string."""
+    """Return why the function cannot take these, or an empty string."""
     into = query if out is None else out
     if not _alike(query, key_cache, value_cache, into):
         return problem(query=query, key_cache=key_cache, value_cache=value_cache, out=into)
@@ -210,7 +210,7 @@ def _alike(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> bool:
 
 
 def problem(**tensors: Tensor) -> str:
-    """Why this project's functions do not take these tensors, which must share a dtype, or an empty string."""
+    """Return why this project's functions do not take these tensors, which must share a dtype, or an empty string."""
     dtype = next(iter(tensors.values())).dtype
     for name, tensor in tensors.items():
         if not tensor.is_cpu:

@@ -36,7 +36,7 @@ _Call = structure(
 
 
 def why_unavailable() -> str:
-    """Why the function is unavailable, or an empty string."""
+    """Return why the function is unavailable, or an empty string."""
     return cpp.why_not(SOURCE)
 
 
@@ -73,7 +73,7 @@ def _why_not(
     w2_bias: Tensor | None,
     out: Tensor | None,
 ) -> str:
-    """Why the function cannot take these tensors, or an empty string."""
+    """Return why the function cannot take these tensors, or an empty string."""
     if activation not in ACTIVATIONS:
         return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
     tensors = {"hidden_states": hidden_states, "w13": w13, "w2": w2}

@@ -30,7 +30,7 @@ _Call = structure("x x_scale weight weight_scale out", "rows columns inner threa
 
 
 def why_unavailable() -> str:
-    """Why the function is unavailable, or an empty string."""
+    """Return why the function is unavailable, or an empty string."""
     return cpp.why_not(SOURCE) if "avx2" in library.processor_flags() else "the processor has no AVX2"
 
 

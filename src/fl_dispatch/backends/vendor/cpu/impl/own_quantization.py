@@ -26,7 +26,7 @@ _Call = structure("x weight scale zero out", "rows columns inner groups bits thr
 
 
 def why_unavailable() -> str:
-    """Why the function is unavailable, or an empty string."""
+    """Return why the function is unavailable, or an empty string."""
     return cpp.why_not(SOURCE)
 
 
@@ -41,7 +41,7 @@ def supports_weight_only_linear(
 
 
 def _why_not(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> str:
-    """Why the function cannot take these tensors, or an empty string."""
+    """Return why the function cannot take these tensors, or an empty string."""
     if weight.dtype not in (torch.uint8, torch.int8):
         return f"weights are {weight.dtype}, not integers of 4 or 8 bits"
     if why := problem(x=x, scale=scale):
@@ -72,7 +72,7 @@ def weight_only_linear(
 
 
 def _mismatch(x: Tensor, weight: Tensor, columns: int, bias: Tensor | None) -> str:
-    """Why these shapes do not fit together, or an empty string."""
+    """Return why these shapes do not fit together, or an empty string."""
     inner = x.shape[-1] // 2 if weight.dtype is torch.uint8 else x.shape[-1]
     if weight.shape != (columns, inner):
         return f"weight has shape {tuple(weight.shape)}, not {(columns, inner)}"
@@ -82,7 +82,7 @@ def _mismatch(x: Tensor, weight: Tensor, columns: int, bias: Tensor | None) -> s
 
 
 def _limits(x: Tensor, *weights: Tensor) -> str:
-    """Why the function cannot take these devices or layouts, or an empty string."""
+    """Return why the function cannot take these devices or layouts, or an empty string."""
     if not all(tensor.is_cpu for tensor in (x, *weights)):
         return "a tensor is not on the CPU"
     if not all(tensor.is_contiguous() for tensor in weights):

@@ -31,7 +31,7 @@ SOFTPLUS = (1.0, 20.0)
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded or missing, or an empty string."""
+    """Return why the kernels are not loaded or missing, or an empty string."""
     return library.why_unavailable() or library.why_missing(KERNELS)
 
 
@@ -182,7 +182,7 @@ def _without_padding(out: Tensor, query_start_loc: Tensor) -> Tensor:
 
 
 def _halves(**tensors: Tensor) -> str:
-    """Why the kernels cannot take one of these tensors, or an empty string."""
+    """Return why the kernels cannot take one of these tensors, or an empty string."""
     for name, tensor in tensors.items():
         if why := problem(name, tensor, contiguous=False):
             return why

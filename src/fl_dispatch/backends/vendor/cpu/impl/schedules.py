@@ -21,7 +21,7 @@ _last = _Last()
 
 
 def instructions(block_size: int, head_dim: int) -> str:
-    """The name of the kernel variant, for 32 or for 16 keys at a time. Both variants share a layout."""
+    """Return the name of the kernel variant, for 32 or for 16 keys at a time. Both variants share a layout."""
     return "vec" if block_size % 32 == 0 and head_dim % 32 == 0 else "vec16"
 
 

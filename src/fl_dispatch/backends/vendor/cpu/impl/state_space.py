@@ -19,7 +19,7 @@ NOBODY = -1
 
 
 def why_unavailable() -> str:
-    """Why the kernels are not loaded or missing, or an empty string."""
+    """Return why the kernels are not loaded or missing, or an empty string."""
     return library.why_unavailable() or library.why_missing(KERNELS)
 
 
@@ -49,7 +49,7 @@ def _why_not(
     dt_bias: Tensor | None,
     states: Tensor,
 ) -> str:
-    """Why neither kernel takes these tensors, or an empty string."""
+    """Return why neither kernel takes these tensors, or an empty string."""
     for name, tensor in {"x": x, "dt": dt, "b": b, "c": c, "d": d, "dt_bias": dt_bias}.items():
         if tensor is not None and (why := problem(name, tensor, x, contiguous=False)):
             return why

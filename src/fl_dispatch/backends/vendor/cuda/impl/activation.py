@@ -14,7 +14,7 @@ from .limits import problem
 
 
 def supports(x: Tensor, *_: Any, **__: Any) -> bool | str:
-    """A contiguous tensor."""
+    """Check for a contiguous tensor."""
     return problem("x", x) or True
 
 

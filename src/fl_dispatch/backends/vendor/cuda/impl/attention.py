@@ -94,7 +94,7 @@ _TRAILING = (True, None, 0, None, 0)
 
 
 def _flash_attention(forward: Callable[..., object]) -> Callable[..., Tensor]:
-    """The operator ``paged_attention``.
+    """Return the operator ``paged_attention``.
 
     Args:
         forward: takes the leading arguments that both libraries share, the soft cap, and the sinks.

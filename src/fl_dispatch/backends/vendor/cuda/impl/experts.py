@@ -33,7 +33,7 @@ def _results(router_logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.cache
 def _router(name: str) -> tuple[Callable[..., None], tuple[None, ...]]:
-    """An operator of the library, and its arguments after the ones that all versions share."""
+    """Return an operator of the library, and its arguments after the ones that all versions share."""
     operator = getattr(torch.ops._moe_C, name)
     names = [argument.name for argument in operator.default._schema.arguments]
     return operator, (None,) * names.count(PADDING)

@@ -14,6 +14,6 @@ problem = functools.partial(compiled_by_vllm.problem, "cuda")
 
 @functools.cache
 def capability(index: int) -> int:
-    """The compute capability of a GPU in the form of vLLM's operators: 90 for 9.0; 0 if unknown."""
+    """Return the compute capability of a GPU in the form of vLLM's operators: 90 for 9.0; 0 if unknown."""
     major, minor = CUDA.capability(index) or (0, 0)
     return 10 * major + minor

@@ -57,7 +57,7 @@ FLOAT8 = NumberType(4, 3, signed=True, nan="largest")
 
 
 def number_type(weight: Tensor, has_zero: bool) -> NumberType:
-    """The number type of a weight in the operator's layout."""
+    """Return the number type of a weight in the operator's layout."""
     if weight.dtype is torch.uint8:
         return FOUR_BITS_WITH_ZERO if has_zero else FOUR_BITS
     return FLOAT8 if weight.dtype is FP8 else EIGHT_BITS

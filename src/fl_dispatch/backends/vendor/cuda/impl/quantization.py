@@ -78,7 +78,7 @@ def _multiplies(index: int, kind: torch.dtype, blocks: bool) -> bool:
 def why_no_product(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str, blocks: bool
 ) -> str:
-    """Why no compiled kernel multiplies these tensors on any GPU, or an empty string."""
+    """Return why no compiled kernel multiplies these tensors on any GPU, or an empty string."""
     if not x.is_cuda:
         return f"x is on {x.device}, not on a GPU"
     if x.dtype is not weight.dtype or x.dtype not in (torch.int8, FP8):
@@ -100,7 +100,7 @@ def why_no_product(
 def _why_not(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str, blocks: bool
 ) -> str:
-    """Why CUTLASS does not multiply these tensors on this GPU, or an empty string."""
+    """Return why CUTLASS does not multiply these tensors on this GPU, or an empty string."""
     if why := why_no_product(x, x_scale, weight, weight_scale, bias, dtype, blocks):
         return why
     if not _multiplies(x.get_device(), x.dtype, blocks):

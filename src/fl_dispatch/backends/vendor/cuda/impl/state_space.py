@@ -35,13 +35,13 @@ def _kernel(module: str, name: str) -> Callable[..., Any]:
 
 
 def _problem(**tensors: Tensor | None) -> str:
-    """Why the kernels cannot take one of these tensors, or an empty string."""
+    """Return why the kernels cannot take one of these tensors, or an empty string."""
     given = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     return next(filter(None, (problem(name, tensor, contiguous=False) for name, tensor in given)), "")
 
 
 def _unlike(x: Tensor, **tensors: Tensor) -> str:
-    """Why some tensors do not have the dtype of ``x``, or an empty string."""
+    """Return why some tensors do not have the dtype of ``x``, or an empty string."""
     return next(filter(None, (problem(name, tensor, x, contiguous=False) for name, tensor in tensors.items())), "")
 
 

@@ -37,7 +37,7 @@ def _why_not(
     sizes: tuple[int, ...],
     tiles: tuple[tuple[int, int], ...],
 ) -> str:
-    """Why the kernel cannot take these sizes, dtypes or layouts, or an empty string."""
+    """Return why the kernel cannot take these sizes, dtypes or layouts, or an empty string."""
     if why := problem("x", x, contiguous=False):
         return why
     if weight.dtype is FP4:
@@ -78,7 +78,7 @@ def _locks(index: int) -> int:
 
 @torch.inference_mode(False)
 def _with_locks(weight: Tensor, before: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    """A weight in Marlin's order with separate locks, because streams may run concurrently."""
+    """Return a weight in Marlin's order with separate locks, because streams may run concurrently."""
     numbers = packed_weights.marlin_numbers(weight, None if before is None else before[0])
     if before is not None:
         return numbers, before[1]
