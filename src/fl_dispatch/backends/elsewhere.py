@@ -8,7 +8,7 @@ from typing import Any
 
 
 def names_of(module: str, *names: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` that imports ``module``, and with it the host, when one of the names is asked for."""
+    """Return a module's ``__getattr__`` that imports ``module``, and so the host, when one of the names is read."""
 
     def get(name: str) -> Any:
         if name not in names:

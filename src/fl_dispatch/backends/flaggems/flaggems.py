@@ -19,7 +19,7 @@ class FlagGemsBackend(Backend):
         return not self.why_unavailable()
 
     def why_unavailable(self) -> str:
-        """Why not."""
+        """Return why not."""
         return library.why_unavailable()
 
 

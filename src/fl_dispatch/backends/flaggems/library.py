@@ -22,7 +22,7 @@ them too, so a kernel's second launch reads past its arguments and ends the proc
 
 @functools.cache
 def why_missing() -> str:
-    """Why FlagGems cannot run on any device here, as a message, or an empty string. Imports nothing."""
+    """Return why FlagGems cannot run on any device here, as a message, or an empty string. Imports nothing."""
     for package in ("flag_gems", "triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
@@ -39,7 +39,7 @@ def _version(package: str) -> str:
 
 
 def _why_unserved(gems: str, triton: str) -> str:
-    """Why these versions of FlagGems and Triton do not work together; unknown versions of FlagGems are allowed."""
+    """Return why these versions of FlagGems and Triton do not work together; unknown versions are allowed."""
     newest = SERVED.get(gems)
     if newest is None or tuple(int(part) for part in triton.split(".")[:2] if part.isdigit()) <= newest:
         return ""
@@ -49,7 +49,7 @@ def _why_unserved(gems: str, triton: str) -> str:
 
 @functools.cache
 def why_unavailable() -> str:
-    """Why FlagGems cannot run operators here, as a message, or an empty string. Creates no device context."""
+    """Return why FlagGems cannot run operators here, as a message, or an empty string. Creates no device context."""
     if missing := why_missing():
         return missing
     return why_unserved()

@@ -32,7 +32,7 @@ CHUNK = 1 << 22
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The values in arguments or results, with lists and tuples flattened."""
+    """Return the values in arguments or results, with lists and tuples flattened."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, list | tuple):
@@ -99,7 +99,7 @@ def aliases(results: Any, arguments: Any) -> list[list[bool]]:
 
 
 def differs(found: Any, expected: Any) -> str:
-    """The difference between results, as a message, or an empty string."""
+    """Return the difference between results, as a message, or an empty string."""
     ours, theirs = list(leaves(found)), list(leaves(expected))
     if len(ours) != len(theirs):
         return f"{len(ours)} results, not {len(theirs)}"

@@ -12,7 +12,7 @@ from .names import aten_names
 
 
 def why_not(settings: Settings, device: DeviceSpec) -> str:
-    """Why no ATen operator is replaced, as a message, or an empty string.
+    """Return why no ATen operator is replaced, as a message, or an empty string.
 
     Without a setting the device decides. On NVIDIA GPUs PyTorch's own kernels stay, because no measurement shows that
     FlagGems' kernels serve faster; see ``docs/measured/gpu.md``.

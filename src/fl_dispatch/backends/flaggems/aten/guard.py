@@ -259,7 +259,7 @@ def _share_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _kind(values: Any) -> Any:
-    """The key by which FlagGems compiles a kernel and chooses its configuration."""
+    """Return the key by which FlagGems compiles a kernel and chooses its configuration."""
     return tuple(map(_kind_of, values))
 
 

@@ -25,12 +25,12 @@ _RANDOM_REASON = "its random numbers are not PyTorch's: a seed means something e
 
 
 def why_refused(key: str) -> str:
-    """Why an operator is never replaced, even if a list names it; empty for other operators."""
+    """Return why an operator is never replaced, even if a list names it; empty for other operators."""
     return _RANDOM_REASON if draws(key) else ""
 
 
 def expand(name: str, table: Table) -> set[str]:
-    """The keys that a name selects; empty if FlagGems has none.
+    """Return the keys that a name selects; empty if FlagGems has none.
 
     ``mm.out`` selects exactly that key, and ``mm.default`` the key ``mm``. A name without an overload selects every
     overload of the operator, also in place (``add``: ``add.Tensor``, ``add_.Tensor``), and ignores a leading underscore
@@ -49,13 +49,13 @@ def expand(name: str, table: Table) -> set[str]:
 
 
 def aten_names(names: Iterable[str]) -> list[str]:
-    """The names that are not declared operators, sorted: a list for FlagGems may hold both kinds."""
+    """Return the names that are not declared operators, sorted: a list for FlagGems may hold both kinds."""
     ours = set(known_operators()) | set(FLAGGEMS_OPERATORS) - {"to_copy"}
     return sorted(set(names) - ours)
 
 
 def expand_all(names: Iterable[str], table: Table, source: str, *, deny: bool = False) -> set[str]:
-    """The keys that a list selects; a name unknown to FlagGems logs a WARNING with the nearest name.
+    """Return the keys that a list selects; a name unknown to FlagGems logs a WARNING with the nearest name.
 
     Args:
         names: the user's list. In a white-list ``rms_norm`` is the declared operator, not ATen's of the same name.
@@ -76,12 +76,12 @@ def expand_all(names: Iterable[str], table: Table, source: str, *, deny: bool = 
 
 
 def functions_of(keys: Collection[str], table: Table) -> list[str]:
-    """The functions that serve these keys, and possibly others, for FlagGems' ``only_enable(include=)``."""
+    """Return the functions that serve these keys, and possibly others, for FlagGems' ``only_enable(include=)``."""
     return sorted({table[key] for key in keys})
 
 
 def functions_without(keys: Collection[str], table: Table) -> list[str]:
-    """The functions that serve none of these keys, for FlagGems' ``enable(unused=)``."""
+    """Return the functions that serve none of these keys, for FlagGems' ``enable(unused=)``."""
     return sorted(set(table.values()) - set(functions_of(keys, table)))
 
 

@@ -62,7 +62,7 @@ class Installation:
         return {key: guard.why_disabled for key, guard in sorted(self.guards.items()) if guard.why_disabled}
 
     def report(self) -> ReplacementReport:
-        """The state as plain data."""
+        """Return the state as plain data."""
         running = {key: guard for key, guard in self.guards.items() if not guard.why_disabled}
         return {
             "why_not": self.why_not,
@@ -162,7 +162,7 @@ def remove() -> None:
 
 
 def report() -> ReplacementReport:
-    """The current replacement."""
+    """Return the current replacement."""
     return _current.report()
 
 
@@ -214,7 +214,7 @@ def _install(installation: Installation, settings: Settings, device: DeviceSpec)
 
 
 def _wanted(installation: Installation, settings: Settings, table: names.Table) -> set[str]:
-    """The keys that the lists allow."""
+    """Return the keys that the lists allow."""
     if settings.policy.flagos_whitelist is not None:
         source = str(settings.origin("flagos_whitelist"))
         wanted = names.expand_all(settings.policy.flagos_whitelist, table, source)

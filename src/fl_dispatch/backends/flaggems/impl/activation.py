@@ -10,7 +10,7 @@ from .limits import problem
 
 
 def supports(x: Tensor) -> bool | str:
-    """A half or single precision tensor."""
+    """Check for a half or single precision tensor."""
     return problem("x", x) or True
 
 

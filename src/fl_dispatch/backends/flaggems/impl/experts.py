@@ -30,7 +30,7 @@ def topk_softmax(
 
 
 def supports_moe_sum(x: Tensor) -> bool | str:
-    """A half or single precision tensor."""
+    """Check for a half or single precision tensor."""
     return problem("x", x) or True
 
 

@@ -9,7 +9,7 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def problem(name: str, tensor: Tensor, contiguous: bool = False) -> str:
-    """Why the kernels cannot take this tensor, or an empty string."""
+    """Return why the kernels cannot take this tensor, or an empty string."""
     if tensor.get_device() < 0:
         return f"{name} is on the CPU"
     if tensor.dtype not in DTYPES:

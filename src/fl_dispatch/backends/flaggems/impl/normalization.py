@@ -10,7 +10,7 @@ from .limits import problem
 
 
 def supports_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool | str:
-    """A weight; with a residual, contiguous tensors of one dtype."""
+    """Check for a weight; with a residual, contiguous tensors of one dtype."""
     if weight is None:
         return "there is no weight"
     for name, tensor in (("x", x), ("residual", residual)):

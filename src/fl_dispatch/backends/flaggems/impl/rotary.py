@@ -10,7 +10,7 @@ from .limits import problem
 
 
 def supports_rotary_embedding(query: Tensor, key: Tensor | None, cos: Tensor) -> bool | str:
-    """A key is present, and heads are rotated as a whole."""
+    """Check for a key, and for heads that are rotated as a whole."""
     if key is None:
         return "there is no key"
     for name, tensor in (("query", query), ("key", key)):

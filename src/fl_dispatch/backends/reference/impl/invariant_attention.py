@@ -77,7 +77,7 @@ def paged_attention(
 
 
 def _tiles(cache: Tensor, table: Tensor, first: int, length: int, scale: float | None, dtype: torch.dtype) -> Tensor:
-    """A request's keys or values from ``first`` on, ``[tiles, kv_heads, KEYS, dim]``, zeros where there are none."""
+    """Return a request's keys or values from ``first`` on, ``[tiles, kv_heads, KEYS, dim]``, padded with zeros."""
     block_size, heads, dim = cache.shape[1:]
     page = first // block_size
     stored = cache[table[page : -(-length // block_size)]].flatten(0, 1)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def request_of(query_starts, token, requests, STEPS: tl.constexpr):
-    """The request that a token belongs to, found by halving ``STEPS`` times; the last one for tokens behind it."""
+    """Return a token's request, found in ``STEPS`` steps of bisection; the last request for tokens after it."""
     low = 0
     high = requests
     for _ in tl.static_range(STEPS):

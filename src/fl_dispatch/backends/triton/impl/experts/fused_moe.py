@@ -55,7 +55,7 @@ class Plans(NamedTuple):
     many: Plan
 
     def choose(self, tokens: int, topk: int, experts: int) -> Plan:
-        """The plan for ``tokens`` tokens, rounded up to the next power of two."""
+        """Return the plan for ``tokens`` tokens, rounded up to the next power of two."""
         pairs = power_of_two(tokens) * topk
         return next((plan for most, plan in self.few if pairs <= most * experts), self.many)
 
@@ -152,7 +152,7 @@ def add_up(x: Tensor, out: Tensor, topk_ids: Tensor | None, expert_map: Tensor |
 
 
 def strides(weights: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
-    """The strides of experts, of rows, and of experts' biases."""
+    """Return the strides of experts, of rows, and of experts' biases."""
     return weights.stride(0), weights.stride(1), 0 if bias is None else bias.stride(0)
 
 
@@ -177,7 +177,7 @@ def multiply(
 
 
 def mixture(plans: Plans, wide_plans: Plans) -> Callable[..., Tensor]:
-    """The operator ``fused_moe`` with these plans, the second ones for float32."""
+    """Return the operator ``fused_moe`` with these plans, the second ones for float32."""
 
     def fused_moe(
         hidden_states: Tensor,

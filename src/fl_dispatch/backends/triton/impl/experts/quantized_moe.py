@@ -276,7 +276,7 @@ def supports_packed(
 
 
 def _of_pairs(values: Tensor | None, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor | None:
-    """The value of each pair's expert; arbitrary for pairs without an expert on this rank."""
+    """Return the value of each pair's expert; arbitrary for pairs without an expert on this rank."""
     if values is None:
         return None
     chosen = topk_ids.flatten().long().clamp(min=0)

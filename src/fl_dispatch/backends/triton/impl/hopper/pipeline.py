@@ -57,7 +57,7 @@ class Ring:
 
     @gluon.jit
     def tile(self, stage):
-        """The buffers of a stage."""
+        """Return the buffers of a stage."""
         return Tile(self.main.index(stage), self.rest.index(stage))
 
     @gluon.jit

@@ -94,7 +94,7 @@ def scores_layout(heads):
 
 @gluon.jit
 def find_work(query_starts, lengths, first_row, rows, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The work of a program; ``count`` is 0 if its queries see none of its tokens."""
+    """Return the work of a program; ``count`` is 0 if its queries see none of its tokens."""
     request = gl.program_id(2)
     begin = gl.load(query_starts + request).to(gl.int32)
     new = gl.load(query_starts + request + 1).to(gl.int32) - begin
@@ -109,7 +109,7 @@ def find_work(query_starts, lengths, first_row, rows, BLOCK_N: gl.constexpr, BLO
 
 @gluon.jit
 def _load_tile(config, work, cache, start):
-    """The tile of 64 tokens from ``start`` on; keys that do not exist are 0."""
+    """Return the tile of 64 tokens from ``start`` on; keys that do not exist are 0."""
     S: gl.constexpr = scores_layout(config.heads)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 4)
     block, slot, seen = cache.place(work, start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, A)), config.block_size)

@@ -211,7 +211,7 @@ def _pieces(inner: int, few: bool) -> int:
 
 
 def _tile(tiles: dict[bool, Tile], few: bool, dtype: torch.dtype) -> tuple[Tile, str]:
-    """A tile, and the precision of its products."""
+    """Return a tile, and the precision of its products."""
     if dtype in HALF_TYPES:
         return tiles[few], "tf32"  # unused: products of half types have a single precision
     if dtype is torch.float32:

@@ -69,7 +69,7 @@ def _programs(device: torch.device, each: int) -> int:
 
 
 def after(weight: Tensor, programs: int) -> tuple[Tensor, tuple[int, int, int], bool]:
-    """The weight to prefetch, the numbers that :func:`ask` takes, and whether to prefetch.
+    """Return the weight to prefetch, the numbers that :func:`ask` takes, and whether to prefetch.
 
     Args:
         weight: the weight of the product that is launched.

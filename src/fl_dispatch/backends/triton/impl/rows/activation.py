@@ -28,7 +28,7 @@ def _gelu_half(x):
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """The activated gate times ``up``, rounded once, to their dtype."""
+    """Return the activated gate times ``up``, rounded once, to their dtype."""
     wide: tl.constexpr = tl.float64 if gate.dtype == tl.float64 else tl.float32
     narrow: tl.constexpr = up.dtype
     gate = gate.to(wide)

@@ -106,7 +106,7 @@ def rms_norm_gated(
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """A tensor of two or three dimensions with contiguous rows, and the strides of its leading dimensions."""
+    """Return a tensor of two or three dimensions with contiguous rows, and the strides of its leading dimensions."""
     if x.dim() not in (2, 3):
         x = x.reshape(-1, x.shape[-1])
     if x.stride(-1) != 1:

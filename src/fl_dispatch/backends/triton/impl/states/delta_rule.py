@@ -54,7 +54,7 @@ WIDE = Form(torch.float32, tl.float32, False, "ieee", 16, 16, 8, 1)
 
 
 def form(dtype: torch.dtype, device: torch.device) -> Form:
-    """The form for keys of a type on a device."""
+    """Return the form for keys of a type on a device."""
     if dtype is torch.bfloat16:
         return LARGE if shared_memory(device) >= ROOM else SMALL
     return HALF if dtype is torch.float16 else WIDE

@@ -40,7 +40,7 @@ def _over_length(x, LEAST: tl.constexpr):
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr, DOUBLINGS: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of one plus a strictly lower triangle, by blocks on the diagonal that double in size.
+    """Return the inverse of one plus a strictly lower triangle, by blocks on the diagonal that double in size.
 
     If ``A`` and ``D`` are inverses of two neighbours, and ``B`` is what lies below the first and beside the second,
     then ``-D B A`` lies there in the inverse of both together. Unlike powers of the triangle, which may become large

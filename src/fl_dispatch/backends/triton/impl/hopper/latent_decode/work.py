@@ -81,7 +81,7 @@ class Work:
 
 @gluon.jit
 def find_work(config, items, item):
-    """The work of an item."""
+    """Return the work of an item."""
     tile = item % items.tiles
     index = item // items.tiles % items.requests
     split = item // (items.tiles * items.requests)

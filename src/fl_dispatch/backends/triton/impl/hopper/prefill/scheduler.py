@@ -30,7 +30,7 @@ class QueryTile:
 
     @gluon.jit
     def nothing(self):
-        """The message that ends a program: no head."""
+        """Return the message that ends a program: no head."""
         zero = self.head * 0
         return QueryTile(zero, zero, zero, zero, zero - 1)
 
@@ -58,7 +58,7 @@ class WorkItem:
 
     @gluon.jit
     def queries(self):
-        """The item as consumers see it."""
+        """Return the item as consumers see it."""
         request = self.request
         return QueryTile(request.begin, request.new, request.length, self.tile * BLOCK_M, self.head)
 
@@ -109,7 +109,7 @@ class Scheduler:
 
     @gluon.jit
     def start(self):
-        """The cursor before the first turn."""
+        """Return the cursor before the first turn."""
         return Cursor(gl.to_tensor(-1), gl.to_tensor(0), gl.to_tensor(HIGHEST), gl.to_tensor(0))
 
     @gluon.jit
@@ -192,7 +192,7 @@ def _field(fields, index, WHICH: gl.constexpr):
 
 @gluon.jit
 def receive(message):
-    """The tile of queries that :func:`send` has written."""
+    """Return the tile of queries that :func:`send` has written."""
     L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0])
     index = gl.arange(0, FIELDS, layout=L)
     fields = message.load(L)
