@@ -43,7 +43,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def size_of(values: Any) -> int:
-    """Bytes of the tensors among arguments or results."""
+    """Return the bytes of the tensors among arguments or results."""
     return sum(t.numel() * t.element_size() for t in leaves(values) if isinstance(t, Tensor))
 
 

@@ -57,20 +57,20 @@ _launch_combine = Launcher(_combine)
 
 @functools.cache
 def _slots(device: torch.device) -> int:
-    """Number of programs of the short route that the device runs at a time."""
+    """Return the number of programs of the short route that the device runs at a time."""
     processors = INTERPRETED_PROCESSORS if INTERPRETED else device_of(device.type).compute_units(device.index or 0)
     return SHORT_PER_PROCESSOR * processors
 
 
 @functools.cache
 def _splits(slots: int, programs: int, most: int) -> int:
-    """Number of programs that share a request's keys: the fewest that nearly fill their waves."""
+    """Return how many programs share a request's keys: the fewest that nearly fill their waves."""
     fill = [0.0] + [programs * splits / slots / -(-programs * splits // slots) for splits in range(1, most + 1)]
     return next((splits for splits in range(1, most + 1) if fill[splits] >= FULL), fill.index(max(fill)))
 
 
 def combining_warps(splits: int, block_dv: int) -> int:
-    """Warps of the combine kernel: few, because it is memory-bound."""
+    """Return the warps of the combine kernel: few, because it is memory-bound."""
     return max(1, min(4, splits * block_dv // 4096))
 
 

@@ -277,7 +277,7 @@ def attend(
 
 
 def latent_slots(device: torch.device) -> int:
-    """Number of programs of the kernel for latent attention that the device runs at a time."""
+    """Return the number of programs of the kernel for latent attention that the device runs at a time."""
     return processors(device)
 
 

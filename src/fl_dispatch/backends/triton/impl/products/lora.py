@@ -206,7 +206,7 @@ _launch_expand = Launcher(_expand)
 
 
 def _pieces(inner: int, few: bool) -> int:
-    """Number of pieces of a row; few distinct numbers, because each one compiles another kernel."""
+    """Return the number of pieces of a row; few distinct numbers, because each one compiles another kernel."""
     return max(1, min(MOST_PIECES, inner // PIECE)) if few else 1
 
 

@@ -155,7 +155,7 @@ def _rows_of(table: Tensor, requests: Sequence[int]) -> Tensor:
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of requests; padded to equal lengths, a range has at most :data:`COPIED_AT_ONCE` tokens."""
+    """Return ranges of requests; padded to equal lengths, a range has at most :data:`COPIED_AT_ONCE` tokens."""
     first = longest = 0
     for request, length in enumerate(lengths):
         longest = max(longest, length)
@@ -247,7 +247,7 @@ def mla_prefill(
 
 
 def _runs(rows: Sequence[int], keys: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of adjacent requests that all have queries and keys."""
+    """Return ranges of adjacent requests that all have queries and keys."""
     first = None
     for request, (queries, length) in enumerate(zip(rows, keys, strict=True)):
         if queries and length:

@@ -53,7 +53,7 @@ def supports_paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> bool | str:
-    """Half types, one head size of at most 256 elements, blocks of at least 16 tokens, no ALiBi."""
+    """Check for half types, one head size of at most 256 elements, blocks of at least 16 tokens, no ALiBi."""
     if key_cache.shape[1] % LEAST_BLOCK:
         return f"the block size {key_cache.shape[1]} is not a multiple of {LEAST_BLOCK}"
     return supports_sglang_paged_attention(query, key_cache, value_cache, out, alibi_slopes, sinks)
@@ -67,7 +67,7 @@ def supports_sglang_paged_attention(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> bool | str:
-    """Half types, one head size of at most 256 elements, blocks of any size, no ALiBi."""
+    """Check for half types, one head size of at most 256 elements, blocks of any size, no ALiBi."""
     if why := problem("query", query, contiguous=False):
         return why
     if query.dtype is torch.float32:

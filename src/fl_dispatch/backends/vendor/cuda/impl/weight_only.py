@@ -72,7 +72,7 @@ def supports_marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | Non
 
 @functools.cache
 def _locks(index: int) -> int:
-    """Number of locks for a GPU's processors."""
+    """Return the number of locks for a GPU's processors."""
     return LOCKS * torch.cuda.get_device_properties(index).multi_processor_count
 
 

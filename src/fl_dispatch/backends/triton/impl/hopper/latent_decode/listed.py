@@ -30,7 +30,7 @@ class ListedRows:
 
     @gluon.jit
     def request(self, work):
-        """Number of the request of an item's query."""
+        """Return the index of the request of an item's query."""
         return request_of(self.query_starts, work.request, self.requests, self.steps)
 
     @gluon.jit

@@ -23,7 +23,7 @@ class LatentCache:
 
     @gluon.jit
     def request(self, work):
-        """Number of the request with an item's keys."""
+        """Return the index of the request with an item's keys."""
         return work.request
 
     @gluon.jit

@@ -47,7 +47,7 @@ class Items:
 
     @gluon.jit
     def number(self):
-        """Number of items."""
+        """Return the number of items."""
         return self.tiles * self.requests * self.splits
 
 

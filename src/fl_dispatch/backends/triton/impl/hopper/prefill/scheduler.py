@@ -36,7 +36,7 @@ class QueryTile:
 
     @gluon.jit
     def key_tiles(self, CAUSAL: gl.constexpr):
-        """Number of key tiles that some query sees, at least 1, and of those that all queries see as a whole."""
+        """Return the number of key tiles that some query sees, at least 1, and of those that all queries see fully."""
         stop = self.length
         whole = self.length // BLOCK_N
         if CAUSAL:
