@@ -180,7 +180,7 @@ class Fp8BlockExperts(ScaledExperts):
 
 @dataclass(frozen=True)
 class Packing:
-    """A checkpoint's packing of an expert's weight in words.
+    """A checkpoint's packing of an expert's weight in int32.
 
     Args:
         weight: the parameter's name after ``w13_``.
@@ -189,7 +189,7 @@ class Packing:
         weight_dim: the dimension of a weight along which numbers are packed in int32.
         zero_dim: the packed dimension of zero points.
         transposed: whether rows of the operator's weight are columns of the parameter.
-        places: the places of numbers in words, if they are not in order.
+        places: the places of numbers in an int32, if they are not in order.
     """
 
     weight: str
@@ -226,7 +226,7 @@ class WeightOnlyExperts(QuantizedExperts):
 
 
 class PackedExperts(WeightOnlyExperts):
-    """Weights of 4 or 8 bits, packed in words.
+    """Weights of 4 or 8 bits, packed in int32.
 
     Args:
         packing: the checkpoint's packing.

@@ -217,10 +217,10 @@ class Fp8WeightLayer(QuantizedLayer):
 
 
 class PackedLayer(QuantizedLayer):
-    """Weights of ``fl_bits`` (2, 3, 4 or 8), packed in words, for unquantized rows.
+    """Weights of ``fl_bits`` (2, 3, 4 or 8), packed in int32, for unquantized rows.
 
     ``fl_weights`` names the weight, its scales and its zero points, which count if ``fl_zero_points``; ``fl_places``
-    are the places of numbers in words.
+    are the places of numbers in an int32.
     """
 
     fl_operator = "weight_only_linear"

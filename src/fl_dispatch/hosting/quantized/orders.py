@@ -17,7 +17,7 @@ from .remedies import OUT_OF_ORDER
 WORD = 32
 """Bits of an element of a packed parameter, an int32 (a *word*); its first number is in its lowest bits."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""AWQ: the place of each of eight numbers in its word."""
+"""AWQ: the place of each of eight 4-bit numbers in an int32."""
 REORDERED = ("group", "dynamic")
 """The values of ``actorder`` that give columns separate groups; others keep the order."""
 UNSET = torch.finfo(torch.float8_e4m3fn).min
@@ -46,7 +46,7 @@ def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = No
         words: int32.
         bits: bits of a number.
         dim: the dimension.
-        places: the place of each number in its word, if they are not in order.
+        places: the place of each number in its int32, if they are not in order.
     """
     words = words.movedim(dim, -1)
     if WORD % bits:

@@ -131,7 +131,7 @@ class Fp8BlockExperts(Experts, experts.Fp8BlockExperts):
 
 
 class _Packed(Experts, experts.PackedExperts):
-    """Weights in words."""
+    """Weights packed in int32."""
 
     packing: ClassVar[experts.Packing]
     has_zeros: ClassVar[bool]
@@ -180,7 +180,7 @@ class PackedExperts(_Packed):
 
 
 class GptqExperts(_Packed):
-    """The packing of ``gptq``, transposed. All its zero points are in the middle."""
+    """The packing of ``gptq``, transposed. Its zero points are all the middle of the range."""
 
     packing, has_zeros = experts.GPTQ, True
 
@@ -192,7 +192,7 @@ class GptqExperts(_Packed):
 
 
 class AwqExperts(_Packed):
-    """The packing of ``awq``, transposed and out of order."""
+    """The packing of ``awq``, transposed, with the numbers of an int32 in another order."""
 
     packing, has_zeros = experts.AWQ, True
 
