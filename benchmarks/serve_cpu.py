@@ -27,7 +27,8 @@ With ``--large`` the model has a billion parameters, with ``--tiny`` it is so sm
 work, and with ``--experts`` it is a small mixture of experts.
 With ``--scheme NAME`` its weights are quantized by the tests' checkpoint writer (``quantized_checkpoints.py``).
 With ``--runners`` the engines are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml``
-the engines are our platform with two files of ``VLLM_FL_CONFIG``.
+the engines are our platform with two files of ``VLLM_FL_CONFIG``; with ``--before FOLDER`` the first engine has the
+plugin of another checkout, whose ``src`` the folder is.
 """
 
 from __future__ import annotations
@@ -270,6 +271,9 @@ def in_turns(arguments: argparse.Namespace) -> None:
             pair = {file.stem: {**in_turns.PLUGIN, "VLLM_FL_CONFIG": str(file.resolve())} for file in arguments.configs}
         elif pair is in_turns.VANILLA and arguments.runner:
             pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
+        elif arguments.before:
+            other = {"PYTHONPATH": str(arguments.before.resolve()), "VLLM_CACHE_ROOT": str(Path(folder, "cache"))}
+            pair = {"before": {**in_turns.PLUGIN, **other}, "plugin": in_turns.PLUGIN}
         if arguments.plugin_python and "plugin" in pair:
             pair = {**pair, "plugin": {**pair["plugin"], in_turns.PYTHON: str(arguments.plugin_python)}}
         if arguments.memory:
@@ -305,6 +309,7 @@ def main() -> None:
     parser.add_argument("--memory", type=Path, metavar="FOLDER", help="resident memory of fresh processes, with a disk")
     parser.add_argument("--runners", action="store_true", help="vLLM's model runners V1 and V2 under ours, in turns")
     parser.add_argument("--configs", type=Path, nargs=2, help="our platform under two files of settings, in turns")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="another checkout's plugin and ours, in turns")
     parser.add_argument("--mode", choices=("compiled", "eager"), nargs="+", default=["compiled", "eager"])
     parser.add_argument("--turns", type=int, default=40, help="of engines in turns: of each decode")
     parser.add_argument("--steps", type=int, default=5, help="of engines in turns: of a decode in each turn")
@@ -322,7 +327,8 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="of engines in turns: a table of operators of each")
     arguments = parser.parse_args()
-    if arguments.vanilla or arguments.as_started or arguments.memory or arguments.runners or arguments.configs:
+    compared = (arguments.vanilla, arguments.as_started, arguments.memory, arguments.runners, arguments.configs)
+    if any((*compared, arguments.before)):
         in_turns(arguments)
         return
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -12,8 +12,12 @@ Importing this module imports nothing of vLLM, like all modules with rows in :mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from fl_dispatch.devices import detect_device
 from fl_dispatch.settings import get_settings
 
 from ..compat import models
@@ -59,6 +63,16 @@ class ExpertsLayer(DispatchedLayer):
         if self.moe_kernel is not None:
             self.moe_kernel.fused_experts.fl_call = self.fl_call
 
+    def fl_compute(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """Return the modular kernel's result in a rank without exchange of tokens, in a form for Dynamo."""
+        assert self.moe_kernel is not None
+        experts = self.moe_kernel.fused_experts
+        how = (layer.activation.value, layer.apply_router_weight_on_input, layer.expert_map)
+        found: Tensor = self.fl_call(
+            x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, *how, experts.w1_bias, experts.w2_bias, None
+        )
+        return found
+
     @staticmethod
     def fl_scope(prefix: str) -> str:
         return prefix.removesuffix(".routed_experts.quant_method")
@@ -78,6 +92,11 @@ class RunnerLayer(DispatchedLayer):
     router: Any
     routed_scaling_factor: float
     _shared_experts: Any
+    gate: Any
+    routed_experts: Any
+    moe_config: Any
+    fl_opaque: Callable[..., Any]
+    """vLLM's operator, which compiled code does not look into."""
 
     def __init__(self, *args: Any, layer_name: str, router: Any, **kwargs: Any) -> None:
         from vllm.config import get_current_vllm_config
@@ -108,6 +127,35 @@ class RunnerLayer(DispatchedLayer):
 
     def fl_runs(self) -> bool:
         return bool(self.fl_operator)
+
+    def _select_forward(self) -> Callable[..., Any]:
+        self.fl_opaque = super()._select_forward()  # type: ignore[misc]
+        return self.fl_opaque if detect_device().accelerator else self.fl_enter
+
+    def fl_enter(self, hidden_states: Tensor, router_logits: Tensor, *others: Any) -> Any:
+        """Run the router and the experts; compiled code contains both if the layer does no more than that."""
+        if not (torch.compiler.is_compiling() and self.fl_traces()):
+            return self.fl_opaque(hidden_states, router_logits, *others)
+        if self.gate is not None:
+            router_logits, _ = self.gate(hidden_states)
+        weights, ids = self.router.select_experts(hidden_states=hidden_states, router_logits=router_logits)
+        experts = self.routed_experts
+        return experts.quant_method.fl_compute(experts, hidden_states, weights, ids)
+
+    def fl_traces(self) -> bool:
+        """Whether Dynamo can trace the layer: plain weights, no shared experts, no reader of the chosen experts, and no
+        exchange of tokens between ranks.
+        """
+        ranks = self.moe_config
+        return (
+            self.fl_runs()
+            and isinstance(self.routed_experts.quant_method, ExpertsLayer)
+            and self._shared_experts is None
+            and self.router.capture_fn is None
+            and self.router.eplb_state is None
+            and (ranks.dp_size, ranks.pcp_size, ranks.is_sequence_parallel) == (1, 1, False)
+            and not ranks.moe_parallel_config.use_all2all_kernels
+        )
 
     def _maybe_apply_routed_scale_to_output(
         self, shared_output: Tensor | None, fused_output: Tensor

@@ -116,6 +116,13 @@ def test_compiled_tokens_equal_hugging_face(
     assert result["report"]["failed"] == {}
 
 
+@pytest.mark.parametrize("family", [family for family in MODELS if family == MOE])
+def test_a_mixtures_router_and_experts_are_in_the_graph_on_a_cpu(family: str, results: Mapping[str, Any]) -> None:
+    """Only opaque calls of a graph are counted, so a router in it is not."""
+    assert ran(results[f"eager {family}"], "fused_moe") == {"reference.torch"}
+    assert ran(results[f"eager {family}"], "topk_softmax") == set()
+
+
 @pytest.mark.parametrize("operator", WRONG)
 def test_a_wrong_implementation_is_in_the_graph(
     operator: str, results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
