@@ -32,8 +32,9 @@ class Step:
         slots: the slot of each request, int32.
         starts: the first row of each request and the end, int32; ``None`` if each has a state, and one row or drafts.
         has_state: whether a request's slot holds a state already; ``None`` with ``starts``.
-        drafts: the drafts that are the rows of each request, or ``None``.
-        after: where the two states after each draft belong, ``[requests, drafts, ...]``; ``None`` without drafts.
+        drafts: the drafts of each request, which are its rows; ``None`` for other steps.
+        after: the two tensors that get the states after each draft, ``[requests, drafts, ...]``; ``None`` without
+            drafts.
     """
 
     convolved: Tensor
@@ -63,7 +64,7 @@ class Step:
             width: the number of each request's drafts to verify.
         """
         slots = metadata.mamba_cache_indices.int()
-        if has_state is None:  # a batch from a graph has slots of -1 beside it, and no request has slot 0
+        if has_state is None:  # padding of a graph's batch has slot -1; slot 0 belongs to no request
             slots, starts = slots.clamp(min=0), None
         else:
             starts = metadata.query_start_loc

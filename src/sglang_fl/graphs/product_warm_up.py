@@ -53,7 +53,7 @@ def _kind(layer: nn.Module, kernel: LayerKernel) -> tuple[Any, ...]:
 
 def _try(layer: Any, kernel: Any, tokens: int, dtype: torch.dtype) -> int:
     """Multiply zeros; return the number of calls."""
-    if isinstance(kernel, Product):  # a router's may be wider than the model, and ranks but the first pass no bias
+    if isinstance(kernel, Product):  # a router may have a wider dtype; only the first rank passes a bias
         x = layer.weight.new_zeros(tokens, layer.weight.shape[1])
         biases = (None,) if layer.bias is None else (layer.bias, None)
         for bias in biases:

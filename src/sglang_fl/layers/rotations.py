@@ -36,7 +36,7 @@ SPLIT = Attached[int]("fl_long_rope_split")
 SHIFTED = Attached[Tensor]("fl_shifted_positions")
 """A batch's positions as table rows."""
 SECOND = "longrope"
-"""A mark of prefixes with the second table, which keeps them apart."""
+"""Mark in the keys of cached prefixes with the second table, which separates them from the others."""
 _second: WeakValueDictionary[str, Req] = WeakValueDictionary()
 """Requests with the second table, by their names."""
 

@@ -280,7 +280,7 @@ class ModelOpt(Served):
     fl_format = "modelopt"
     fl_algorithm: str
     fl_changed: Mapping[str, str] = {}
-    """Words of the configuration that SGLang's class reads instead of the checkpoint's."""
+    """Entries that replace those of the checkpoint's configuration for SGLang's class."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:

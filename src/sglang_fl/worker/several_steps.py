@@ -70,7 +70,7 @@ class StepsWorker(BaseSpecWorker):
     """The worker that SGLang's scheduler calls in the place of the model's.
 
     Attributes:
-        made: scheduler calls of decoding by their number of steps, and their number.
+        made: number of steps → number of scheduler calls that made them.
     """
 
     draft_worker = None
@@ -87,7 +87,7 @@ class StepsWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Read prompts, or decode several times.
 
-        The scheduler restores what the batch was afterwards.
+        The scheduler restores the batch afterwards.
         """
         last, batch.spec_info, batch.spec_algorithm = batch.spec_info, None, SpeculativeAlgorithm.NONE
         if not batch.forward_mode.is_decode():

@@ -39,9 +39,9 @@ SCALE_BYTES = torch.float32.itemsize
 """Bytes of a scale, which vLLM stores after each head's key and value in int8."""
 DEFAULT = KVLayout.parse("NHD")
 HOST_ORDERS = {"N": "LBNHC", "H": "LBHNC"}
-"""First axis of the keys → vLLM's name of its tensor's order in memory.
+"""First axis of the keys → vLLM's name for the order of its tensor in memory.
 
-A block is one piece in both; vLLM only needs one name.
+Both names are of blocks in one piece; any such name would do.
 """
 
 _in_force, _multiple, _block = DEFAULT, 1, 1

@@ -40,7 +40,7 @@ PLACES = {
 COPIED_AT_ONCE = 1 << 25
 """Elements of drafts' logits that are copied at a time."""
 PADDING = 64
-"""vLLM pads a vocabulary to a multiple of it, which is the distance of logits' rows unless their model scales them."""
+"""vLLM pads a vocabulary to a multiple of it; the padded size is the stride of logits' rows in most models."""
 COUNTS = Attached[Tensor]("fl_damaged_tokens")
 """The count of each request in the V1 runner, from the logits of a step with drafts."""
 ONE_PASS = Attached[one_pass.OnePass]("fl_one_pass")
@@ -101,7 +101,7 @@ def _raises() -> bool:
 
 
 class Marking:
-    """A replacement of vLLM's function that counts by row: marks in host memory and no counts, if that is possible.
+    """Replacement of vLLM's count of each row's NaN: it marks rows in host memory and returns no counts, if possible.
 
     Args:
         memory: the memory of marks.
@@ -119,7 +119,7 @@ class Marking:
         self.waits = False
         """Whether a step's rows have no marks until their tokens are chosen."""
         self.late: list[Tensor] = []
-        """Counts of steps that no kernel marked, of which vLLM does not know."""
+        """Counts of steps that no kernel marked, and that vLLM did not get."""
 
     def __call__(self, logits: Tensor) -> Tensor | None:
         if not self.samples:
@@ -192,8 +192,8 @@ def _with_marks(get_output: Any) -> Any:
         output = get_output(self)
         slot = MARKS.find(self.sampler_output)
         if slot is not None and (seen or slot.found()):
-            seen = True  # from now on, because a request keeps its count until it gets another one
-            counts = output.num_nans_in_logits or {}  # of later steps, in which the kernel failed
+            seen = True  # from now on all outputs get counts, because a request keeps its count until the next
+            counts = output.num_nans_in_logits or {}  # of later steps, which the kernel did not mark
             named = zip(output.req_ids, slot.damaged(), strict=False)
             output.num_nans_in_logits = {name: mark + counts.get(name, 0) for name, mark in named}
         return output

@@ -27,7 +27,7 @@ def prepare_prefill_inputs(
     computed, length = take(num_computed_tokens, known).to(torch.int64), take(prefill_lens, known).to(torch.int64)
     reading = (state >= 0) & (computed < length)
     asked = candidate_rows(reading)
-    if not len(asked):  # most steps, in which nothing below would be written
+    if not len(asked):  # most steps read no prompt, and nothing is left to write
         return
     rows = rows_of(query_start_loc, len(state), len(input_ids))
     column = (take(computed, rows.request) + rows.offset).clamp(0, most)

@@ -33,7 +33,7 @@ class StepsScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fl_most_steps = most_steps()
-        in_time = envs.VLLM_ENABLE_V1_MULTIPROCESSING  # without it, vLLM's scheduling does not depend on time
+        in_time = envs.VLLM_ENABLE_V1_MULTIPROCESSING  # in one process, vLLM's scheduling does not depend on time
         self.fl_pace = Pace(get_settings().steps_ms / 1e3 if in_time else None)
         arrivals.listen()
 
@@ -67,9 +67,9 @@ class StepsScheduler(Scheduler):
             if left > 0:
                 wanted.append(left)
                 room.append(self.max_model_len - 1 - request.num_computed_tokens)
-            elif request.num_output_placeholders:  # what is under way is enough: vLLM leaves it out until it is there
+            elif request.num_output_placeholders:  # its last tokens are being computed: vLLM skips it until they come
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
-        # Others wait for the place of the request that ends first.
+        # A waiting request gets the place of the one that ends first.
         steps = min(*room, min(wanted) if waiting else max(wanted)) if wanted else 0
         return steps if steps <= 1 or self._has_blocks(steps) else 1
 

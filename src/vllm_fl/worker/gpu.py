@@ -85,7 +85,7 @@ class GPUWorkerFL(WorkerFL):
         with self.fl_weights.settled():
             with compile.uncompiled(self.fl_models()):
                 single, *others = warm_up.token_counts(self.vllm_config)
-                if config.has_experts(self.vllm_config):  # they read so much that nothing asked for would be left
+                if config.has_experts(self.vllm_config):  # a prefetched weight would not survive their reads
                     self._run_batch_without_cache(single)
                 else:
                     with successors.recorded():
