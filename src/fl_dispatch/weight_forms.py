@@ -7,7 +7,7 @@ itself to a disk (:mod:`fl_dispatch.hosting.memory.paging`).
 
 A write by any code is noticed, also through another tensor over the same memory, such as ``weight.data``: the weight's
 storage is marked as copied on write, and PyTorch removes the mark before it hands out an address to write to. The form
-of a weight that was written is made anew before its next use.
+of a weight that was written is rebuilt before its next use.
 
 An owner that got the address before the mark, such as a NumPy array or a DLPack capsule, can write unnoticed. PyTorch
 counts the owners of a memory, so a weight is marked only while its memory has one owner. A bare address, kept by an
@@ -151,7 +151,7 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
 
 
 def follow(weight: Tensor, forms: Forms, held: bool = True) -> None:
-    """Make all forms anew if the weight was written, or if a new tensor replaces the one that had them.
+    """Make all forms again if the weight was written, or if a new tensor replaces the one that had them.
 
     Args:
         weight: the current weight.
@@ -175,7 +175,7 @@ def weights_were_written(weights: Iterable[Tensor] | None = None) -> None:
     """Report that weights were written through a kept address, which PyTorch cannot notice.
 
     Examples are an extension that keeps ``weight.data_ptr()``, and a NIC or another process that writes to this memory.
-    The forms are made anew before their next use: in the next call outside a host's step, or at the beginning of the
+    The forms are rebuilt before their next use: in the next call outside a host's step, or at the beginning of the
     next step. A weight that was given up is tried again. Other writes need no report.
 
     Args:
@@ -194,7 +194,7 @@ def weights_were_written(weights: Iterable[Tensor] | None = None) -> None:
 def settled(weights: Iterable[tuple[Tensor, Forms]], held: bool = True) -> Iterator[None]:
     """Declare a block, such as an engine's step, that writes none of these weights: it uses their forms unchecked.
 
-    Forms of a weight that was written earlier are made anew first; :func:`follow` explains the arguments. A weight that
+    Forms of a weight that was written earlier are rebuilt first; :func:`follow` explains the arguments. A weight that
     lost its mark by the end was only read, so it is marked again and keeps its forms. Nested blocks have no effect.
     """
     begun: list[Forms] = []
@@ -227,7 +227,7 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         forms.shared = forms.shared + 1 if why_not is SHARED else 0
         held = forms.held and bool(forms.made)
         if held or (why_not is SHARED and forms.settled is weight):
-            now = weight.detach() if now is None else now  # made anew each time, if writes cannot be seen
+            now = weight.detach() if now is None else now  # rebuilt each time, if writes cannot be seen
             if held and forms.shared == IN_A_ROW:
                 logger.warning(
                     "a weight %s %s is prepared anew in every step: %s", tuple(weight.shape), weight.dtype, why_not

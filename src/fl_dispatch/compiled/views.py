@@ -123,7 +123,7 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
             lines += [f"    if _result is None or ({done}):", "        return None"]
         lines.append(f"    return _fresh(({', '.join(tensors)},), _store(({', '.join(targets)},), _result))")
     elif variant.returns == ("Tensor",):
-        # Reading a weight's address counts as a possible write, and would prepare it anew (fl_dispatch.weight_forms).
+        # Reading a weight's address counts as a possible write, and would prepare it again (fl_dispatch.weight_forms).
         same = {
             name: f"_result.untyped_storage()._cdata == {name}.untyped_storage()._cdata"
             if name in operator.weights

@@ -240,7 +240,7 @@ class _Trial:
         first: list[Tensor] | None = None
         alive: list[Tensor] = []
         if self.compiled:
-            torch._dynamo.reset()  # each input compiles anew, and Dynamo limits the number of compilations
+            torch._dynamo.reset()  # each input compiles again, and Dynamo limits the number of compilations
         if self.compiled and weights.declared:
             with contextlib.suppress(Exception):  # what the call raises, it also raises below
                 self.direct(*weights.arguments())  # compiled code uses forms that calls outside it made

@@ -48,7 +48,7 @@ class Weights:
 
         Args:
             given: an input with the same shapes.
-            compiled: whether compiled code runs next; forms are then made anew first, as a host does between steps.
+            compiled: whether compiled code runs next; forms are then rebuilt first, as a host does between steps.
         """
         for at, weight in self._own.items():
             weight.data.copy_(given.args[at])

@@ -18,7 +18,7 @@ from .table import DispatchTable, Plan, context_table
 KEPT_TABLES = 1024
 """Policies with tables kept for a next context; beyond this number the least recently used table is dropped."""
 KEPT_UP_TO_DATE = 64
-"""Kept tables that are rebuilt on a change; the others are dropped and made anew on demand."""
+"""Kept tables that are rebuilt on a change; the others are dropped, and built again on demand."""
 
 
 class TableKeeper:

@@ -41,7 +41,7 @@ class Shared:
         return self._by_operator.setdefault(op_name, WeakValueDictionary())
 
     def forget(self, op_names: Iterable[str] | None) -> None:
-        """Drop the recipes of some operators, or of all, so that they are made anew."""
+        """Drop the recipes of some operators, or of all, so that they are rebuilt."""
         for op_name in [*self._by_operator] if op_names is None else op_names:
             self._by_operator.pop(op_name, None)
 

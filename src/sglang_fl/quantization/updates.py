@@ -1,4 +1,4 @@
-"""New weights for a running engine: prepared forms are made anew, and a quantized model refuses new weights.
+"""New weights for a running engine: prepared forms are rebuilt, and a quantized model refuses new weights.
 
 Loading converts quantized weights to the form of their operators, and no loader is left for the checkpoint's form.
 """

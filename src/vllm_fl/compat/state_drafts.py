@@ -39,7 +39,7 @@ def put_in_order(runner: Any) -> None:
 
 
 def _prompts_last(sort: Callable[..., list[str]], runner: Any) -> Callable[..., list[str]]:
-    """Return vLLM's sort of a batch, followed by one that moves prompts behind decoding requests."""
+    """Return vLLM's sort of a batch, followed by one that moves prompts after decoding requests."""
 
     @wraps(sort)
     def sorted_ids(num_tokens: dict[str, int], drafts: dict[str, list[int]], *rest: Any) -> list[str]:

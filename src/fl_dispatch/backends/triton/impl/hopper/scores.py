@@ -260,7 +260,7 @@ def produce(config, queries, work, query, weights, WEIGHT_TOKEN):
 
 @gluon.jit
 def alloc(config, dtype: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """Allocate the ring: a stage has a query and, behind it, the weights of its heads."""
+    """Allocate the ring: a stage has a query and, after it, the weights of its heads."""
     query = buffers(dtype, STAGES, config.heads, config.dim)
     weights = gl.allocate_shared_memory(gl.float32, [STAGES, config.heads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = barriers(STAGES)

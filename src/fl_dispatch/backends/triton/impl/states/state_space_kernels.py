@@ -236,7 +236,7 @@ def _chunks(
             added = tokens.to(tl.float32) * left[:, None]
             state = _plus_product(state * tl.exp(whole), tl.trans(into), added, False, PRECISION)
         tl.store(place, state.to(states.dtype.element_ty), mask=within)
-    if request == tl.num_programs(1) - 1:  # the rows behind all sequences
+    if request == tl.num_programs(1) - 1:  # the rows after all sequences
         for first in tl.range(end, rows, CHUNK):
             token = (first + row).to(tl.int64)
             target = out + (token * HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
@@ -347,7 +347,7 @@ def _walk(
             tl.store(out + token * (HEADS * HEAD_DIM) + row[None, :], result.to(out.dtype.element_ty), mask=here)
             state = tl.sum(tl.where((number == TOKENS - 1)[:, None, None], passed, 0.0), axis=0)
         tl.store(place, state.to(states.dtype.element_ty), mask=inside)
-    if request == tl.num_programs(1) - 1:  # the rows behind all sequences
+    if request == tl.num_programs(1) - 1:  # the rows after all sequences
         for first in tl.range(end, rows, TOKENS):
             token = (first + number).to(tl.int64)[:, None]
             bare = tl.zeros([TOKENS, ROWS], dtype=out.dtype.element_ty)

@@ -119,7 +119,7 @@ def _first_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MA
 def _second_pair(config, pipeline, sums, pair, turn, n, start, mask, qk_scale, MASKED: gl.constexpr):
     """Compute the softmax weights of a pair's second tile, and add the right half of both tiles' values.
 
-    The softmax runs beside the product of the first tile's values.
+    The softmax overlaps with the product of the first tile's values.
     """
     right = pipeline.right
     zero = pair // (1 << 30)

@@ -56,7 +56,7 @@ def chunk_layout():
 
 @gluon.jit
 def chunks(buffer, SIZE: gl.constexpr):
-    """Buffers as their chunks, which lie one behind the other; ``SIZE`` columns each."""
+    """Return buffers as their chunks, one after the other; ``SIZE`` columns each."""
     NUMBER: gl.constexpr = buffer.shape[0] * (SIZE // CHUNK)
     return reinterpret(buffer, buffer.dtype, [NUMBER, buffer.shape[1], CHUNK], chunk_layout())
 

@@ -45,7 +45,7 @@ def _key_loop(config, pipeline, sums, i, n, stop, q, mask, qk_scale, MASKED: gl.
         qk = warpgroup_mma_wait(1, deps=[pending])
         keys.release(stage)
         p_new, m_i, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, n * BLOCK_N, mask, qk_scale, MASKED)
-        # This wait ends a basic block. Without it ptxas moves the softmax behind the product that it shall run beside.
+        # This wait ends a basic block. Without it ptxas moves the softmax after the product, which it should overlap.
         keys.wait_if_any(i + 1, n)
         acc, p, p_new, l_i, alpha = warpgroup_mma_wait(0, deps=[adding, p, p_new, l_i, alpha])
         values.release(last)
