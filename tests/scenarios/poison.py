@@ -11,6 +11,8 @@ POISON = 450
 """A token that occurs in no prompt and in no right answer."""
 SAID = "its logits have NaN or infinity: they began in 'rms_norm' by 'vendor.poison' in model.layers.0.input_layernorm"
 """The reason in the client's error."""
+ORIGIN = {"operator": "rms_norm", "implementation": "vendor.poison", "layer": "model.layers.0.input_layernorm"}
+"""The labels of the counter of damage, besides the rank."""
 
 
 def variables(model: Path, folder: Path, token: int = POISON, **more: str) -> dict[str, str]:

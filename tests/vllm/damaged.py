@@ -11,12 +11,11 @@ import pytest
 from engines import PROMPTS
 from served import Server
 
-from poison import POISON, SAID
+from poison import ORIGIN, POISON, SAID
 
 COMMON = PROMPTS[2][:64]
 POISONED = [*COMMON, POISON, *PROMPTS[1]]
 INNOCENT = [*COMMON, *PROMPTS[1]]
-ORIGIN = {"operator": "rms_norm", "implementation": "vendor.poison", "layer": "model.layers.0.input_layernorm"}
 
 
 def refused(server: Server, prompt: list[int]) -> tuple[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,7 +116,7 @@ class Findings:
         with writers:
             self.banned |= {(impl.op_name, impl.impl_id, kind)}
 
-    def found(self) -> Iterable[Finding]:
+    def found(self) -> Collection[Finding]:
         """Return the findings, in the order of their first calls."""
         return self._found.values()
 

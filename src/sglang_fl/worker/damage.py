@@ -23,7 +23,7 @@ from torch import Tensor
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.damage.rows import damaged_rows
-from fl_dispatch.hosting.damage.verdicts import Verdict, Verdicts, Wrong, of_numbers, of_wrong
+from fl_dispatch.hosting.damage.verdicts import KEPT, Verdict, Verdicts, Wrong, of_numbers, of_wrong
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.ranks.agreement import together
 from fl_dispatch.logger_manager import get_logger
@@ -114,8 +114,7 @@ class Damage:
 
         ``known`` are those that are read again anyway.
         """
-        chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
-        everyone = dict.fromkeys((*batch.reqs, *scheduler.running_batch.reqs, *_under_way(scheduler), *chunked))
+        everyone, chunked = _everyone(scheduler, batch), [scheduler.chunked_req]
         gone = [one for one in everyone if one.finished() or one.to_finish is not None or one.is_retracted]
         found = [one for one in everyone if one not in gone and one not in known]
         names = ", ".join(one.rid for one in found) or "none"
@@ -281,6 +280,8 @@ def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, bat
     again = damage.judge(scheduler, batch, _rows(result), WATCHED.find(result) is not None)
     if wrong := damage.wrong.new():
         again += damage.touched(scheduler, batch, of_wrong(wrong), set(again))
+    if kept := damage.wrong.kept():
+        logger.warning(KEPT, " and ".join(kept), ", ".join(one.rid for one in _everyone(scheduler, batch)))
     if not again:
         return original(scheduler, batch, result)
     for request in again:
@@ -305,6 +306,12 @@ def _rows(result: Any) -> list[int]:
             each.copied.synchronize()
     rows = [each.rows for each in found]
     return (rows[0] if len(rows) == 1 else torch.stack(rows).amax(0)).tolist()
+
+
+def _everyone(scheduler: Scheduler, batch: ScheduleBatch) -> list[Req]:
+    """Return the requests of a batch, and others with keys and values in the cache."""
+    chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    return [*dict.fromkeys((*batch.reqs, *scheduler.running_batch.reqs, *_under_way(scheduler), *chunked))]
 
 
 def _under_way(scheduler: Scheduler) -> list[Req]:

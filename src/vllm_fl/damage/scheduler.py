@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from fl_dispatch.hosting.damage.verdicts import StepReport, Verdict, Verdicts, of_numbers, of_wrong
+from fl_dispatch.hosting.damage.verdicts import KEPT, StepReport, Verdict, Verdicts, of_numbers, of_wrong
 from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
@@ -110,6 +110,9 @@ class Damage:
             elif verdict is Verdict.ENDS:
                 ended.append((request, of_numbers(damaged, report.origins)))
         self._take_back([one.request_id for one in (*again, *dict(ended))], SPOILED)
+        if report.kept:
+            names = ", ".join(one.request_id for one in self.scheduler.running)
+            logger.warning(KEPT, " and ".join(report.kept), names)
         touched = self._having(spoiled)
         if report.wrong:
             touched = dict.fromkeys(self.scheduler.running, of_wrong(report.wrong))

@@ -52,8 +52,8 @@ class WatchedSteps:
 
     def attach_report(self, output: Any) -> None:
         """Attach to the step's output what the scheduler must know; nothing if all is right."""
-        origins, wrong = None, self.wrong.new()
-        if not self.watches and not wrong:
+        origins, wrong, kept = None, self.wrong.new(), self.wrong.kept()
+        if not (self.watches or wrong or kept):
             return
         if self.watches:
             self.shadow.findings.begun(self.origins)
@@ -61,7 +61,7 @@ class WatchedSteps:
             for group in (get_tp_group(), get_pp_group()):
                 origins = together(group.cpu_group, origins)
         if output is not None:
-            attach(output, StepReport(None if origins is None else tuple(origins), wrong))
+            attach(output, StepReport(None if origins is None else tuple(origins), wrong, kept))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

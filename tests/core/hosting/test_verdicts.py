@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from fl_dispatch.hosting.damage.verdicts import Verdict, Verdicts, of_numbers, of_wrong
+import torch
+
+from fl_dispatch.hosting.damage.verdicts import Verdict, Verdicts, Wrong, of_numbers, of_wrong
+from fl_dispatch.knowledge.failures import ArgumentKind
+from fl_dispatch.shadow.findings import Findings
 from fl_dispatch.shadow.origin import Origin
+from fl_dispatch.types import BackendImplKind, OpImpl
 
 WATCHED, UNWATCHED = True, False
 GOES_ON, AGAIN, ENDS = Verdict.GOES_ON, Verdict.AGAIN, Verdict.ENDS
@@ -36,3 +41,25 @@ def test_the_reason_names_the_origin_on_each_rank() -> None:
     assert of_numbers(True, None) == "its logits have NaN or infinity"
     assert "did not come again" in of_numbers(False, [])
     assert of_wrong(["'a' by 'b'", "'c' by 'd'"]).endswith("these results were: 'a' by 'b'; 'c' by 'd'")
+
+
+def test_an_implementation_that_differed_is_named_once_banned_or_not() -> None:
+    findings = Findings()
+    wrong = Wrong(findings)
+    assert (wrong.new(), wrong.kept()) == ((), ())
+    for layer in ("layers.0", "layers.1"):
+        found_in(layer, findings)
+        assert wrong.new() == ()
+        assert wrong.kept() == (("'linear' by 'vendor.x'",) if layer == "layers.0" else ())
+    found_in("layers.2", findings, name="vendor.y", banned=True)
+    assert wrong.new() == ("'linear' by 'vendor.y'",)
+    assert wrong.kept() == ()
+
+
+def found_in(layer: str, findings: Findings, name: str = "vendor.x", banned: bool = False) -> None:
+    """Add a finding about an implementation in a layer."""
+    impl = OpImpl("linear", name, BackendImplKind.VENDOR, len, vendor="x")
+    kind = ArgumentKind(torch.float32, 2, "contiguous", "cpu", layer)
+    findings.add(impl, impl, kind, 3.0, "output 0 at [0]", "a consequence")
+    if banned:
+        findings.ban(impl, kind)

@@ -1,8 +1,9 @@
-"""SGLang's requests are not read one by one while none of a batch is damaged or read again."""
+"""SGLang's requests are not read one by one while none of a batch is damaged, read again or to be named."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,11 @@ from sglang_fl.worker import damage
 
 class Read(Exception):
     """Somebody reads the requests of a batch."""
+
+
+@dataclass(frozen=True)
+class Request:
+    rid: str
 
 
 class Requests:
@@ -54,3 +60,18 @@ def test_origins_of_requests_that_ended_are_not_those_of_the_next_damage() -> No
     state.add([])
     assert state.judge(None, SimpleNamespace(reqs=Requests()), [0, 0], False) == []  # type: ignore[arg-type]
     assert state.origins is None
+
+
+def test_requests_of_an_implementation_that_differed_and_stays_are_named_once_and_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = Request("one"), Request("other")
+    scheduler: Any = SimpleNamespace(
+        chunked_req=other, running_batch=SimpleNamespace(reqs=[one]), result_queue=[(SimpleNamespace(reqs=[one]), None)]
+    )
+    damage.DAMAGE.give(scheduler, state := damage.Damage())
+    state.wrong = SimpleNamespace(new=tuple, kept=iter([("'linear' by 'vendor.x'",), ()]).__next__)  # type: ignore[assignment]
+    batch: Any = SimpleNamespace(reqs=[one])
+    for _ in range(2):
+        assert damage.process_batch_result(lambda *_: "answers", scheduler, batch, result([0])) == "answers"
+    assert caplog.text.count("of 'linear' by 'vendor.x', which differed and stays in service: one, other;") == 1

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from serving import start
 
-from poison import POISON, SAID, variables
+from fl_dispatch.hosting.records import metrics
+from fl_dispatch.hosting.records.runs import PAUSE, recorded
+from poison import ORIGIN, POISON, SAID, variables
 from running import PROMPTS
 
 pytestmark = pytest.mark.engine
@@ -19,7 +21,6 @@ TWO_BY_TWO = {"tp_size": 2, "pp_size": 2}
 COMMON = PROMPTS[2][:48]
 POISONED = [*COMMON, POISON, *PROMPTS[1]]
 INNOCENT = [*COMMON, *PROMPTS[1]]
-
 
 SEVERAL: dict[str, Any] = {}
 """An engine that makes several steps per scheduler call."""
@@ -43,14 +44,17 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
 ) -> None:
     model, right = checkpoint("qwen3"), expected("qwen3")
     fresh, steps = asked(INNOCENT, PROMPTS[2]), (asked(*PROMPTS[:2], POISONED), asked(POISONED))
-    given = variables(model, tmp_path, **({"POISON_RANK": where} if where else {}))
-    found = start(model, fresh, *steps, fresh, variables=given, engine=engine).result()
+    given = variables(model, tmp_path, XDG_STATE_HOME=str(tmp_path), **({"POISON_RANK": where} if where else {}))
+    found = start(model, fresh, *steps, fresh, variables=given, engine=engine, linger=2 * PAUSE).result()
     before, first, second, after = (step["answers"] for step in found["steps"])
     assert first[:2] == right[:2]
     assert SAID in first[2]
     assert SAID in second[0]
     assert before == after
     assert after[1] == right[2]
+    told = [sample for one in metrics._metrics(recorded(tmp_path / "fl_dispatch/runs")) for sample in one.samples]
+    counted = [(one.labels, one.value) for one in told if one.name == "fl_damage_total"]
+    assert [({**labels, "rank": ""}, times) for labels, times in counted] == [({**ORIGIN, "rank": ""}, 2)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from engines import PROMPTS, RUNNERS
 from p2p_serving import ask, end, serve, wait_until_healthy
 
-from fl_dispatch.hosting.damage.verdicts import StepReport, Verdicts
+from fl_dispatch.hosting.damage.verdicts import StepReport, Verdicts, of_wrong
 from fl_transfer.p2p.protocol.route import Route
 from poison import POISON, variables
 from vllm_fl.damage.scheduler import Damage
@@ -46,26 +46,57 @@ def test_blocks_that_were_sent_before_the_damage_was_seen_are_taken_back_before_
         end([reads, writes])
 
 
+class Engine:
+    """A scheduler with two running requests, their blocks, and a connector."""
+
+    def __init__(self, action: str) -> None:
+        self.evicted, self.changed, self.told = set[int](), list[str](), list[tuple[Any, str]]()
+        blocks = {"shares": ([4, 2],), "alone": ([5], [6])}
+        pool = SimpleNamespace(blocks=range(9))
+        manager = SimpleNamespace(get_block_ids=blocks.__getitem__, evict_blocks=self.evicted.update, block_pool=pool)
+        scheduler: Any = SimpleNamespace(
+            running=[RequestOf(name) for name in blocks],
+            connector=SimpleNamespace(fl_take_back=lambda *said: self.told.append(said)),
+            kv_cache_manager=manager,
+            prev_step_scheduled_req_ids=set(),
+            _preempt_request=lambda request, *_, **__: self.changed.append(request.request_id),
+            finish_requests=lambda name, _: self.changed.append(name),
+        )
+        self.damage = Damage(scheduler)
+        self.damage.verdicts = Verdicts(action)
+
+    def judge(self, report: StepReport, spoiled: dict[int, str]) -> list[tuple[str, str]]:
+        """Return the requests that end after a step without requests, and why."""
+        step: Any = SimpleNamespace(num_scheduled_tokens={})
+        output: Any = SimpleNamespace(num_nans_in_logits=None)
+        return [(one.request_id, why) for one, why in self.damage.judge(step, output, False, report, spoiled)]
+
+
 @pytest.mark.parametrize("action", ["recompute", "end"])
 def test_requests_with_blocks_that_were_taken_back_begin_again_or_end_whoever_loaded_them(action: str) -> None:
-    blocks, evicted, changed = {"shares": ([4, 2],), "alone": ([5], [6])}, set[int](), list[str]()
-    running = [RequestOf(name) for name in blocks]
-    manager = SimpleNamespace(
-        get_block_ids=blocks.__getitem__, evict_blocks=evicted.update, block_pool=SimpleNamespace(blocks=range(9))
-    )
-    scheduler: Any = SimpleNamespace(
-        running=running,
-        connector=None,
-        kv_cache_manager=manager,
-        prev_step_scheduled_req_ids=set(),
-        _preempt_request=lambda request, *_, **__: changed.append(request.request_id),
-        finish_requests=lambda name, _: changed.append(name),
-    )
-    step: Any = SimpleNamespace(num_scheduled_tokens={})
-    output: Any = SimpleNamespace(num_nans_in_logits=None)
-    damage = Damage(scheduler)
-    damage.verdicts = Verdicts(action)
-    ended = damage.judge(step, output, False, StepReport(), {1: "it is wrong", 2: "it is wrong"})
-    assert changed == ["shares"]
-    assert evicted == set(range(9)), "a request that has ended may have shared them, too"
-    assert [(one.request_id, why) for one, why in ended] == ([("shares", "it is wrong")] if action == "end" else [])
+    engine = Engine(action)
+    ended = engine.judge(StepReport(), {1: "it is wrong", 2: "it is wrong"})
+    assert engine.changed == ["shares"]
+    assert engine.evicted == set(range(9)), "a request that has ended may have shared them, too"
+    assert engine.told == []
+    assert ended == ([("shares", "it is wrong")] if action == "end" else [])
+
+
+@pytest.mark.parametrize("action", ["recompute", "end"])
+def test_after_a_ban_receivers_are_told_of_everything_and_running_requests_begin_again_or_end(
+    action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, wrong = Engine(action), ("'linear' by 'vendor.x'",)
+    ended = engine.judge(StepReport(wrong=wrong), {})
+    assert sorted(engine.changed) == ["alone", "shares"]
+    assert engine.evicted == set(range(9))
+    assert engine.told == [(None, of_wrong(wrong))]
+    assert ended == ([(name, of_wrong(wrong)) for name in ("shares", "alone")] if action == "end" else [])
+    assert "keys and values of an implementation that was wrong: shares, alone" in caplog.text
+
+
+def test_without_a_ban_requests_are_named_and_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine("end")
+    assert engine.judge(StepReport(kept=("'linear' by 'vendor.x'",)), {}) == []
+    assert [*engine.changed, *engine.evicted, *engine.told] == []
+    assert "of 'linear' by 'vendor.x', which differed and stays in service: shares, alone;" in caplog.text

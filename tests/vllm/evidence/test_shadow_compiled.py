@@ -30,5 +30,7 @@ def test_a_wrong_operator_of_a_compiled_engine_is_found_in_steps_that_run_eagerl
     assert len({layer for layer, _ in found}) == len(found)
     reason = "it goes on, because compiled code or a captured graph holds this choice"
     assert {outcome.strip() for _, outcome in found} == {reason}
+    named = re.findall(r"keys and values of (.*), which differed and stays in service: (.+); later", answer["log"])
+    assert sum("'silu_and_mul' by 'vendor.wrong'" in wrong for wrong, _ in named) == 1
     (run,) = recorded(tmp_path / "fl_dispatch" / "runs")
     assert run.sizes["compiled"]

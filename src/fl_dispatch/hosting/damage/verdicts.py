@@ -9,6 +9,9 @@ from typing import NamedTuple
 from ...shadow.findings import Findings
 from ...shadow.origin import Origin
 
+KEPT = "requests with keys and values of %s, which differed and stays in service: %s; later requests have them, too"
+"""The log's sentence after a finding without a ban."""
+
 
 class Verdict(enum.Enum):
     """What happens to a request after a step."""
@@ -24,10 +27,12 @@ class StepReport(NamedTuple):
     Args:
         origins: the calls where numbers stopped being finite, at most one per rank; ``None`` if calls were not checked.
         wrong: implementations that were banned because their results were wrong.
+        kept: implementations with results that differed for the first time, which stay in service.
     """
 
     origins: tuple[Origin, ...] | None = None
     wrong: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 class Verdicts:
@@ -65,20 +70,32 @@ class Verdicts:
 
 
 class Wrong:
-    """Implementations that shadow mode has banned since the last call of :meth:`new`.
+    """Implementations that shadow mode has found to be wrong since the last call of a method.
 
     Args:
         findings: the findings of the process's manager.
     """
 
     def __init__(self, findings: Findings) -> None:
-        self.findings, self.reported = findings, 0
+        self.findings, self.reported, self.seen = findings, 0, 0
+        self.named: set[str] = set()
 
     def new(self) -> tuple[str, ...]:
         """Return all banned implementations as text if there are more than last time, else nothing."""
         banned, before = self.findings.banned, self.reported
         self.reported = len(banned)
         return tuple(dict.fromkeys(f"'{op}' by '{impl}'" for op, impl, _ in banned)) if len(banned) > before else ()
+
+    def kept(self) -> tuple[str, ...]:
+        """Return implementations that differed for the first time and were not banned, as text."""
+        found, before = self.findings.found(), self.seen
+        self.seen = len(found)
+        if self.seen == before:
+            return ()
+        differed = {f"'{one.op_name}' by '{one.impl_id}'" for one in found}
+        new = differed - self.named - {f"'{op}' by '{impl}'" for op, impl, _ in self.findings.banned}
+        self.named |= new
+        return tuple(sorted(new))
 
 
 def of_numbers(damaged: bool, origins: Sequence[Origin] | None) -> str:
