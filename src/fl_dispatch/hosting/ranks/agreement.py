@@ -81,6 +81,9 @@ def agree_on_tactics(all_ranks: ProcessGroup) -> None:
     if elsewhere := tactics.timed_elsewhere():
         level = logging.WARNING if len(found) > 1 else logging.INFO
         logger.log(level, "kernels are chosen by timing, for this process alone: %s", "; ".join(elsewhere))
+    threads = gather(all_ranks, tactics.processor())
+    if len(set(threads)) > 1 and dist.get_rank(all_ranks) == 0:
+        logger.warning("ranks have other threads or processors, so equal products may differ: %s", "; ".join(threads))
     if agreed and dist.get_rank(all_ranks) == 0:
         keys, differ = sum(map(len, agreed.values())), tactics.differing(found, agreed)
         logger.info(

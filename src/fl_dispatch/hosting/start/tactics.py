@@ -238,6 +238,12 @@ def timed_elsewhere() -> list[str]:
     return found
 
 
+def processor() -> str:
+    """Return in words by what libraries of a CPU choose in this process; empty with an accelerator."""
+    spec = detect_device()
+    return "" if spec.accelerator else f"{torch.get_num_threads()} of {spec.device_name(0)}"
+
+
 # -- autotuners --------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ Kernels write their block size, so the results say which configuration ran. Time
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -97,6 +98,10 @@ def ran(kernel: Any, elements: int) -> int:
 
 def start(name: str, rank: int, meeting_point: str) -> Mapping[str, Any]:
     """A start, with what ran, and how often something had been timed, at each place of it."""
+    said: list[str] = []
+    logging.getLogger("fl_dispatch").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    torch.set_num_threads(1 + rank * (name == "later"))
     if name == "unsealed":
         os.environ["VLLM_FL_SEAL_TACTICS"] = "0"
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=two_ranks.RANKS)
@@ -123,7 +128,7 @@ def start(name: str, rank: int, meeting_point: str) -> Mapping[str, Any]:
     found["timed in it"] = len(timed) - found["timed in all"]
     manifest = get_default_manager().freezer.manifest
     assert manifest is not None
-    return {**found, "manifest": manifest.as_data()["tactics"], "hash": manifest.hash}
+    return {**found, "said": said, "manifest": manifest.as_data()["tactics"], "hash": manifest.hash}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -81,6 +82,14 @@ def test_a_later_start_runs_what_the_first_one_agreed_on_and_times_nothing(start
         assert rank["alone"] == rank["agreed"] == [64, 64]
         assert rank["again"] == [64, 32, 16]
         assert rank["timed in all"] == 0
+
+
+def test_ranks_with_other_numbers_of_threads_are_named(starts: Mapping[str, Ranks]) -> None:
+    told = {name: [[text for text in rank["said"] if "threads" in text] for rank in starts[name]] for name in starts}
+    assert told["first"] == told["unsealed"] == [[], []]
+    (text,), nothing = told["later"][0][:1], told["later"][1]
+    assert re.fullmatch(r"ranks have other threads or processors, so equal products may differ: 1 of .*; 2 of .*", text)
+    assert nothing == []
 
 
 def test_without_a_seal_new_keys_are_timed_and_agreed_when_ranks_meet_again(starts: Mapping[str, Ranks]) -> None:
