@@ -37,6 +37,8 @@ START_SECONDS = 120.0
 """Seconds to import PyTorch."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_", "ASCEND_", "TRITON_INTERPRET", "CXX")
 """Prefixes of the environment variables that the process gets; none of these contains a secret."""
+SETTINGS = ("VLLM_FL_", "SGLANG_FL_", "FL_")
+"""Prefixes of variables that a trusted function's process gets too; they may name the function's module."""
 DTYPES = frozenset(str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype))
 
 
@@ -90,7 +92,8 @@ class Process:
         file.write_text(text, encoding="utf-8")
         task: dict[str, Any] = {"op": op_name, "file": str(file) if text else "", "impl": impl_id}
         task |= {"device": str(device), "questions": theirs, "answers": answers, "memory": memory, "bytes": self._size}
-        variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        prefixes = PASSED_ON if text else (*PASSED_ON, *SETTINGS)
+        variables = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
         variables |= {"HOME": str(self._folder), "TMPDIR": str(self._folder)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.worker", json.dumps({**task, "compilers": limits.compilers})],

@@ -67,7 +67,10 @@ def installed() -> Iterator[Evidence]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py"))}
+    """Return file → hash, without the evidence and Python's caches; a library or a folder may replace a module."""
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    kept = {name: file for name, file in files.items() if name != FILE and "__pycache__" not in file.parts}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in kept.items()}
 
 
 def _hash(data: Mapping[str, Any]) -> str:

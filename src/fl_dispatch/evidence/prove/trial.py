@@ -205,7 +205,10 @@ class Trial:
 
             runners: dict[str, tuple[Function, Process]] = {}
             for one in self.rivals():
-                process = started("", one.impl_id)
+                try:
+                    process = started("", one.impl_id)
+                except Ended as ended:
+                    raise DispatchError(f"'{one.impl_id}' cannot run in a process of its own: {ended}") from None
                 runners[one.impl_id] = (process, process)
             own = {f"{proof.candidate.name}.py": proof for proof in right}
             for file, proof in own.items():

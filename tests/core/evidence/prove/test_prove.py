@@ -13,6 +13,7 @@ from candidates import REFUSED, RIGHT, UNSCREENED, WRONG
 
 from command import fl
 from fl_dispatch.cli.prove import _pack
+from fl_dispatch.evidence.bisect import planted
 from fl_dispatch.evidence.prove import sandbox, signature
 from fl_dispatch.evidence.prove.candidate import read
 from fl_dispatch.evidence.prove.process import Limits
@@ -155,11 +156,55 @@ def test_the_package_holds_the_text_that_was_proven_and_a_change_ends_the_proof(
     (module / "kernels.py").write_text(RIGHT["plain"] + "\n")
     done = fl("doctor", cold=True)
     assert "kernels.py changed after the proof" in done.stderr
+    (module / "kernels.py").write_text(RIGHT["plain"])
+    for added in ("kernels.abi3.so", "kernels/__init__.py"):  # Python would import it instead
+        (module / added).parent.mkdir(exist_ok=True)
+        (module / added).touch()
+        assert f"{added} changed after the proof" in signature.check("acme", module).problem
+        (module / added).unlink()
+    assert signature.check("acme", module).problem == ""
     data = json.loads((module / "evidence.json").read_text())
     (module / "evidence.json").write_text(json.dumps({**data, "said": "ten times as fast"}))
     assert "was changed after it was written" in signature.check("acme", module).problem
     (module / "evidence.json").unlink()
     assert "cannot be read" in signature.check("acme", module).problem
+
+
+NORM = """
+import torch
+
+def rms_norm(x, residual=None, weight=None, epsilon=1e-6):
+    total = x.float() if residual is None else x.float() + residual.float()
+    y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + epsilon)
+    y = (y if weight is None else y * weight.float()).to(x.dtype)
+    return y if residual is None else (y, total.to(x.dtype))
+"""
+
+
+def test_the_command_packs_the_right_one_that_is_faster_and_doctor_and_verify_accept_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, package = tmp_path / "files", tmp_path / "acme"
+    files.mkdir()
+    (files / "one.py").write_text(NORM)
+    (files / "faster.py").write_text(NORM.replace("total * torch", "total + 0 * torch"))
+    chosen = ("--dtype", "float32", "--against", "vendor.planted.ten_times")
+    packed = ("--package", "acme", "--path", str(package))
+    done = fl("prove", str(files), *chosen, *packed, VLLM_FL_PLUGIN_MODULES=planted.__name__)
+    assert done.returncode == 0, done.stdout + done.stderr
+    evidence = json.loads((package / "acme_fl/evidence.json").read_text())
+    assert (evidence["candidate"], evidence["verdict"]) == ("one", "right")
+    assert evidence["times_as_fast"][1] > 1
+    assert {"machine", "commit", "command", "there_us"} <= evidence.keys()
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    _install(package)
+    assert "proven acme" in fl("doctor", cold=True).stdout
+    proven = ("--impl", "vendor.acme", "--dtype", "float32", "--quick")
+    verified = fl("verify", *proven, "--json", cold=True)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert [(one["op_name"], one["verdict"]) for one in json.loads(verified.stdout)["results"]] == [
+        ("rms_norm", "right")
+    ]
 
 
 def _install(folder: Path) -> None:
