@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,5 +41,7 @@ def ends_alone(server: Server, right: Sequence[list[int]]) -> None:
     assert server.tokens(PROMPTS[2]) == right[2]  # in blocks that were the ended requests'
     labels = {**ORIGIN, "rank": "0"}
     assert server.until("fl_damage_total", labels, 2.0) == 2
+    named = re.findall(r'^fl_damage_total{.*operator="(.*?)"', server.get("/metrics"), re.MULTILINE)
+    assert set(named) == {ORIGIN["operator"]}, "on all ranks"
     assert server.metric("vllm:corrupted_requests_total", {"engine": "0", "model_name": "tiny"}) == 2
     assert server.log.read_text().count("it is computed again and watched") == 2

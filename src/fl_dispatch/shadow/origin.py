@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..knowledge.error_kinds import is_capturing
 from ..locking import writers
-from ..ops import Access, Operator
+from ..ops import OPERATORS, Access, Operator
 from ..ops.results import flat
 from ..run.arguments import Call
 from ..run.table import MADE_FROM
@@ -80,6 +80,11 @@ def _watched(
 
     watched.__dict__[MADE_FROM] = decision
     return watched
+
+
+def reads_cache(op_name: str) -> bool:
+    """Whether an operator reads a cache, the values of which no call checks."""
+    return any(name.endswith(CACHES) for name in OPERATORS[op_name].parameters)
 
 
 def _read(operator: Operator, call: Call) -> Iterable[Any]:

@@ -28,7 +28,7 @@ from fl_dispatch.hosting.layers.attribute import Attached
 from fl_dispatch.hosting.ranks.agreement import together
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
-from fl_dispatch.shadow.origin import Origin, watching
+from fl_dispatch.shadow.origin import Origin, reads_cache, watching
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -75,7 +75,12 @@ class Damage:
     def watches(self, batch: ScheduleBatch) -> bool:
         """Whether a batch reads a request again."""
         watched = self.verdicts.watched
-        return bool(watched) and any(request.rid in watched for request in batch.reqs)
+        here = bool(watched) and any(request.rid in watched for request in batch.reqs)
+        return here and batch.forward_mode.is_extend()  # a step of its answer reads damage from the cache
+
+    def unexplained(self, origins: list[Origin]) -> list[Origin]:
+        """Return a step's origins, without readers of a cache that an earlier part of a prompt may have damaged."""
+        return [one for one in origins if not self.origins or not reads_cache(one.operator)]
 
     def add(self, origins: Sequence[Origin] | None) -> None:
         """Store origins that a watched step found; ``None`` if calls were not checked."""
@@ -240,6 +245,7 @@ def run_batch(
     else:
         with watching(manager.state) as found:
             result = original(scheduler, batch, pp_proxy_tensors)
+        found = damage.unexplained(found)
         manager.shadow.findings.begun(found)
         damage.add(together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found)
     WATCHED.give(result, True)

@@ -64,13 +64,18 @@ class Damage:
         self.verdicts = Verdicts(get_settings().damaged_requests)
 
     def ordering(self, schedule: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
-        """Wrap the scheduler's ``schedule``: it marks steps to be watched. Before the first damage, no step is."""
+        """Wrap the scheduler's ``schedule``: it marks steps to be watched. Before the first damage, no step is.
+
+        A step of a watched request's answer is not: scheduled before the verdict, it reads damage from the cache.
+        """
 
         @wraps(schedule)
         def ordered(*args: Any, **kwargs: Any) -> SchedulerOutput:
             step = schedule(*args, **kwargs)
-            if not self.verdicts.watched.isdisjoint(step.num_scheduled_tokens):
-                WATCH.give(step, True)
+            tokens, requests = step.num_scheduled_tokens, self.scheduler.requests
+            for one in map(requests.get, self.verdicts.watched & tokens.keys()):
+                if one is not None and one.num_computed_tokens - tokens[one.request_id] < one.num_tokens:
+                    WATCH.give(step, True)
             return step
 
         return ordered

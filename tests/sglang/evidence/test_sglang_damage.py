@@ -32,8 +32,8 @@ def asked(*prompts: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("engine", "where"),
-    [({}, ""), ({"tp_size": 2}, "1"), (TWO_BY_TWO, "1")],
-    ids=["one rank", "one of two", "one of a stage's two"],
+    [({}, ""), ({"chunked_prefill_size": 32}, ""), ({"tp_size": 2}, "1"), (TWO_BY_TWO, "1")],
+    ids=["one rank", "chunks", "one of two", "one of a stage's two"],
 )
 def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
     engine: dict[str, int],
@@ -50,6 +50,7 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
     assert first[:2] == right[:2]
     assert SAID in first[2]
     assert SAID in second[0]
+    assert "paged_attention" not in first[2] + second[0]  # it reads the damage from the cache
     assert before == after
     assert after[1] == right[2]
     told = [sample for one in metrics._metrics(recorded(tmp_path / "fl_dispatch/runs")) for sample in one.samples]

@@ -116,9 +116,13 @@ def test_the_start_compiles_for_logits_of_a_padded_vocabulary_too(
 
 
 class Scheduler:
-    """vLLM's scheduler of two requests."""
+    """vLLM's scheduler of two requests, of which the step reads the last token of each again."""
 
     connector = None
+
+    def __init__(self) -> None:
+        names = ("a", "b")
+        self.requests = {one: SimpleNamespace(request_id=one, num_computed_tokens=8, num_tokens=8) for one in names}
 
     def schedule(self) -> SimpleNamespace:
         return SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1})
@@ -142,7 +146,9 @@ def test_vllms_scheduling_is_not_wrapped_until_the_first_damage(monkeypatch: pyt
         one.update_from_output(step, SimpleNamespace(num_nans_in_logits=counts, kv_connector_output=None))
         if not (counts and any(counts.values())):
             assert vars(one) == before
-        elif not before:
+        elif "schedule" not in before:
             scheduler.DAMAGE.of(one).verdicts.watched.add("b")
     assert watched == [False, False, False, True, True]
+    one.requests["b"].num_computed_tokens = 9
+    assert WATCH.find(one.schedule()) is None, "a step of its answer reads damage from the cache"
     assert one.schedule.__wrapped__.__func__ is Scheduler.schedule, "it is wrapped once"  # type: ignore[attr-defined]
