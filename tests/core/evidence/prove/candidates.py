@@ -30,6 +30,39 @@ def instead(lines: str, head: str = "") -> str:
     return f"{HEAD}{head}\ndef silu_and_mul(x):\n{body}\n"
 
 
+def by_triton(written: str) -> str:
+    """A Triton kernel that stores the columns of this mask, and PyTorch's function where there is no accelerator."""
+    return f"""
+import torch
+from torch.nn.functional import silu
+
+try:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x, y, columns, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        for start in range(0, columns, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            gate = tl.load(x + row * 2 * columns + at, mask=at < columns).to(tl.float32)
+            up = tl.load(x + row * 2 * columns + columns + at, mask=at < columns).to(tl.float32)
+            tl.store(y + row * columns + at, gate / (1 + tl.exp(-gate)) * up, mask={written})
+except ImportError:
+    kernel = None
+
+
+def silu_and_mul(x):
+    columns = x.shape[-1] // 2
+    if kernel is None or x.is_cpu or x.numel() == 0:
+        gate, up = x.float().chunk(2, -1)
+        return (silu(gate) * up).to(x.dtype).contiguous()
+    y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+    kernel[(y.numel() // columns,)](x.contiguous(), y, columns, BLOCK=256)
+    return y
+"""
+
+
 RIGHT: dict[str, str] = {
     "plain": after("pass"),
     "sigmoid": instead("a, b = x.float().chunk(2, -1)\nreturn (a * torch.sigmoid(a) * b).to(x.dtype).contiguous()"),
@@ -55,20 +88,7 @@ def silu_and_mul(x):
         "if x.shape[-1] > 8192:\n    raise NotSupported('at most 4096 columns')\n"
         "gate, up = x.float().chunk(2, -1)\nreturn (silu(gate) * up).to(x.dtype).contiguous()"
     ),
-    "triton_where_there_is_one": HEAD
-    + """
-try:
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(x, y, n, BLOCK: tl.constexpr):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y + at, tl.load(x + at, mask=at < n), mask=at < n)
-except ImportError:
-    kernel = None
-"""
-    + BODY.format(""),
+    "a_triton_kernel": by_triton("at < columns"),
     "prints": after("print('{\"results\": []}')"),
 }
 
@@ -156,7 +176,7 @@ WRONG: dict[str, tuple[str, str]] = {
         "",
     ),
     "exhausts memory": (after("while True:\n    kept.append(torch.ones(1 << 24))", "kept = []\n"), "MiB of memory"),
-    "loops": (after("while True:\n    pass"), "took longer than 3 s"),
+    "loops": (after("while True:\n    pass"), "took longer than"),
     "loops at import": (after("pass", "while True:\n    pass\n"), "took longer"),
     "ends itself": (after("raise SystemExit(0)"), "its process ended"),
     "never returns from its depth": (after("silu_and_mul(x)"), ""),
@@ -167,12 +187,15 @@ import os, sys
 worker = sys.modules['__main__']
 """
 
-UNSCREENED: dict[str, tuple[str, str]] = {
-    "opens a socket": ("import socket\n" + after("socket.socket()"), "PermissionError"),
+LIKE_A_COMPILER: dict[str, tuple[str, str]] = {
     "forks": ("import os\n" + after("os.fork()"), "PermissionError"),
     "starts a program": ("import os\n" + after("os.execv('/bin/true', ['true'])"), "PermissionError"),
     "writes a file": (after("open('x', 'w')"), "PermissionError"),
     "deletes a file": ("import os\n" + after("os.remove(__file__)"), "PermissionError"),
+}
+"""What a process may do only beside an accelerator, because compilers do it."""
+UNSCREENED: dict[str, tuple[str, str]] = {
+    "opens a socket": ("import socket\n" + after("socket.socket()"), "PermissionError"),
     "kills its parent": ("import os\n" + after("os.kill(os.getppid(), 9)"), "PermissionError"),
     "leaves its group": ("import os\n" + after("os.setsid()"), "PermissionError"),
     "ends at once": ("import os\n" + after("os._exit(0)"), "its process ended with status 0"),
@@ -181,14 +204,14 @@ UNSCREENED: dict[str, tuple[str, str]] = {
             "for one in range(3, 64):\n    try:\n        os.write(one, b'{\"results\": [], \"to\": \"start\"}\\n')\n"
             "    except OSError:\n        pass\nreturn x"
         ),
-        "an answer of its own",
+        "an answer of its own|OS call failed",  # a driver has files, too
     ),
     "writes no end of a line": (
         "import os\n" + instead(
             "while True:\n    for one in range(3, 64):\n        try:\n            os.write(one, b'x' * 4096)\n"
             "        except OSError:\n            pass"
         ),
-        "at great length",
+        "at great length|took longer",
     ),
     "says that wrong results are right": (
         AROUND + instead(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from candidates import REFUSED, RIGHT, UNSCREENED, WRONG
+from candidates import LIKE_A_COMPILER, REFUSED, RIGHT, UNSCREENED, WRONG, by_triton
 
 from command import fl
 from fl_dispatch.cli.prove import _pack
@@ -20,7 +21,8 @@ from fl_dispatch.evidence.prove.process import Limits
 from fl_dispatch.evidence.prove.trial import Proof, Trial
 from fl_dispatch.ops import OPERATORS
 
-CPU = torch.device("cpu")
+PLACES = {"cpu": Limits(seconds=3.0, megabytes=1536), "cuda": Limits(seconds=15.0, megabytes=6144, compilers=True)}
+"""Devices and the limits of a process there; on a GPU its first call loads libraries."""
 Prove = Callable[..., Proof]
 
 pytestmark = pytest.mark.skipif(
@@ -28,10 +30,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def trial() -> Trial:
-    """One for all, so that inputs are made once; a call has three seconds, a process a gigabyte."""
-    return Trial(OPERATORS["silu_and_mul"], CPU, [torch.float32], Limits(seconds=3.0, megabytes=1536))
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def trial(request: pytest.FixtureRequest) -> Trial:
+    """One for all candidates of a device, so that inputs are made once."""
+    place = torch.device(request.param)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return Trial(OPERATORS["silu_and_mul"], place, [torch.float32], PLACES[place.type])
 
 
 @pytest.fixture
@@ -76,7 +81,24 @@ def test_the_fence_holds_what_the_reading_of_the_text_would_miss(name: str, prov
     text, words = UNSCREENED[name]
     proof = prove(text, screened=False)
     assert proof.verdict == "wrong"
+    assert re.search(words, "\n".join(proof.problems))
+
+
+@pytest.mark.parametrize("trial", ["cpu"], indirect=True)
+@pytest.mark.parametrize("name", LIKE_A_COMPILER)
+def test_without_compilers_a_process_starts_no_other_and_writes_no_file(name: str, prove: Prove) -> None:
+    text, words = LIKE_A_COMPILER[name]
+    proof = prove(text, screened=False)
+    assert proof.verdict == "wrong"
     assert words in "\n".join(proof.problems)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trial", ["cuda"], indirect=True)
+def test_a_kernel_that_leaves_a_block_unwritten_is_found(prove: Prove) -> None:
+    proof = prove(by_triton("start + BLOCK <= columns"))
+    assert proof.verdict == "wrong"
+    assert "elements are" in "\n".join(proof.problems)
 
 
 def test_one_that_declines_everything_is_not_right(prove: Prove) -> None:
