@@ -27,6 +27,7 @@ PROMPT_GRAPHS = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:Pref
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
+QWEN_ATTENTION = "sglang.srt.models.qwen3_5:Qwen3_5AttentionDecoderLayer"
 DRAFT_NORMS = "sglang.kernels.ops.layernorm.fused_eh_norm"
 LATENT_ATTENTION = "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA"
 POOL_SIZES = "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigurator"
@@ -142,6 +143,7 @@ def _hooks_of_tested_hosts() -> Iterator[Hook]:
     yield _hook(f"{POOL_SIZES}._compute_cell_size", indexer.bytes_of_token, "around")
     yield _hook("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rotations.without_scaling, "around")
     yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
+    yield _hook(f"{QWEN_ATTENTION}.forward_prepare_cuda_fused", native_kernels.prepare_attention, "around")
     yield _hook(f"{DRAFT_NORMS}.fused_eh_norm", native_kernels.norm_drafters_inputs, "around")
     yield _hook(f"{PREDICTOR}.get_hf_to_sglang_mapper", latent.names_of_predictor, "replace")
     yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")

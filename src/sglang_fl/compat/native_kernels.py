@@ -87,6 +87,15 @@ def _norm() -> Callable[..., Any]:
     return bind_op("rms_norm")
 
 
+def prepare_attention(original: Callable[..., Any], layer: Any, positions: Tensor, hidden_states: Tensor) -> Any:
+    """Return queries, keys, values and gate of Qwen3.5: SGLang's kernel norms and rotates unless either is ours."""
+    settings = get_settings()
+    ours = settings.registers("RotaryEmbedding", "rotary_embedding") or settings.registers(
+        "GemmaRMSNorm", "gemma_rms_norm"
+    )
+    return layer.forward_prepare_native(positions, hidden_states) if ours else original(layer, positions, hidden_states)
+
+
 def multiply_and_activate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return how SGLang's kernel fuses product and activation; ``None`` for no fusion, if the activation is ours.
 

@@ -159,8 +159,6 @@ A class derived from one of these configurations is another network, which was n
 """
 DRAFTED = ("GraniteMoeHybridConfig", "Lfm2Config", "Qwen3NextConfig", "Qwen3_5TextConfig")
 """Configurations of models that may verify drafts."""
-ON_GPU = tuple(name for name in STATES if name != "NemotronHConfig")
-"""Configurations of models that ran on an NVIDIA GPU."""
 WITHOUT_ATTENTION = ("FalconMambaConfig", "Mamba2Config", "MambaConfig")
 
 
@@ -174,12 +172,11 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     args = runner.server_args
     name, what = type(found).__name__, state_forms.STATES
     groups = getattr(found, "mamba_n_groups", getattr(found, "n_groups", 0))
-    quantized, on_gpu = runner.model_config.quantization is not None, device.accelerator and not device.is_foreign
+    quantized = runner.model_config.quantization is not None
     why = f" ({STATES_ONLY})" if name in WITHOUT_ATTENTION else ""
     return [
-        (name not in (ON_GPU if on_gpu else STATES), f"{what} of {name}"),
+        (name not in STATES, f"{what} of {name}"),
         (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
-        (quantized and on_gpu, f"quantized {what}"),
         (
             quantized and groups % args.tp_size != 0,
             f"quantized {what} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py)",

@@ -22,6 +22,10 @@ class QuantizedGraphs(QuantizedEngines):
     """Operators of attention."""
     PLACE: ClassVar[Mapping[str, Any]] = {**NEUTRAL, "SGLANG_FL_PLUGIN_MODULES": ""}
 
+    def attention(self, run: Run) -> Sequence[str]:
+        """Return a run's operators of attention."""
+        return self.ATTENTION
+
     def calls(self, run: Run) -> Sequence[Pass | Call]:
         return [Pass()]
 
@@ -40,7 +44,7 @@ class QuantizedGraphs(QuantizedEngines):
 
     def test_our_kernels_ran(self, run: Run, served: Callable[[Run], Served]) -> None:
         found = ran(served(run).reports[0])
-        assert all(found[operator] == OURS for operator in (*self.operators(run), *self.ATTENTION))
+        assert all(found[operator] == OURS for operator in (*self.operators(run), *self.attention(run)))
 
     def test_decoding_replays_graphs_of_what_was_met_before(self, run: Run, served: Callable[[Run], Served]) -> None:
         report, log = served(run).reports[0], served(run).log

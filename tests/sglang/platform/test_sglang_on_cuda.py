@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,24 @@ def test_a_predictors_norms_are_operators_unless_norms_are_sglangs(
         pairs = zip((embeddings, hidden), weights, strict=True)
         expected = [nn.functional.rms_norm(x, (8,), weight, 1e-6) for x, weight in pairs]
         torch.testing.assert_close(found, torch.cat(expected, dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("left", "called"),
+    [((), "by layers"), (("GemmaRMSNorm",), "by layers"), (("GemmaRMSNorm", "RotaryEmbedding"), "fused")],
+    ids=["ours", "SGLang's norm", "SGLang's"],
+)
+def test_layers_prepare_qwen3_5s_attention_unless_norm_and_rotation_are_sglangs(
+    left: tuple[str, ...], called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_fl.compat import native_kernels
+
+    settings = replace(get_settings(), oot_blacklist=frozenset(left))
+    monkeypatch.setattr(native_kernels, "get_settings", lambda: settings)
+    layer = SimpleNamespace(forward_prepare_native=lambda *given: ("by layers", *given))
+    found = native_kernels.prepare_attention(lambda *given: ("fused", *given[1:]), layer, torch.ones(1), torch.ones(2))
+    assert found[0] == called
+    assert [len(one) for one in found[1:]] == [1, 2]
 
 
 @pytest.mark.parametrize("left", [(), ("RadixLinearAttention",)], ids=["ours", "SGLang's"])

@@ -80,9 +80,7 @@ PLAIN = {"speculative_algorithm": None, "enable_dp_attention": False, "tp_size":
 @pytest.mark.parametrize(
     ("device", "arguments", "config", "said"),
     [
-        (CUDA, {}, "NemotronHConfig", f"{STATES} of NemotronHConfig on cuda"),
         (CUDA, {}, "Qwen4ExpTextConfig", f"{STATES} of Qwen4ExpTextConfig on cuda"),
-        (CUDA, {"quantization": "fp8"}, "Qwen3NextConfig", f"quantized {STATES} on cuda"),
         (
             CPU,
             {"speculative_algorithm": "STANDALONE"},
@@ -117,6 +115,14 @@ def test_layers_with_a_state_are_refused_before_weights_load(
 ) -> None:
     with pytest.raises(ValueError, match=f"^sglang_fl does not support {re.escape(said)} yet"):
         refusals.check_model(_runner(config, arguments), device)
+
+
+def test_every_model_with_a_state_is_served_on_a_gpu_quantized_too(scheduler: None) -> None:
+    for config in refusals.STATES:
+        for quantization in (None, "fp8"):
+            features = refusals._states(_runner(config, {"quantization": quantization}), CUDA)
+            asked = [said for asked, said in features if asked]
+            assert all("by references of" in said for said in asked)  # this machine has no kernels for a GPU
 
 
 def _runner(config: str, arguments: dict[str, Any]) -> Any:
