@@ -194,10 +194,13 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     elsewhere |= set() if has_experts(vllm_config) else set(EXPERT_OPERATORS)
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
     piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []
-    if others or (attention and not piecewise):
-        _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, _no_graph_holds(others or attention))
-    elif attention and compilation.cudagraph_mode.has_full_cudagraphs():
-        _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, _no_graph_holds(attention))
+    outside = _no_graph_holds(attention) if attention else ""
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        outside = "attention over a cache that ranks divide reads lengths on the host"
+    if others or (outside and not piecewise):
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, _no_graph_holds(others) if others else outside)
+    elif outside and compilation.cudagraph_mode.has_full_cudagraphs():
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, outside)
     elif (
         keeps_states
         and compilation.cudagraph_mode.has_full_cudagraphs()

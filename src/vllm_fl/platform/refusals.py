@@ -67,7 +67,11 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     draft = speculation.draft_model_config
     return [
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
-        (device.accelerator and model_runner.has_several_predictors(speculation), "drafts of several predictors"),
+        (
+            model_runner.has_several_predictors(speculation)
+            and (device.is_foreign or (device.accelerator and compile.is_compiled(vllm_config))),
+            "drafts of several predictors",
+        ),
         (models.has_states(draft), "a draft with layers that keep a state"),
         (
             models.has_indexer(draft) and models.listed(draft) != models.listed(vllm_config.model_config),
@@ -119,7 +123,7 @@ def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple
     model, parallel, divided = vllm_config.model_config, vllm_config.parallel_config, "decode context parallelism"
     runner = model_runner.choice(vllm_config)
     return [
-        (device.accelerator, divided),
+        (device.is_foreign, divided),
         (runner.runner == "V1", f"{divided} by the V1 model runner ({runner.why})"),
         (models.has_indexer(model), f"{divided} of sparse latent attention"),
         (bool(parallel.dcp_q_replicate), f"{divided} with a copy of the queries (dcp_q_replicate)"),

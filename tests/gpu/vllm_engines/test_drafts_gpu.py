@@ -27,6 +27,7 @@ class TestDrafts(DraftsForPlainModels):
         Run("draft model", "draft_model", graphs=True),
         Run("draft model, eagerly", "draft_model"),
         Run("predictor", "mtp", 1, graphs=True, replayed=frozenset({"draft prefill"})),
+        Run("several predictors, eagerly", "several predictors", 3),
         Run("look-up", NGRAM, graphs=True),
     )
     ALONE = True  # choices are frozen where graphs are captured
@@ -50,5 +51,5 @@ class TestDrafts(DraftsForPlainModels):
         assert {owner for owner, mode, _ in replayed if mode == "FULL"} >= run.replayed
 
     def test_our_operators_run_in_both_models(self, run: Run, served: Callable[[Any], tuple[Served, Served]]) -> None:
-        attention = "mla_decode" if run.method == "mtp" else "paged_attention"
+        attention = "mla_decode" if run.method in ("mtp", "several predictors") else "paged_attention"
         assert ran(served(run)[0].reports[0])[attention] == {"default.triton"}

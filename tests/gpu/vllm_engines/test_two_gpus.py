@@ -22,6 +22,8 @@ from fl_dispatch.cli.checkpoints import build_checkpoint
 
 pytestmark = pytest.mark.gpu
 TWO = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.1}
+STAGES = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
+DIVIDED = {**TWO, "decode_context_parallel_size": 2, "num_gpu_blocks_override": 40, "block_size": 16}
 NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
 NATIVE = {"VLLM_FL_NATIVE_PLATFORM": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BALANCED: Mapping[str, Any] = {
@@ -35,6 +37,8 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
     "graphs": ("qwen3", {"enforce_eager": False}, NEUTRAL),
     "experts on each rank": ("qwen3_moe", {"enforce_eager": False, "enable_expert_parallel": True}, NEUTRAL),
     "latent attention": ("deepseek_v2", {"enforce_eager": False}, NEUTRAL),
+    "pipeline stages": ("qwen3", {**STAGES, "enforce_eager": False}, NEUTRAL),
+    "stages, latent attention, eagerly": ("deepseek_v2", {**STAGES, "enforce_eager": True}, NEUTRAL),
     "vLLM's own platform": ("qwen3", {"enforce_eager": False}, {**NATIVE, "VLLM_FL_PREFER": "flagos"}),
 }
 """Name → checkpoint, arguments of ``LLM``, variables."""
@@ -67,6 +71,20 @@ def test_tokens_equal_hugging_faces(
     assert first["native_layers"] == {}
     assert ran(result, "paged_attention") | ran(result, "mla_decode") == {"default.triton"}
     assert "during inference: " not in result["log"]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3", {"num_key_value_heads": 1}), ("deepseek_v2", {})])
+def test_ranks_divide_a_cache_by_tokens(family: str, sizes: Mapping[str, int], eager: bool, tmp_path: Path) -> None:
+    model = build_checkpoint(family, tmp_path / family, **sizes)
+    result = start(model, STEP, STEP, engine={**DIVIDED, "enforce_eager": eager}, variables=NEUTRAL).result()
+    expected = expected_tokens(model)
+    assert [step["tokens"] for step in result["steps"]] == [expected, expected]
+    assert ran(result, "mla_prefill") == {"default.triton"}
+    assert not ran(result, "paged_attention")
+    for report in result["reports"]:
+        assert report["communication"]["dcp:0"]["reduce_scatter"] > 0
+        assert (report["native_layers"], report["failed"]) == ({}, {})
 
 
 def test_experts_change_places_and_no_token_changes(checkpoint: Callable[[str], Path]) -> None:

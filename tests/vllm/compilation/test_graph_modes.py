@@ -56,6 +56,7 @@ def mode(
     cache: str = "auto",
     states: bool = False,
     v2: bool = True,
+    divided: bool = False,
     **given: Any,
 ) -> CUDAGraphMode:
     """The mode of a model whose user asked for full and piecewise graphs."""
@@ -68,6 +69,7 @@ def mode(
         compilation_config=compilation,
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype=cache),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1 + divided),
         use_v2_model_runner=v2,
         _get_v2_model_runner_unsupported_features=lambda: ["something"],
     )
@@ -94,6 +96,12 @@ def test_attention_that_no_graph_can_hold_leaves_piecewise_graphs(caplog: pytest
         assert mode() == PIECEWISE
     assert "because no graph can hold 'vendor.nimbus.fast' of 'paged_attention'" in caplog.text
     assert mode(latent=True) == FULL  # such a model has another kind of attention
+
+
+def test_a_cache_that_ranks_divide_leaves_piecewise_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        assert (mode(divided=True), mode(divided=True, compiled=False)) == (PIECEWISE, NONE)
+    assert "attention over a cache that ranks divide reads lengths on the host" in caplog.text
 
 
 def test_a_cache_in_fp8_is_left_to_those_that_take_its_scales(caplog: pytest.LogCaptureFixture) -> None:

@@ -406,11 +406,10 @@ def test_drafts_beside_sparse_latent_attention_are_refused_where_nobody_ran_them
     configure: Callable[..., Any], described: Callable[[str], Path]
 ) -> None:
     look_up = configure("deepseek_v32", speculative_config={"method": "ngram", **SPECULATION})
-    assert _asked(model_refusals.sparse_features(look_up, CPU)) == []
-    for device in (HOPPER, ASCEND):
-        assert _asked(model_refusals.sparse_features(look_up, device)) == [
-            "speculative decoding by sparse latent attention"
-        ]
+    for device in (CPU, HOPPER):
+        assert _asked(model_refusals.sparse_features(look_up, device)) == []
+    refused = _asked(model_refusals.sparse_features(look_up, ASCEND))
+    assert refused == ["speculative decoding by sparse latent attention"]
     head = {"method": "eagle3", "model": str(described("llama")), **SPECULATION}
     with pytest.raises(ValueError, match="speculative decoding with 'eagle3' by sparse latent attention on cpu yet"):
         configure("deepseek_v32", speculative_config=head)
@@ -419,11 +418,17 @@ def test_drafts_beside_sparse_latent_attention_are_refused_where_nobody_ran_them
         configure("deepseek_v2", speculative_config=other)
 
 
-def test_drafts_of_several_predictors_are_refused_on_an_accelerator(configure: Callable[..., Any]) -> None:
-    vllm_config = configure("deepseek_v3", speculative_config={"method": "mtp", **SPECULATION})
-    assert model_runner.has_several_predictors(vllm_config.speculative_config)
-    assert _asked(refusals._draft_features(vllm_config, CPU)) == []
-    assert _asked(refusals._draft_features(vllm_config, HOPPER)) == ["drafts of several predictors"]
+def test_drafts_of_several_predictors_run_eagerly_on_a_gpu_and_on_no_other_accelerator(
+    configure: Callable[..., Any],
+) -> None:
+    compiled, eager = (
+        configure("deepseek_v3", speculative_config={"method": "mtp", **SPECULATION}, enforce_eager=eager)
+        for eager in (False, True)
+    )
+    assert model_runner.has_several_predictors(eager.speculative_config)
+    assert _asked(refusals._draft_features(compiled, CPU)) == _asked(refusals._draft_features(eager, HOPPER)) == []
+    for vllm_config, device in ((compiled, HOPPER), (compiled, ASCEND), (eager, ASCEND)):
+        assert _asked(refusals._draft_features(vllm_config, device)) == ["drafts of several predictors"]
 
 
 def _asked(features: list[tuple[bool, str]]) -> list[str]:
@@ -492,8 +497,9 @@ def test_what_is_not_served_from_a_divided_cache_is_named(
     configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divided = configure(**DIVIDED)
-    assert _asked(refusals._context_features(divided, CPU)) == []
-    assert _asked(refusals._context_features(divided, HOPPER)) == ["decode context parallelism"]
+    for device in (CPU, HOPPER):
+        assert _asked(refusals._context_features(divided, device)) == []
+    assert _asked(refusals._context_features(divided, ASCEND)) == ["decode context parallelism"]
     divided.kv_transfer_config = object()
     assert _asked(refusals._context_features(divided, CPU)) == ["decode context parallelism with KV transfer"]
     for asked, named in (
