@@ -176,6 +176,10 @@ OTHERS = (
         *("Qwen3-30B-A3B", "qwen3-30b-a3b", "bf16", 2.0, "", "plugin_steps", ", up to eight steps"),
         *("serve_vllm-steps-qwen3-30b-a3b-h200-2026-11-30.json", STEPS),
     ),
+    (
+        *("Qwen3-30B-A3B", "qwen3-30b-a3b", "fp8", 1.0, "fp8", "shipped", ", up to eight steps"),
+        *("serve_quantized-fp8-qwen3-30b-a3b-h200-2026-11-30.json", f"{QUANTIZED_STEPS} fp8"),
+    ),
 )
 """Engines of other shapes: name, shape, numbers, bytes of one, format, cell, steps, file and command."""
 ROWS: tuple[tuple[str, Kernel | Step | Engine, Mapping[str, str], str], ...] = (

@@ -51,9 +51,9 @@ PARTS = {
     "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=5_075, tokens=52_550),
     "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=5_870, tokens=62_050),
     "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_675, tokens=33_000),
-    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_665, tokens=90_900),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=9_680, tokens=91_000),
     "transfer": Part(("fl_transfer/**/*.py",), lines=2_645, tokens=23_990),
-    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_060, tokens=47_500),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=5_070, tokens=47_600),
 }
 """Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {

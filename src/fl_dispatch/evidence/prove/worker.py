@@ -90,7 +90,7 @@ class Calls:
 
     def _place(self, shared: Tensor, at: int) -> torch.UntypedStorage:
         """Return the memory of an argument on the device."""
-        if self.device.type == "cpu":
+        if shared.device.type == self.device.type:
             return shared.untyped_storage()
         copy = self.copies.setdefault((at, len(shared)), torch.empty_like(shared, device=self.device))
         return copy.copy_(shared).untyped_storage()
