@@ -76,7 +76,8 @@ class Damage:
         """Whether a batch reads a request again."""
         watched = self.verdicts.watched
         here = bool(watched) and any(request.rid in watched for request in batch.reqs)
-        return here and batch.forward_mode.is_extend()  # a step of its answer reads damage from the cache
+        # a step of its answer, also one that verifies drafts, reads damage from the cache
+        return here and batch.forward_mode.is_extend_without_speculative()
 
     def unexplained(self, origins: list[Origin]) -> list[Origin]:
         """Return a step's origins, without readers of a cache that an earlier part of a prompt may have damaged."""

@@ -28,7 +28,9 @@ PROCESSES = (57, 58, 59, 322)
 FILES = (76, 77, 82, 83, 84, 85, 86, 87, 88, 90, 91, 92, 93, 94, 258, 260, 263, 264, 265, 266, 268, 316, 437)
 """truncate, rename, mkdir, rmdir, creat, link, unlink, symlink, chmod, chown, each in all its forms; openat2."""
 ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
-NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2
+NO_NEW_PRIVILEGES = 38
+SECCOMP, FILTER, ALL_THREADS = 317, 1, 1
+"""The system call, its operation, and its flag: threads that ran before, such as a driver's, get the filter too."""
 LOAD, EQUAL, NOT_LESS, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, MACHINE, ARGUMENTS = 0, 4, 16
 
@@ -59,7 +61,8 @@ def enter(compilers: bool) -> None:
         _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_void_p))
 
     given = Filter(len(program) // 8, ctypes.cast(text, ctypes.c_void_p).value)
-    if libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(SECCOMP, FILTER, ctypes.byref(given), 0, 0):
+    numbers = map(ctypes.c_long, (SECCOMP, FILTER, ALL_THREADS))
+    if libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.syscall(*numbers, ctypes.byref(given)):
         raise OSError(ctypes.get_errno(), "the kernel does not take a filter of system calls")
 
 

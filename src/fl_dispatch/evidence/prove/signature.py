@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -18,6 +19,8 @@ from typing import Any
 GROUP = "fl_dispatch.evidence"
 """Entry points of packages with evidence; each names a module, with the evidence in its folder."""
 FILE = "evidence.json"
+UNCHECKED = b"\1\0\0\0"
+"""The flags of cached bytecode that Python runs without a look at the module's source."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,20 @@ def installed() -> Iterator[Evidence]:
 
 def _files(folder: Path) -> dict[str, str]:
     """Return file → hash, without the evidence and Python's caches; a library or a folder may replace a module."""
-    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
-    kept = {name: file for name, file in files.items() if name != FILE and "__pycache__" not in file.parts}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in kept.items()}
+    files = {
+        file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file() or file.is_symlink()
+    }
+    kept = {name: _read(file) for name, file in files.items()}
+    return {
+        name.as_posix(): hashlib.sha256(text).hexdigest()
+        for name, text in kept.items()
+        if name.as_posix() != FILE and ("__pycache__" not in name.parts or text[4:8] == UNCHECKED)
+    }
+
+
+def _read(file: Path) -> bytes:
+    """Return a file's bytes; for a link to a folder or to nothing, the place that it names."""
+    return file.read_bytes() if file.is_file() else os.fsencode(os.readlink(file))
 
 
 def _hash(data: Mapping[str, Any]) -> str:

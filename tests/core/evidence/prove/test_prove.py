@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import py_compile
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from fl_dispatch.evidence.prove.candidate import read
 from fl_dispatch.evidence.prove.process import Limits
 from fl_dispatch.evidence.prove.trial import Proof, Trial
 from fl_dispatch.ops import OPERATORS
+from fresh_interpreter import fresh
 
 PLACES = {"cpu": Limits(seconds=3.0, megabytes=1536), "cuda": Limits(seconds=15.0, megabytes=6144, compilers=True)}
 """Devices and the limits of a process there; on a GPU its first call loads libraries."""
@@ -184,6 +186,14 @@ def test_the_package_holds_the_text_that_was_proven_and_a_change_ends_the_proof(
         (module / added).touch()
         assert f"{added} changed after the proof" in signature.check("acme", module).problem
         (module / added).unlink()
+    (module / "kernels").rmdir()
+    (module / "kernels").symlink_to(tmp_path)
+    assert "kernels changed after the proof" in signature.check("acme", module).problem
+    (module / "kernels").unlink()
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    cache = Path(str(py_compile.compile(str(module / "kernels.py"), invalidation_mode=unchecked)))
+    assert f"{cache.name} changed after the proof" in signature.check("acme", module).problem
+    py_compile.compile(str(module / "kernels.py"), invalidation_mode=py_compile.PycInvalidationMode.TIMESTAMP)
     assert signature.check("acme", module).problem == ""
     data = json.loads((module / "evidence.json").read_text())
     (module / "evidence.json").write_text(json.dumps({**data, "said": "ten times as fast"}))
@@ -238,3 +248,27 @@ def _install(folder: Path) -> None:
         "[vllm_fl.plugin]\nacme = acme_fl.backend:register_builtins\n"
         "[fl_dispatch.api]\nacme = fl_dispatch.api:V1\n[fl_dispatch.evidence]\nacme = acme_fl\n"
     )
+
+
+THREADS = """
+import queue, socket, threading
+from fl_dispatch.evidence.prove import sandbox
+
+asked, answered = queue.Queue(), queue.Queue()
+
+def work():
+    asked.get()
+    try:
+        answered.put(socket.socket())
+    except PermissionError:
+        answered.put("refused")
+
+threading.Thread(target=work, daemon=True).start()
+sandbox.enter(True)
+asked.put(None)
+print(answered.get())
+"""
+
+
+def test_threads_that_a_driver_started_before_the_sandbox_are_inside_too() -> None:
+    assert fresh(THREADS, cold=True).strip() == "refused"
