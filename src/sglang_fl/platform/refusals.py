@@ -177,6 +177,7 @@ def _states(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
     return [
         (name not in STATES, f"{what} of {name}"),
         (host_version() not in TESTED_HOSTS, f"{what} under SGLang {host_version()}"),
+        (quantized and not device.is_foreign and HOST.name not in device.verified, f"quantized {what}"),
         (
             quantized and groups % args.tp_size != 0,
             f"quantized {what} with fewer groups than ranks (MambaMixer2 in layers/attention/mamba/mamba.py)",

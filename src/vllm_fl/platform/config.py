@@ -195,7 +195,7 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
     piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []
     outside = _no_graph_holds(attention) if attention else ""
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+    if vllm_config.parallel_config.decode_context_parallel_size > 1 and not native:
         outside = "attention over a cache that ranks divide reads lengths on the host"
     if others or (outside and not piecewise):
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, _no_graph_holds(others) if others else outside)

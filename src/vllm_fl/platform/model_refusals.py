@@ -146,7 +146,7 @@ def sparse_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     return [
         (not current_platform.is_out_of_tree(), f"{sparse} on vLLM's own platform (VLLM_FL_NATIVE_PLATFORM)"),
         (not versions.is_tested(), f"{sparse} with vLLM {versions.host_version()}"),
-        (speculation is not None and device.is_foreign, f"speculative decoding by {sparse}"),
+        (speculation is not None and HOST.name not in device.verified, f"speculative decoding by {sparse}"),
         (speculation not in (None, *SPARSE_DRAFTS), f"speculative decoding with '{speculation}' by {sparse}"),
         (vllm_config.kv_transfer_config is not None, f"KV transfer with {sparse}"),
         (attention.hisparse_config is not None, f"{sparse} with a cache on the host (hisparse_config)"),

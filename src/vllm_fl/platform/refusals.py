@@ -20,6 +20,7 @@ from ..compat import model_runner, models, versions
 from ..compat.models import STATES
 from ..compilation import compile
 from ..extensions import extensions
+from ..host import HOST
 from . import config, invariance
 from .model_refusals import model_features, refuse_native_layers, sparse_features, state_features
 
@@ -63,13 +64,13 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         return []
     if speculation.method not in model_runner.DRAFTS:
         return [(speculation.method not in SPECULATION, _speculation(speculation.method))]
-    runner = model_runner.choice(vllm_config)
+    runner, unproven = model_runner.choice(vllm_config), HOST.name not in device.verified
+    eager = not (compile.is_compiled(vllm_config) or compile.is_captured(vllm_config))
     draft = speculation.draft_model_config
     return [
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
         (
-            model_runner.has_several_predictors(speculation)
-            and (device.is_foreign or (device.accelerator and compile.is_compiled(vllm_config))),
+            model_runner.has_several_predictors(speculation) and (unproven or (device.accelerator and not eager)),
             "drafts of several predictors",
         ),
         (models.has_states(draft), "a draft with layers that keep a state"),
@@ -123,7 +124,7 @@ def _context_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple
     model, parallel, divided = vllm_config.model_config, vllm_config.parallel_config, "decode context parallelism"
     runner = model_runner.choice(vllm_config)
     return [
-        (device.is_foreign, divided),
+        (HOST.name not in device.verified, divided),
         (runner.runner == "V1", f"{divided} by the V1 model runner ({runner.why})"),
         (models.has_indexer(model), f"{divided} of sparse latent attention"),
         (bool(parallel.dcp_q_replicate), f"{divided} with a copy of the queries (dcp_q_replicate)"),

@@ -17,7 +17,7 @@ from torch import nn
 pytest.importorskip("sglang")
 
 from fl_dispatch import SelectionPolicy, policy_context
-from fl_dispatch.devices import ASCEND, CPU, CUDA, DeviceSpec
+from fl_dispatch.devices import ASCEND, CPU, CUDA, DeviceSpec, others
 from fl_dispatch.settings import Settings
 from sglang_fl import environment
 from sglang_fl.platform import refusals
@@ -117,12 +117,16 @@ def test_layers_with_a_state_are_refused_before_weights_load(
         refusals.check_model(_runner(config, arguments), device)
 
 
-def test_every_model_with_a_state_is_served_on_a_gpu_quantized_too(scheduler: None) -> None:
+def test_quantized_models_with_a_state_are_served_on_a_gpu_and_on_no_chip_like_it(
+    scheduler: None,
+) -> None:
     for config in refusals.STATES:
         for quantization in (None, "fp8"):
             features = refusals._states(_runner(config, {"quantization": quantization}), CUDA)
             asked = [said for asked, said in features if asked]
             assert all("by references of" in said for said in asked)  # this machine has no kernels for a GPU
+        features = refusals._states(_runner(config, {"quantization": "fp8"}), others.AMD)
+        assert f"quantized {STATES}" in [said for asked, said in features if asked]
 
 
 def _runner(config: str, arguments: dict[str, Any]) -> Any:

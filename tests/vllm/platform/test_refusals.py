@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 
 import architectures
 from fl_dispatch import (
@@ -31,7 +32,7 @@ from fl_dispatch import (
     policy_context,
 )
 from fl_dispatch.cli.checkpoints import VOCABULARY, configuration
-from fl_dispatch.devices import ASCEND, CPU
+from fl_dispatch.devices import ASCEND, CPU, DeviceSpec, others
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.hosting.start import first_choices
 from fl_dispatch.ops import OPERATORS
@@ -120,6 +121,8 @@ ADAPTED_EXPERTS = f"LoRA on mixture-of-experts models ({refusals.ADAPTED_EXPERTS
 COMPILED = {"mode": 3, "backend": "eager"}
 SPECULATION = {"num_speculative_tokens": 2}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+NEVER_RAN = (ASCEND, *(one for one in vars(others).values() if isinstance(one, DeviceSpec)))
+"""Chips that nobody served a model on."""
 HOPPER, AMPERE = (
     dataclasses.replace(CUDA, capability=lambda index, found=found: found)  # type: ignore[misc]
     for found in ((9, 0), (8, 0))
@@ -408,8 +411,9 @@ def test_drafts_beside_sparse_latent_attention_are_refused_where_nobody_ran_them
     look_up = configure("deepseek_v32", speculative_config={"method": "ngram", **SPECULATION})
     for device in (CPU, HOPPER):
         assert _asked(model_refusals.sparse_features(look_up, device)) == []
-    refused = _asked(model_refusals.sparse_features(look_up, ASCEND))
-    assert refused == ["speculative decoding by sparse latent attention"]
+    for device in NEVER_RAN:
+        refused = _asked(model_refusals.sparse_features(look_up, device))
+        assert refused == ["speculative decoding by sparse latent attention"]
     head = {"method": "eagle3", "model": str(described("llama")), **SPECULATION}
     with pytest.raises(ValueError, match="speculative decoding with 'eagle3' by sparse latent attention on cpu yet"):
         configure("deepseek_v32", speculative_config=head)
@@ -427,7 +431,9 @@ def test_drafts_of_several_predictors_run_eagerly_on_a_gpu_and_on_no_other_accel
     )
     assert model_runner.has_several_predictors(eager.speculative_config)
     assert _asked(refusals._draft_features(compiled, CPU)) == _asked(refusals._draft_features(eager, HOPPER)) == []
-    for vllm_config, device in ((compiled, HOPPER), (compiled, ASCEND), (eager, ASCEND)):
+    captured = configure("deepseek_v3", speculative_config={"method": "mtp", **SPECULATION}, enforce_eager=True)
+    captured.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    for vllm_config, device in ((compiled, HOPPER), (captured, HOPPER), *((eager, device) for device in NEVER_RAN)):
         assert _asked(refusals._draft_features(vllm_config, device)) == ["drafts of several predictors"]
 
 
@@ -499,7 +505,8 @@ def test_what_is_not_served_from_a_divided_cache_is_named(
     divided = configure(**DIVIDED)
     for device in (CPU, HOPPER):
         assert _asked(refusals._context_features(divided, device)) == []
-    assert _asked(refusals._context_features(divided, ASCEND)) == ["decode context parallelism"]
+    for device in NEVER_RAN:
+        assert _asked(refusals._context_features(divided, device)) == ["decode context parallelism"]
     divided.kv_transfer_config = object()
     assert _asked(refusals._context_features(divided, CPU)) == ["decode context parallelism with KV transfer"]
     for asked, named in (
