@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,9 @@ from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.hosting.damage.verdicts import StepReport, Wrong
+from fl_dispatch.hosting.damage.verdicts import KEPT, StepReport, Wrong
 from fl_dispatch.hosting.ranks.agreement import together
+from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.shadow import origin
 
 from ..compilation import compile
@@ -22,6 +23,8 @@ from . import eager_steps
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
 
 
 class WatchedSteps:
@@ -41,9 +44,11 @@ class WatchedSteps:
         replaced = vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE  # the model's own forward
         self.can_watch = not replaced and vllm_config.parallel_config.data_parallel_size == 1  # other steps run graphs
         self.origins: list[origin.Origin] = []
+        self.requests: Iterable[str] = ()
 
     def begin(self, scheduler_output: Any) -> None:
         """Watch a step if the scheduler marked it, as it does on all ranks."""
+        self.requests = scheduler_output.num_scheduled_tokens
         self.watches, self.origins = self.can_watch and WATCH.find(scheduler_output) is not None, []
 
     def step(self) -> AbstractContextManager[None]:
@@ -51,10 +56,17 @@ class WatchedSteps:
         return self._watched() if self.watches and not self.origins else nullcontext()
 
     def attach_report(self, output: Any) -> None:
-        """Attach to the step's output what the scheduler must know; nothing if all is right."""
-        origins, wrong, kept = None, self.wrong.new(), self.wrong.kept()
+        """Attach to the step's output what the scheduler must know; nothing if all is right.
+
+        A step without output leaves findings for the next one. vLLM reads the output of one rank alone, so another rank
+        names the step's requests itself.
+        """
+        wrong, kept = ((), ()) if output is None and _is_read() else (self.wrong.new(), self.wrong.kept())
+        if kept and not _is_read():
+            logger.warning(KEPT, " and ".join(kept), ", ".join(self.requests))
         if not (self.watches or wrong or kept):
             return
+        origins = None
         if self.watches:
             self.shadow.findings.begun(self.origins)
             origins = self.origins
@@ -71,3 +83,8 @@ class WatchedSteps:
                 yield
         classes.bind_scopes(self.model)
         self.origins += found
+
+
+def _is_read() -> bool:
+    """Whether vLLM reads the output of this rank."""
+    return bool(get_tp_group().is_first_rank and get_pp_group().is_last_rank)

@@ -29,8 +29,9 @@ FILES = (76, 77, 82, 83, 84, 85, 86, 87, 88, 90, 91, 92, 93, 94, 258, 260, 263, 
 """truncate, rename, mkdir, rmdir, creat, link, unlink, symlink, chmod, chown, each in all its forms; openat2."""
 ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
 NO_NEW_PRIVILEGES = 38
-SECCOMP, FILTER, ALL_THREADS = 317, 1, 1
-"""The system call, its operation, and its flag: threads that ran before, such as a driver's, get the filter too."""
+SECCOMP, FILTER = 317, 1
+ALL_THREADS = 1
+"""The flag that filters threads that ran before, such as a driver's."""
 LOAD, EQUAL, NOT_LESS, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, MACHINE, ARGUMENTS = 0, 4, 16
 

@@ -70,7 +70,7 @@ class Calls:
     def __init__(self, function: Callable[..., Any], memory: mmap.mmap, device: torch.device) -> None:
         self.function, self.memory, self.device = function, memory, device
         self.alive: deque[Any] = deque(maxlen=KEPT)
-        self.copies: dict[tuple[int, int], Tensor] = {}  # an accelerator's, with the same address in every call
+        self.copies: dict[int, Tensor] = {}  # an accelerator's, with the same address in calls with the same sizes
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Make one call."""
@@ -92,7 +92,9 @@ class Calls:
         """Return the memory of an argument on the device."""
         if shared.device.type == self.device.type:
             return shared.untyped_storage()
-        copy = self.copies.setdefault((at, len(shared)), torch.empty_like(shared, device=self.device))
+        copy = self.copies.get(at)
+        if copy is None or len(copy) != len(shared):
+            copy = self.copies[at] = torch.empty_like(shared, device=self.device)
         return copy.copy_(shared).untyped_storage()
 
     def _argument(self, said: Any, places: list[torch.UntypedStorage]) -> Any:
