@@ -264,7 +264,7 @@ AGAIN = "._shared_experts._layer."
 
 
 def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
-    """Bind every layer's operators again for the layer's prefix, or only those that no accelerator's compiled graph contains.
+    """Bind every layer's operators again for the layer's prefix, or only those outside accelerators' compiled graphs.
 
     Raises:
         ValueError: a rule names some of the layers that share a module, so it cannot be obeyed.
