@@ -75,9 +75,10 @@ class Damage:
     def watches(self, batch: ScheduleBatch) -> bool:
         """Whether a batch reads a request again."""
         watched = self.verdicts.watched
-        here = bool(watched) and any(request.rid in watched for request in batch.reqs)
+        if not (watched and any(request.rid in watched for request in batch.reqs)):
+            return False
         mode = batch.forward_mode  # a step of its answer, also one that verifies drafts, reads damage from the cache
-        return here and mode.is_extend() and not mode.is_target_verify()
+        return bool(mode.is_extend() and not mode.is_target_verify())
 
     def unexplained(self, origins: list[Origin]) -> list[Origin]:
         """Return a step's origins, without readers of a cache that an earlier part of a prompt may have damaged."""

@@ -47,7 +47,7 @@ def test_a_version_that_nobody_tested_may_have_renamed_what_refused_features_and
     tested = {hook.target for hook in compat.all_hooks.__wrapped__()}
     monkeypatch.setattr(compat, "host_version", lambda: "0.5.99")
     left = tested - {hook.target for hook in compat.all_hooks.__wrapped__()}
-    of_states = (compat.DELTA, compat.ELEMENTWISE, compat.OVERRIDES, compat.SCATTER)
+    of_states = (compat.DELTA, compat.ELEMENTWISE, compat.OVERRIDES, compat.QWEN_ATTENTION, compat.SCATTER)
     of_latents = (compat.LATENT, compat.LATENT_ATTENTION, compat.POOL_SIZES, compat.PREDICTOR, compat.DRAFT_NORMS)
     of_features = (*of_latents, compat.PROMPT_GRAPHS, compat.UPDATER, compat.PIPELINE, *of_states)
     owners = tuple(owner.replace(":", ".") for owner in of_features)

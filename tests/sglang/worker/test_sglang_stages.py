@@ -37,9 +37,17 @@ def test_each_stage_gets_the_rows_and_the_origins_of_the_last_one() -> None:
     assert damage.DAMAGE.of(first).origins == [FIRST, SECOND]
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_a_stage_hands_origins_on_and_none_reaches_its_model(watched: bool, scheduler: None) -> None:
-    here, batch = stage(), SimpleNamespace(reqs=[SimpleNamespace(rid="r" if watched else "s")])
+@pytest.mark.parametrize(
+    ("request_id", "mode", "watched"),
+    [("s", "EXTEND", False), ("r", "EXTEND", True), ("r", "DECODE", False), ("r", "TARGET_VERIFY", False)],
+)
+def test_a_stage_hands_on_origins_of_a_prompt_and_none_reaches_its_model(
+    request_id: str, mode: str, watched: bool, scheduler: None
+) -> None:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid=request_id)], forward_mode=ForwardMode[mode])
+    here = stage()
     given = SimpleNamespace(tensors={"hidden_states": 1, damage.ORIGINS: [FIRST]})
 
     def run(scheduler: Any, batch: Any, proxies: Any) -> Any:
