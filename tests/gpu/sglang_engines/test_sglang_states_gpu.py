@@ -20,7 +20,8 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 """Sizes that SGLang's Triton kernels take: powers of two."""
 ENGINE: Mapping[str, Any] = {"max_mamba_cache_size": 32}
 WAYS: Mapping[str, Mapping[str, Any]] = {"graphs": ENGINE, "eager": {**ENGINE, "disable_cuda_graph": True}}
-NEMOTRON = {"disable_flashinfer_autotune": True}
+FURTHER: Mapping[str, Mapping[str, Any]] = {"nemotron_h": {"disable_flashinfer_autotune": True}}
+"""Further arguments of a model's engine; otherwise SGLang imports FlashInfer for it."""
 SERVED = list(OPERATORS)
 CASES = [*((name, "graphs") for name in SERVED), ("qwen3_5", "eager"), ("granitemoehybrid", "eager")]
 
@@ -42,9 +43,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         name,
         way,
         model,
-        start(
-            model, STEP, STEP, engine={**WAYS[way], **(NEMOTRON if name == "nemotron_h" else {})}, variables=NEUTRAL
-        ).result(),
+        start(model, STEP, STEP, engine={**WAYS[way], **FURTHER.get(name, {})}, variables=NEUTRAL).result(),
     )
 
 

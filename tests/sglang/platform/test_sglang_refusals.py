@@ -117,9 +117,7 @@ def test_layers_with_a_state_are_refused_before_weights_load(
         refusals.check_model(_runner(config, arguments), device)
 
 
-def test_quantized_models_with_a_state_are_served_on_a_gpu_and_on_no_chip_like_it(
-    scheduler: None,
-) -> None:
+def test_quantized_models_with_a_state_are_served_on_a_gpu_and_on_no_chip_like_it(scheduler: None) -> None:
     for config in refusals.STATES:
         for quantization in (None, "fp8"):
             features = refusals._states(_runner(config, {"quantization": quantization}), CUDA)

@@ -204,7 +204,7 @@ UNSCREENED: dict[str, tuple[str, str]] = {
             "for one in range(3, 64):\n    try:\n        os.write(one, b'{\"results\": [], \"to\": \"start\"}\\n')\n"
             "    except OSError:\n        pass\nreturn x"
         ),
-        "an answer of its own|OS call failed",  # a driver has files, too
+        "an answer of its own|OS call failed",
     ),
     "writes no end of a line": (
         "import os\n" + instead(

@@ -79,8 +79,9 @@ def test_a_wrong_candidate_is_found(name: str, prove: Prove) -> None:
 
 
 @pytest.mark.parametrize("name", UNSCREENED)
-def test_the_fence_holds_what_the_reading_of_the_text_would_miss(name: str, prove: Prove) -> None:
+def test_the_fence_holds_what_the_reading_of_the_text_would_miss(name: str, prove: Prove, trial: Trial) -> None:
     text, words = UNSCREENED[name]
+    words = words if trial.limits.compilers else words.partition("|")[0]  # a driver has files, too
     proof = prove(text, screened=False)
     assert proof.verdict == "wrong"
     assert re.search(words, "\n".join(proof.problems))
