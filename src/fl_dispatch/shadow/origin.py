@@ -55,6 +55,11 @@ def watching(state: State) -> Iterator[list[Origin]]:
             state.changed(None)
 
 
+def is_watching(state: State) -> bool:
+    """Whether the arguments and results of calls are checked."""
+    return isinstance(state.wrapper, partial) and state.wrapper.func is _watched
+
+
 def _watched(
     state: State,
     found: list[Origin],

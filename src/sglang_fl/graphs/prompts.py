@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.start.warm_batches import token_counts
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
+from fl_dispatch.shadow.origin import is_watching
 
 from ..bridge.states import OPERATORS as STATES
 from ..layers import first_pass
@@ -54,8 +56,9 @@ def capture(original: Callable[..., Any], prompts: PrefillCudaGraphRunner) -> No
 
 
 def can_run_graph(original: Callable[..., Any], prompts: PrefillCudaGraphRunner, forward_batch: ForwardBatch) -> bool:
-    """Whether a batch can run in the pieces: only if they were captured, and SGLang agrees."""
-    return PROMPT_GRAPHS.of(prompts).captured and bool(original(prompts, forward_batch))
+    """Whether a batch can run in the pieces: only if they were captured, no call is checked, and SGLang agrees."""
+    held = PROMPT_GRAPHS.of(prompts).captured and not is_watching(get_default_manager().state)
+    return held and bool(original(prompts, forward_batch))
 
 
 def execute(original: Callable[..., Any], prompts: PrefillCudaGraphRunner, *args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -63,6 +64,7 @@ class Damage:
             calls were not checked.
         suspects: requests with prompts partly read by a wrong implementation, and why they are damaged.
         leaving: retracted requests that a batch may still contain.
+        ended: requests that were ended, and hold parts of the radix cache until SGLang finishes them.
     """
 
     def __init__(self) -> None:
@@ -71,6 +73,7 @@ class Damage:
         self.origins: list[Origin] | None = None
         self.suspects: dict[str, str] = {}
         self.leaving: list[Req] = []
+        self.ended: list[Req] = []
 
     def watches(self, batch: ScheduleBatch) -> bool:
         """Whether a batch reads a request again."""
@@ -106,12 +109,12 @@ class Damage:
             if verdict is Verdict.AGAIN and (why := _why_not_again(scheduler, request)):
                 self.verdicts.watched.discard(request.rid)
                 logger.warning("request %s is not computed again, because %s", request.rid, why)
-                _end(request, of_numbers(True, None), batch)
+                self.end(request, of_numbers(True, None), batch)
             elif verdict is Verdict.AGAIN:
                 logger.warning("request %s has logits with NaN or infinity: it is read again, watched", request.rid)
                 again.append(request)
             elif verdict is Verdict.ENDS:
-                _end(request, of_numbers(bool(damaged), self.origins), batch)
+                self.end(request, of_numbers(bool(damaged), self.origins), batch)
         if not self.verdicts.watched:
             self.origins = None
         return again
@@ -133,9 +136,26 @@ class Damage:
     def retry_or_end(self, scheduler: Scheduler, batch: ScheduleBatch, request: Req, why: str) -> list[Req]:
         """Return the request if it is to be read again; otherwise end it."""
         if self.verdicts.action == "end" or _why_not_again(scheduler, request):
-            _end(request, why, batch)
+            self.end(request, why, batch)
             return []
         return [request]
+
+    def end(self, request: Req, why: str, batch: ScheduleBatch) -> None:
+        """End a request with an error after this step."""
+        logger.error("request %s is ended: %s", request.rid, why)
+        reason = FINISH_ABORT(why, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+        request.skip_radix_cache_insert = True
+        if batch.forward_mode.is_extend() and request in batch.reqs:
+            request.discard_output_reason = reason
+        else:
+            request.to_finish = reason
+        self.ended.append(request)
+
+    def forget_ended(self, scheduler: Scheduler) -> None:
+        """Remove from the radix cache what ended requests stored there, such as earlier parts of their prompts."""
+        if self.ended:
+            _empty(scheduler.tree_cache)
+            self.ended = [one for one in self.ended if not one.finished()]
 
     def retract(self, scheduler: Scheduler, requests: list[Req]) -> None:
         """Release everything that requests hold and no other request does."""
@@ -146,8 +166,7 @@ class Damage:
             tree_cache=scheduler.tree_cache,
             hisparse_coordinator=None,
         )
-        if scheduler.tree_cache.supports_prefix_sharing():
-            scheduler.tree_cache.evict(EvictParams(EVERYTHING, EVERYTHING, EVERYTHING))
+        _empty(scheduler.tree_cache)
         self.leaving += requests
 
     def requeue(self, scheduler: Scheduler, *batches: ScheduleBatch | None) -> None:
@@ -235,21 +254,18 @@ def get_next_batch_to_run(
 def run_batch(
     original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, pp_proxy_tensors: Any = None
 ) -> Any:
-    """Run a batch; if it reads a request again, check each call, unless choices are frozen and graphs hold calls."""
+    """Run a batch; if it reads a request again, run it without graphs and check each call."""
     damage = DAMAGE.find(scheduler)
     before = None if pp_proxy_tensors is None else pp_proxy_tensors.tensors.pop(ORIGINS, None)
     if damage is None or not damage.watches(batch):
         return original(scheduler, batch, pp_proxy_tensors)
     damage.add(before)
     manager, here = get_default_manager(), get_parallel()
-    if manager.frozen:
+    with watching(manager.state) as found:
         result = original(scheduler, batch, pp_proxy_tensors)
-    else:
-        with watching(manager.state) as found:
-            result = original(scheduler, batch, pp_proxy_tensors)
-        found = damage.unexplained(found)
-        manager.shadow.findings.begun(found)
-        damage.add(together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found)
+    found = damage.unexplained(found)
+    manager.shadow.findings.begun(found)
+    damage.add(together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found)
     WATCHED.give(result, True)
     if (behind := getattr(result, "pp_hidden_states_proxy_tensors", None)) is not None:
         behind.tensors[ORIGINS] = damage.origins
@@ -291,7 +307,9 @@ def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, bat
     if kept := damage.wrong.kept():
         logger.warning(KEPT, " and ".join(kept), ", ".join(one.rid for one in _everyone(scheduler, batch)))
     if not again:
-        return original(scheduler, batch, result)
+        answer = original(scheduler, batch, result)
+        damage.forget_ended(scheduler)
+        return answer
     for request in again:
         request.is_retracted = True  # so that it gets no token
     processor = scheduler.batch_result_processor
@@ -300,6 +318,7 @@ def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, bat
     answer = original(scheduler, batch, result)
     scheduler.batch_result_processor = processor
     damage.retract(scheduler, again)
+    damage.forget_ended(scheduler)
     return answer
 
 
@@ -359,11 +378,7 @@ def _give(logits_output: LogitsProcessorOutput, rows: Tensor) -> None:
     DAMAGED.give(logits_output, (Damaged(rows, copied),))
 
 
-def _end(request: Req, why: str, batch: ScheduleBatch) -> None:
-    logger.error("request %s is ended: %s", request.rid, why)
-    reason = FINISH_ABORT(why, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
-    request.skip_radix_cache_insert = True
-    if batch.forward_mode.is_extend() and request in batch.reqs:
-        request.discard_output_reason = reason
-    else:
-        request.to_finish = reason
+def _empty(tree_cache: BasePrefixCache) -> None:
+    """Remove from a radix cache everything that no request holds."""
+    if tree_cache.supports_prefix_sharing():
+        tree_cache.evict(EvictParams(EVERYTHING, EVERYTHING, EVERYTHING))

@@ -14,7 +14,10 @@ from sglang_on_gpu import NEUTRAL, REFERENCES, STEP, all_is_ours, python, replay
 from fl_dispatch import get_default_manager
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from fl_dispatch.evidence.verify import implementations, verify
-from running import MAX_TOKENS, expected_tokens, ran
+from fl_dispatch.hosting.records import metrics
+from fl_dispatch.hosting.records.runs import PAUSE, recorded
+from poison import ORIGIN, SAID, variables
+from running import MAX_TOKENS, PROMPTS, expected_tokens, ran
 
 pytestmark = pytest.mark.gpu
 EAGER = {"disable_cuda_graph": True}
@@ -116,3 +119,29 @@ def test_sglang_can_be_left_alone() -> None:
     code = "from sglang.srt.platforms import current_platform as p; print(type(p).__name__, p.is_out_of_tree())"
     assert python("-c", code, cold=True, SGLANG_PLUGINS="none").last_line == "CudaSRTPlatform False"
     assert python("-c", code, cold=True).last_line == "PlatformFL True"
+
+
+@pytest.mark.parametrize("engine", [EAGER, EAGER_PROMPTS, GRAPHS], ids=["eager", "graphs of decoding", "graphs"])
+def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
+    engine: Mapping[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The token with which numbers stop being finite is the model's own, in an answer; then it is in a prompt."""
+    model, right = checkpoint("qwen3"), expected_tokens(checkpoint("qwen3"))
+    others = {token for text in (*PROMPTS, *right[:2]) for token in text}
+    token = next(token for token in right[2][2:-2] if token not in others)
+    innocent, poisoned = [*PROMPTS[2], *PROMPTS[1]], [*PROMPTS[2], token, *PROMPTS[1]]
+    batches = ([innocent], [*PROMPTS[:2], PROMPTS[2]], [poisoned, *PROMPTS[:2]], [innocent])
+    steps = [{"prompts": prompts, "max_tokens": MAX_TOKENS, "apart": True} for prompts in batches]
+    given = {**NEUTRAL, **variables(model, tmp_path, token, XDG_STATE_HOME=str(tmp_path))}
+    found = start(model, *steps, engine=engine, variables=given, linger=2 * PAUSE).result()
+    before, first, second, after = (step["answers"] for step in found["steps"])
+    assert first[:2] == second[1:] == right[:2]
+    assert SAID in first[2]
+    assert SAID in second[0]
+    assert before == after
+    told = [sample for one in metrics._metrics(recorded(tmp_path / "fl_dispatch/runs")) for sample in one.samples]
+    counted = [(one.labels, one.value) for one in told if one.name == "fl_damage_total"]
+    assert counted == [({**ORIGIN, "rank": "0"}, 2)]
+    assert ran(found, "rms_norm") >= {"vendor.poison"}
+    assert bool(found["report"]["graphs"]) == (engine is not EAGER)
+    assert bool(found["report"]["prompt_graphs"]) == (engine is GRAPHS)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import start
+from serving import distribution, start
 
 from fl_dispatch.hosting.records import metrics
 from fl_dispatch.hosting.records.runs import PAUSE, recorded
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.engine
 
 TWO_BY_TWO = {"tp_size": 2, "pp_size": 2}
 """Two stages of two ranks each."""
+PIECES = {"cuda_graph_backend_prefill": "breakable"}
+"""Prompts run from graphs, which a stand-in records on a CPU."""
 COMMON = PROMPTS[2][:48]
 POISONED = [*COMMON, POISON, *PROMPTS[1]]
 INNOCENT = [*COMMON, *PROMPTS[1]]
@@ -30,13 +32,24 @@ def asked(*prompts: list[int]) -> dict[str, Any]:
     return {"prompts": prompts, "max_tokens": 16, "apart": True}
 
 
+def captured(folder: Path, given: dict[str, str]) -> dict[str, str]:
+    """Variables of an engine with graphs of prompts, instead of those given."""
+    folder.mkdir()
+    return {
+        "PYTHONPATH": distribution(folder, "recorded_graphs:load"),
+        "VLLM_FL_PLUGIN_MODULES": f"{given['VLLM_FL_PLUGIN_MODULES']},linear_plugin",
+        "VLLM_FL_PER_OP": f"{given['VLLM_FL_PER_OP']};linear=impl:vendor.products|reference",
+        "VLLM_FL_PREFER": "reference",
+    }
+
+
 @pytest.mark.parametrize(
     ("engine", "where"),
-    [({}, ""), ({"chunked_prefill_size": 32}, ""), ({"tp_size": 2}, "1"), (TWO_BY_TWO, "1")],
-    ids=["one rank", "chunks", "one of two", "one of a stage's two"],
+    [({}, ""), ({"chunked_prefill_size": 32}, ""), (PIECES, ""), ({"tp_size": 2}, "1"), (TWO_BY_TWO, "1")],
+    ids=["one rank", "chunks", "prompts from graphs", "one of two", "one of a stage's two"],
 )
 def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
-    engine: dict[str, int],
+    engine: dict[str, Any],
     where: str,
     checkpoint: Callable[[str], Path],
     expected: Callable[[str], list[list[int]]],
@@ -45,11 +58,14 @@ def test_a_request_with_nan_ends_alone_with_its_origin_and_nothing_of_it_stays(
     model, right = checkpoint("qwen3"), expected("qwen3")
     fresh, steps = asked(INNOCENT, PROMPTS[2]), (asked(*PROMPTS[:2], POISONED), asked(POISONED))
     given = variables(model, tmp_path, XDG_STATE_HOME=str(tmp_path), **({"POISON_RANK": where} if where else {}))
+    if engine is PIECES:
+        given |= captured(tmp_path / "plugin", given)
     found = start(model, fresh, *steps, fresh, variables=given, engine=engine, linger=2 * PAUSE).result()
     before, first, second, after = (step["answers"] for step in found["steps"])
     assert first[:2] == right[:2]
     assert SAID in first[2]
     assert SAID in second[0]
+    assert bool(found["report"]["prompt_graphs"]) == (engine is PIECES)
     assert "paged_attention" not in first[2] + second[0]  # it reads the damage from the cache
     assert before == after
     assert after[1] == right[2]
