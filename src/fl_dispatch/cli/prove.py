@@ -112,6 +112,7 @@ def _data(proof: Proof) -> dict[str, Any]:
         "problems": proof.problems,
         "verified": [one.as_data() for one in proof.verified],
         "rounds_us": times,
+        "calls_of_a_round": proof.calls,
         "times_as_fast": proof.faster,
     }
 

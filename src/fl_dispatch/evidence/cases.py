@@ -74,10 +74,10 @@ def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Seque
         yield Case(operator.name, shape.label, shape.tokens, shape.width, make, plan)
 
 
-def sampled(operator: Operator, place: Place) -> Iterator[Case]:
+def sampled(operator: Operator, place: Place, seed: int = 0) -> Iterator[Case]:
     """Yield the serving samples of an operator as cases."""
     assert operator.samples is not None
-    for sample in operator.samples(place.dtype, place.device, torch.Generator().manual_seed(0)):
+    for sample in operator.samples(place.dtype, place.device, torch.Generator().manual_seed(seed)):
         if sample.serving:
             tokens = operator.workload(*operator.bind(sample.args, {})).tokens
             yield Case(operator.name, sample.label, tokens, 0, lambda args=sample.args: args)  # type: ignore[misc]

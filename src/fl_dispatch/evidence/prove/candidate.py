@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import DispatchError
 from ...ops import OPERATORS, Operator
+from ...types import BackendImplKind, OpImpl
 
 
 def _words(text: str) -> frozenset[str]:
@@ -61,6 +63,15 @@ class Candidate:
     def sha256(self) -> str:
         """Return the hash of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def implementation(self, function: Callable[..., Any]) -> OpImpl:
+        """Return a function as an implementation with the candidate's signature."""
+
+        def call(*args: Any) -> Any:
+            return function(*args)
+
+        call.__signature__ = self.signature  # type: ignore[attr-defined]
+        return OpImpl(self.operator.name, "default.candidate", BackendImplKind.DEFAULT, call)
 
 
 def read(folder: Path, op_name: str | None = None, allowed: Iterable[str] = ()) -> list[Candidate]:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import NotSupported
+from ...errors import NotSupported, text_of
+from .timed import Timed, storages_of
 from .worker import KEPT, PAGE
 
 LONGEST_ANSWER = 1 << 18
@@ -51,7 +53,7 @@ class Limits:
     """The limits of a process.
 
     Args:
-        seconds: seconds of one call.
+        seconds: seconds of one call, or of all calls of a timed question.
         megabytes: MiB of its memory, including its results.
         threads: PyTorch's threads.
         compilers: whether it may start processes and write files, as an accelerator's compilers do.
@@ -86,7 +88,7 @@ class Process:
         self._memory = mmap.mmap(memory, self._size)
         self._alive: OrderedDict[int, tuple[int, torch.UntypedStorage]] = OrderedDict()
         self._calls, self._said = 0, b""
-        self.seconds = 0.0  # of the last call, from the moment when the process could see the arguments
+        self.arrived = 0.0  # when the last answer did, by the clock of time.perf_counter
         (theirs, self._questions), (self._answers, answers) = os.pipe(), os.pipe()
         file = self._folder / "candidate.py"
         file.write_text(text, encoding="utf-8")
@@ -118,43 +120,89 @@ class Process:
 
     def __call__(self, *args: Any) -> Any:
         """Make a call like the candidate's own: arguments that the candidate writes are written in place."""
-        storages = {arg.untyped_storage().data_ptr(): arg for arg in args if isinstance(arg, Tensor)}
-        given = {place: (index, arg.untyped_storage()) for index, (place, arg) in enumerate(storages.items())}
-        places, end = [], 0
-        for _, storage in given.values():
+        return self._called(args, {})
+
+    def make(self, case: Timed, seed: int, calls: int) -> None:
+        """Let the process make the arguments of ``calls`` calls on the device; it forgets those before.
+
+        Raises:
+            Ended: it could not; the text says why.
+        """
+        try:
+            self._ask({"make": case.words, "seed": seed, "calls": calls}, START_SECONDS)
+        except RuntimeError as error:
+            raise Ended(f"the arguments of {calls} calls: {text_of(error)}") from error
+
+    def time(self) -> float:
+        """Return the seconds of these calls, from the question until the device has finished and the answer is here."""
+        began = time.perf_counter()
+        self._ask({"run": True}, self.limits.seconds)
+        return self.arrived - began
+
+    def fetch(self, number: int, args: Sequence[Any]) -> Any:
+        """Return the result of one of these calls.
+
+        Args:
+            number: the call's number.
+            args: copies of its arguments; those that the call wrote are written in place.
+
+        Raises:
+            Ended: there is no such result; the text says why.
+        """
+        try:
+            return self._called(args, {"fetch": number})
+        except RuntimeError as error:
+            raise Ended(text_of(error)) from error
+
+    def _called(self, args: Sequence[Any], asked: dict[str, Any]) -> Any:
+        """Return the result of a call, with the arguments or with those that the process has."""
+        given, places, end = storages_of(args), list[tuple[int, int]](), 0
+        for storage in given:
             places.append((end, storage.nbytes()))
             end += (storage.nbytes() // PAGE + 1) * PAGE
         if end > self._size:
             raise Ended(f"the arguments have {end >> 20} MiB, more than it may use")
-        said = [_said(arg, given) for arg in args]
         self._calls += 1
-        to = secrets.token_hex(8)
-        asked = {"to": to, "storages": [(at, max(1, size)) for at, size in places], "args": said, "end": end}
-        asked["poisoned"] = torch.are_deterministic_algorithms_enabled()
-        question = json.dumps(asked).encode() + b"\n"
-        if self._said or select.select([self._answers], [], [], 0)[0]:
-            raise Ended(self._last_words() or "it answered before it was asked")
-        began = time.perf_counter()
-        for (at, size), (_, storage) in zip(places, given.values(), strict=True):
-            if size:
-                self._bytes(at, size).copy_(_as_bytes(storage))
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._questions, question)
-        answer = self._answer(to, self.limits.seconds)
-        self.seconds = time.perf_counter() - began
-        for (at, size), (_, storage) in zip(places, given.values(), strict=True):
-            if size:
-                _as_bytes(storage).copy_(self._bytes(at, size))
-        if "raised" in answer:
-            if answer["raised"][0] == NotSupported.__name__:
-                raise NotSupported(str(answer["raised"][1])[:500])
-            raise RuntimeError(_raised(answer))
+        asked |= {"storages": [(at, max(1, size)) for at, size in places], "end": end}
+        if "fetch" not in asked:
+            numbers = {storage.data_ptr(): index for index, storage in enumerate(given)}
+            asked["args"] = [_said(arg, numbers) for arg in args]
+            asked["poisoned"] = torch.are_deterministic_algorithms_enabled()
+            for (at, size), storage in zip(places, given, strict=True):
+                if size:
+                    self._bytes(at, size).copy_(_as_bytes(storage))
         try:
-            results = [self._result(one, [storage for _, storage in given.values()], end) for one in answer["results"]]
+            answer = self._ask(asked, self.limits.seconds)
+        finally:
+            for (at, size), storage in zip(places, given, strict=True):
+                if size:
+                    _as_bytes(storage).copy_(self._bytes(at, size))
+        try:
+            results = [self._result(one, given, end) for one in answer["results"]]
             several = bool(answer["several"])
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise Ended("it answered with a result that no call has") from error
         return tuple(results) if several else results[0] if results else None
+
+    def _ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the answer to a question.
+
+        Raises:
+            NotSupported: the function declined.
+            RuntimeError: it raised something.
+            Ended: the process ended, or broke a limit.
+        """
+        to = secrets.token_hex(8)
+        if self._said or select.select([self._answers], [], [], 0)[0]:
+            raise Ended(self._last_words() or "it answered before it was asked")
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._questions, json.dumps({**asked, "to": to}).encode() + b"\n")
+        answer = self._answer(to, seconds)
+        if "raised" in answer:
+            if answer["raised"][0] == NotSupported.__name__:
+                raise NotSupported(str(answer["raised"][1])[:500])
+            raise RuntimeError(_raised(answer))
+        return answer
 
     def stop(self) -> None:
         """End the process and all its child processes."""
@@ -174,6 +222,7 @@ class Process:
         while b"\n" not in self._said:
             if select.select([self._answers], [], [], LOOK_SECONDS)[0]:
                 more = os.read(self._answers, 1 << 16)
+                self.arrived = time.perf_counter()
                 if not more:
                     raise Ended(self._last_words() or "its process ended")
                 self._said += more
@@ -239,9 +288,9 @@ class Process:
         return kept[1]
 
 
-def _said(arg: Any, given: dict[int, tuple[int, torch.UntypedStorage]]) -> dict[str, Any]:
+def _said(arg: Any, given: dict[int, int]) -> dict[str, Any]:
     if isinstance(arg, Tensor):
-        index = given[arg.untyped_storage().data_ptr()][0]
+        index = given[arg.untyped_storage().data_ptr()]
         form = {"dtype": str(arg.dtype).removeprefix("torch."), "shape": list(arg.shape), "stride": list(arg.stride())}
         return {**form, "storage": index, "offset": arg.storage_offset()}
     if isinstance(arg, torch.dtype):

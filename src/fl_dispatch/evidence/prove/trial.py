@@ -6,35 +6,42 @@ import contextlib
 import itertools
 import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean, median
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...devices import device_of
 from ...errors import DispatchError, text_of
 from ...manager import OpManager, get_default_manager
 from ...ops import Access, Operator, Place, Sample
 from ...ops.results import broken_promise, flat
 from ...registry import OpRegistry
-from ...run.direct import direct_function
 from ...types import BackendImplKind, OpImpl
 from ..arguments import copied
 from ..cases import Case, cases, short_cases
 from ..comparison import compare
-from ..inputs import Inputs, outputs
+from ..inputs import Input, Inputs, outputs
 from ..intervals import interval
 from ..rates import Yardstick
 from ..timing import Clock
 from ..verify import Verification, verify
 from .candidate import Candidate
 from .process import Ended, Limits, Process
+from .timed import Timed
 
-Function = Callable[..., Any]
 ROUNDS = 15
-"""Calls of each function and case, each with numbers that no process has seen before."""
+"""Timed questions to each function about each case, each with numbers that no process has seen before."""
+QUESTION_SECONDS = 0.005
+"""Seconds of a timed question, so that the way to the process and back is a small share."""
+MOST_CALLS = 512
+"""Largest number of calls of a question."""
+MOST_BYTES = 1 << 32
+"""Largest size of their arguments and results."""
+LAUNCH_SECONDS = 3e-5
+"""Seconds in which a host launches a kernel; a shorter kernel would wait for its host."""
 CASES = 4
 """Cases that are timed."""
 DRAWN = 8
@@ -55,7 +62,8 @@ class Proof:
         candidate: the file.
         problem: why it was refused, or ended; empty if it ran to the end.
         verified: the verdicts, one for each dtype.
-        seconds: case → seconds of a call in each round, including transport.
+        seconds: case → seconds of a call in each round.
+        calls: case → calls of a timed question.
         faster: speed-up over the fastest registered implementation, over all cases, with the ends of its interval.
     """
 
@@ -63,6 +71,7 @@ class Proof:
     problem: str = ""
     verified: list[Verification] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
     faster: tuple[float, float, float] | None = None
 
     @property
@@ -184,94 +193,110 @@ class Trial:
     def race(self, proofs: Sequence[Proof]) -> dict[str, dict[str, float]]:
         """Time the right candidates alternately with rivals; return id → case → median seconds of rivals.
 
-        The clock is this process's, from the moment when a process can see new numbers to the arrival of its result.
-        Transport is equal for all, so a speed-up is understated, and large cases are more telling.
+        The clock is this process's, from a question for many calls to its answer, which comes when the device has
+        finished. The arguments are on the device before, and results stay there until the clock has stopped.
         """
         right = [proof for proof in proofs if proof.right]
         if not right or self.operator.work is None:
             return {}
         dtype = self.dtypes[0]
-        yardstick = Yardstick(Clock(self.device), dtype)
-        short, _ = short_cases(self.operator, Place(dtype, self.device), yardstick.rates)
-        large = sorted(short, key=lambda case: case.least[0].bytes_moved)[len(short) // 2 :]
-        chosen = large[:: max(1, -(-len(large) // CASES))]
+        chosen = self._chosen(dtype)
         with contextlib.ExitStack() as stack:
-            name = self.operator.name
+            processes: dict[str, Process] = {}
 
-            def started(text: str, impl_id: str) -> Process:
-                process = Process(name, text, impl_id, self.device, self.limits)
-                stack.callback(process.stop)
-                return process
+            def start(runner: str, text: str, impl_id: str) -> None:
+                processes[runner] = Process(self.operator.name, text, impl_id, self.device, self.limits)
+                stack.callback(processes[runner].stop)
 
-            runners: dict[str, tuple[Function, Process]] = {}
             for one in self.rivals():
                 try:
-                    process = started("", one.impl_id)
+                    start(one.impl_id, "", one.impl_id)
                 except Ended as ended:
                     raise DispatchError(f"'{one.impl_id}' cannot run in a process of its own: {ended}") from None
-                runners[one.impl_id] = (process, process)
             own = {f"{proof.candidate.name}.py": proof for proof in right}
             for file, proof in own.items():
                 try:
-                    process = started(proof.candidate.text, "")
-                    manager, impl = _registered(proof.candidate, process)
-                    runners[file] = (direct_function(manager.state, impl), process)
+                    start(file, proof.candidate.text, "")
                 except Ended as ended:
                     proof.problem = str(ended)
-            times: dict[str, dict[str, list[float]]] = {runner: {} for runner in runners}
+            times: dict[str, dict[str, list[float]]] = {runner: {} for runner in processes}
             for case in chosen:
-                self._rounds(case, dtype, runners, times, own)
+                self._rounds(case, dtype, processes, times, own)
         for proof in right:
             proof.seconds = times.get(f"{proof.candidate.name}.py", {})
         rivals = {runner: found for runner, found in times.items() if runner not in own and found}
         _compare([proof for proof in right if proof.right], rivals)
         return {runner: {case: median(all_) for case, all_ in found.items()} for runner, found in rivals.items()}
 
+    def _chosen(self, dtype: torch.dtype) -> list[Case]:
+        """Return the cases to time: of the larger half, those that keep the device busy longer than a launch takes."""
+        rates = Yardstick(Clock(self.device), dtype).rates
+        short, _ = short_cases(self.operator, Place(dtype, self.device), rates)
+        large = sorted(short, key=lambda case: case.least[0].bytes_moved)[len(short) // 2 :]
+        held = [case for case in large if _bytes(case) <= self.limits.megabytes << 18]
+        telling = [case for case in held if case.least[0].bytes_moved >= LAUNCH_SECONDS * rates.copy_bytes_per_s]
+        chosen = telling or held or large
+        return chosen[:: max(1, -(-len(chosen) // CASES))]
+
     def _rounds(
         self,
         case: Case,
         dtype: torch.dtype,
-        runners: dict[str, tuple[Function, Process]],
+        processes: dict[str, Process],
         times: dict[str, dict[str, list[float]]],
         own: dict[str, Proof],
     ) -> None:
-        """Time one case; a candidate's results are compared in one round, which no process can know."""
+        """Time one case; one result of each question to a candidate is compared, drawn after the clock has stopped."""
         label = " ".join(filter(None, (case.label, f"{case.tokens}x{case.width}")))
-        judged, found = secrets.randbelow(ROUNDS), {runner: list[float]() for runner in runners}
-        torch.seed()
+        timed, most = Timed.of(case, dtype), self._most_calls(case, len(processes))
+        calls, found = dict.fromkeys(processes, 0), {runner: list[float]() for runner in processes}
         for turn in range(-1, ROUNDS):
-            args = self.operator.bind(case.make(), {})
-            order = list(runners)
-            random.shuffle(order)
-            for runner in order:
-                given = copied(args)
-                function, process = runners[runner]
+            seed, compared = secrets.randbits(32), dict[int, Input]()
+            for runner in random.sample(list(found), len(found)):
+                process = processes[runner]
                 try:
-                    result = function(*given)
+                    if turn < 0:
+                        calls[runner] = _calls_of(process, timed, seed, most)
+                    process.make(timed, seed, calls[runner])
+                    seconds = process.time() / calls[runner]
+                    why = self._why_wrong(process, timed, seed, calls[runner], compared) if runner in own else ""
                 except Ended as ended:
-                    if runner in own:
-                        own[runner].problem = f"{label}, timed: {ended}"
-                    runners.pop(runner)
-                    continue
+                    why = str(ended)
                 except Exception:  # it declines or fails in this case, and has no time there
-                    found.pop(runner, None)
+                    del found[runner]
                     continue
-                if turn == judged and runner in own and (why := self._wrong(label, dtype, args, given, result)):
-                    own[runner].problem = f"{label}, timed: {why}"
-                if turn >= 0 and runner in found:
-                    found[runner].append(process.seconds)
+                if why:
+                    if runner in own:
+                        own[runner].problem = f"{label}, timed: {why}"
+                    del processes[runner], found[runner]
+                elif turn >= 0:
+                    found[runner].append(seconds)
         for runner, all_ in found.items():
-            if runner in runners:
-                times[runner][label] = all_
+            times[runner][label] = all_
+            if runner in own:
+                own[runner].calls[label] = calls[runner]
 
-    def _wrong(self, label: str, dtype: torch.dtype, args: tuple[Any, ...], given: tuple[Any, ...], result: Any) -> str:
-        operator = self.operator
-        manager = get_default_manager()
-        (one,) = Inputs(manager, operator.name, dtype, self.device, samples=[Sample(label, args)])
+    def _most_calls(self, case: Case, processes: int) -> int:
+        """Return the largest number of calls of a question for which every process has memory."""
+        free = self.limits.megabytes << 20
+        if (spec := device_of(self.device.type)).accelerator:
+            free = spec.memory(self.device.index or 0)[0] // processes
+        return max(1, min(MOST_CALLS, min(free // 8, MOST_BYTES) // _bytes(case)))
+
+    def _why_wrong(self, process: Process, timed: Timed, seed: int, calls: int, compared: dict[int, Input]) -> str:
+        """Compare one result of a question, drawn now; return what is wrong with it, or empty."""
+        number, operator = secrets.randbelow(calls), self.operator
+        (args,) = timed.calls(self.device, seed + number)
+        given = copied(args)
+        result = process.fetch(number, given)
+        if number not in compared:
+            dtype, samples = getattr(torch, timed.dtype), [Sample("", args)]
+            (compared[number],) = Inputs(get_default_manager(), operator.name, dtype, self.device, samples=samples)
         if problem := broken_promise(operator, given, result):
             return problem
-        compared = compare(label, outputs(operator, given, result), one.expected, one.tolerance)
-        return compared.problem or ("a result is NaN" if compared.missing else "")
+        one = compared[number]
+        found = compare("", outputs(operator, given, result), one.expected, one.tolerance)
+        return found.problem.removeprefix(": ") or ("a result is NaN" if found.missing else "")
 
 
 def _registered(candidate: Candidate, process: Process) -> tuple[OpManager, OpImpl]:
@@ -283,11 +308,7 @@ def _registered(candidate: Candidate, process: Process) -> tuple[OpManager, OpIm
     impls = default.registry.get_implementations(op_name)
     registry.register_many([one for one in impls if one.kind is BackendImplKind.REFERENCE])
 
-    def call(*args: Any) -> Any:
-        return process(*args)
-
-    call.__signature__ = candidate.signature  # type: ignore[attr-defined]
-    impl = OpImpl(op_name, "default.candidate", BackendImplKind.DEFAULT, call)
+    impl = candidate.implementation(process)
     registry.register_impl(impl)
     return OpManager(registry, register_builtins=False), impl
 
@@ -304,6 +325,25 @@ def _compare(right: Sequence[Proof], rivals: dict[str, dict[str, list[float]]]) 
         if shares:
             rounds = [geometric_mean(one) for one in zip(*shares, strict=False)]
             proof.faster = (median(rounds), *interval(rounds, SURELY))
+
+
+def _calls_of(process: Process, timed: Timed, seed: int, most: int) -> int:
+    """Return the number of calls that take :data:`QUESTION_SECONDS`; the first question compiles."""
+    process.make(timed, seed, 1)
+    process.time()
+    calls = 1
+    while True:
+        process.make(timed, seed, calls)
+        seconds = process.time()
+        if calls == most or seconds > QUESTION_SECONDS / 4:
+            return max(1, min(most, round(calls * QUESTION_SECONDS / seconds)))
+        calls = min(most, 8 * calls)
+
+
+def _bytes(case: Case) -> int:
+    """Return about the bytes of a call's arguments and results."""
+    work, size = case.least
+    return max(work.bytes_moved, size, 1)
 
 
 def _is_small(case: Case) -> bool:

@@ -1,6 +1,7 @@
 """The process that calls a candidate: it only computes results.
 
 A line of JSON requests a call with the places of tensors in shared memory. The answer has the places of the results.
+For a timed question the process makes the arguments of many calls itself, on the device, from a seed; see ``timed.py``.
 """
 
 from __future__ import annotations
@@ -8,39 +9,54 @@ from __future__ import annotations
 import importlib.util
 import json
 import mmap
+import secrets
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...devices import device_of
 from ...errors import NotSupported, text_of
-from ...manager import get_default_manager
+from ...manager import OpManager, get_default_manager
 from ...ops.results import flat
+from ...registry import OpRegistry
 from ...run.direct import direct_function, why_declined
+from ..arguments import same_bits
 from . import sandbox
+from .candidate import read
+from .timed import Timed, storages_of
 
 KEPT = 4
 """Calls with results that stay alive, so that a later call cannot legitimately get their memory."""
 PAGE = 4096
 
 
-def function_of(task: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function to call: a file's or an implementation's (asked once about arguments of one form)."""
+def functions_of(task: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return a file's function, or an implementation's (asked once about arguments of one form).
+
+    The second one takes all parameters of the operator, also those that a file's function does not have.
+    """
     op_name = task["op"]
     if task["file"]:
         spec = importlib.util.spec_from_file_location("candidate", task["file"])
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        (candidate,) = read(Path(task["file"]).parent, op_name)
         if task["compilers"]:  # a driver starts by system calls that the sandbox refuses
             torch.ones(1, device=task["device"]).add_(1).item()
         sandbox.enter(task["compilers"])
         spec.loader.exec_module(module)
         found: Callable[..., Any] = getattr(module, op_name)
-        return found
+        registry = OpRegistry()
+        registry.register_impl(candidate.implementation(found))
+        (impl,) = registry.get_implementations(op_name)
+        return found, direct_function(OpManager(registry, register_builtins=False).state, impl)
     manager = get_default_manager()
     manager.ensure_initialized()
     (impl,) = (one for one in manager.registry.get_implementations(op_name) if one.impl_id == task["impl"])
@@ -55,31 +71,51 @@ def function_of(task: dict[str, Any]) -> Callable[..., Any]:
             taken.add(form)
         return direct(*args)
 
-    return call
+    return call, call
 
 
 class Calls:
     """Calls of one function, with arguments and results in shared memory.
 
     Args:
-        function: the function to call.
+        op_name: the operator.
+        functions: the function to call, and the function for timed questions.
         memory: the shared memory.
         device: the device of the arguments.
     """
 
-    def __init__(self, function: Callable[..., Any], memory: mmap.mmap, device: torch.device) -> None:
-        self.function, self.memory, self.device = function, memory, device
+    def __init__(
+        self, op_name: str, functions: Sequence[Callable[..., Any]], memory: mmap.mmap, device: torch.device
+    ) -> None:
+        self.function, self.timed = functions
+        self.op_name, self.memory, self.device = op_name, memory, device
+        self.wait = partial(device_of(device.type).module().synchronize, device)
+        self.given: list[tuple[Any, ...]] = []  # of the calls of a timed question, with their results
+        self.results: list[Any] = []
+        self.seen: tuple[int, list[Tensor]] = (0, [])  # one of these results, as it was before the answer
         self.alive: deque[Any] = deque(maxlen=KEPT)
         self.copies: dict[int, Tensor] = {}  # an accelerator's, with the same address in calls with the same sizes
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Make one call."""
+        """Make one call, or an answer to a part of a timed question."""
+        if "make" in asked:
+            self.results.clear()
+            self.given = [*Timed(self.op_name, *asked["make"]).calls(self.device, asked["seed"], asked["calls"])]
+            self.wait()
+            return {}
+        if "run" in asked:
+            return self._run()
         shared = [torch.frombuffer(self.memory, dtype=torch.uint8, count=n, offset=at) for at, n in asked["storages"]]
-        places = [self._place(one, at) for one, (at, _) in zip(shared, asked["storages"], strict=True)]
-        args = [self._argument(one, places) for one in asked["args"]]
-        torch._C._set_deterministic_algorithms(asked["poisoned"], warn_only=True)  # PyTorch's own imports Inductor
-        result = self.function(*args)
-        torch._C._set_deterministic_algorithms(False)
+        if "fetch" in asked:
+            if not self._is_as_seen():
+                return {"raised": ["RuntimeError", "a result changed after the clock had stopped"]}
+            places, result = storages_of(self.given[asked["fetch"]]), self.results[asked["fetch"]]
+        else:
+            places = [self._place(one, at) for one, (at, _) in zip(shared, asked["storages"], strict=True)]
+            args = [self._argument(one, places) for one in asked["args"]]
+            torch._C._set_deterministic_algorithms(asked["poisoned"], warn_only=True)  # PyTorch's own imports Inductor
+            result = self.function(*args)
+            torch._C._set_deterministic_algorithms(False)
         for one, place in zip(shared, places, strict=True):
             if place.data_ptr() != one.data_ptr():  # an accelerator's copy of the memory that processes share
                 one.copy_(torch.empty(0, dtype=torch.uint8, device=self.device).set_(place))
@@ -87,6 +123,24 @@ class Calls:
         if not all(one is None or type(one) is Tensor for one in flat(result)):
             return {"raised": ["TypeError", f"it returns a {type(result).__name__}, not tensors"]}
         return {"results": self._results(result, places, asked["end"]), "several": isinstance(result, tuple | list)}
+
+    def _run(self) -> dict[str, Any]:
+        """Make the calls of a timed question; the answer leaves when the device has finished.
+
+        A copy of one result, drawn after the calls, is made before: a result that is completed later differs from it.
+        """
+        function, results, wait = self.timed, self.results, self.wait
+        for args in self.given:
+            results.append(function(*args))
+        wait()
+        drawn = secrets.randbelow(len(results))
+        self.seen = drawn, [one.clone() for one in flat(results[drawn]) if isinstance(one, Tensor)]
+        wait()
+        return {}
+
+    def _is_as_seen(self) -> bool:
+        drawn, seen = self.seen
+        return same_bits(seen, [one for one in flat(self.results[drawn]) if isinstance(one, Tensor)])
 
     def _place(self, shared: Tensor, at: int) -> torch.UntypedStorage:
         """Return the memory of an argument on the device."""
@@ -142,7 +196,7 @@ def main() -> None:
 
         say({}, "start")
         try:
-            calls = Calls(function_of(task), memory, torch.device(task["device"]))
+            calls = Calls(task["op"], functions_of(task), memory, torch.device(task["device"]))
         except Exception as error:  # foreign code: whatever it raises is the finding
             say({"raised": [type(error).__name__, f"as it was imported: {text_of(error)}"]}, "load")
             return

@@ -30,8 +30,11 @@ def instead(lines: str, head: str = "") -> str:
     return f"{HEAD}{head}\ndef silu_and_mul(x):\n{body}\n"
 
 
-def by_triton(written: str) -> str:
-    """A Triton kernel that stores the columns of this mask, and PyTorch's function where there is no accelerator."""
+def by_triton(written: str, passes: int = 1) -> str:
+    """A Triton kernel that stores the columns of this mask, and PyTorch's function where there is no accelerator.
+
+    It goes over its rows several times, and writes the same in each pass.
+    """
     return f"""
 import torch
 from torch.nn.functional import silu
@@ -43,8 +46,8 @@ try:
     @triton.jit
     def kernel(x, y, columns, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
-        for start in range(0, columns, BLOCK):
-            at = start + tl.arange(0, BLOCK)
+        for start in range(0, {passes} * columns, BLOCK):
+            at = start % columns + tl.arange(0, BLOCK)
             gate = tl.load(x + row * 2 * columns + at, mask=at < columns).to(tl.float32)
             up = tl.load(x + row * 2 * columns + columns + at, mask=at < columns).to(tl.float32)
             tl.store(y + row * columns + at, gate / (1 + tl.exp(-gate)) * up, mask={written})
@@ -233,3 +236,34 @@ UNSCREENED: dict[str, tuple[str, str]] = {
         "",
     ),
 }  # fmt: skip
+
+TIMED: dict[str, tuple[str, str]] = {
+    "completes its result later": (
+        "import threading, time\n"
+        + instead(
+            "y = torch.full((*x.shape[:-1], x.shape[-1] // 2), 7.0, dtype=x.dtype)\n"
+            "gate, up = x.float().chunk(2, -1)\n"
+            "def work():\n    time.sleep(0.002)\n    y.copy_((silu(gate) * up).to(x.dtype))\n"
+            "threading.Thread(target=work).start()\nreturn y"
+        ),
+        "a result changed after the clock had stopped|elements are wrong",
+    ),
+    "computes one call of two": (
+        after("count.append(0)\nif len(count) % 2 == 0:\n    y = torch.zeros_like(y)", "count = []\n"),
+        "elements are wrong",
+    ),
+    "keeps the answers by address": (
+        instead(
+            "key = (x.data_ptr() if len(kept) > 1 else 0, x.shape)\nif key not in kept:\n"
+            "    gate, up = x.float().chunk(2, -1)\n    kept[key] = (silu(gate) * up).to(x.dtype).contiguous()\n"
+            "return kept[key].clone()",
+            "kept = {}\n",
+        ),
+        "elements are wrong",
+    ),
+    "returns one memory for all calls": (
+        after("y = kept.setdefault((y.shape, y.dtype), torch.empty_like(y)).copy_(y)", "kept = {}\n"),
+        "elements are wrong",
+    ),
+}
+"""Faults of timed calls alone; each gives right results when it is called once and looked at slowly."""

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from candidates import LIKE_A_COMPILER, REFUSED, RIGHT, UNSCREENED, WRONG, by_triton
+from candidates import LIKE_A_COMPILER, REFUSED, RIGHT, TIMED, UNSCREENED, WRONG, by_triton
 
 from command import fl
 from fl_dispatch.cli.prove import _pack
 from fl_dispatch.evidence.bisect import planted
 from fl_dispatch.evidence.prove import sandbox, signature
 from fl_dispatch.evidence.prove.candidate import read
-from fl_dispatch.evidence.prove.process import Limits
-from fl_dispatch.evidence.prove.trial import Proof, Trial
-from fl_dispatch.ops import OPERATORS
+from fl_dispatch.evidence.prove.process import Limits, Process
+from fl_dispatch.evidence.prove.timed import Timed
+from fl_dispatch.evidence.prove.trial import MOST_CALLS, QUESTION_SECONDS, Proof, Trial, _calls_of
+from fl_dispatch.evidence.verify import Verification
+from fl_dispatch.ops import OPERATORS, Tolerance
 from fresh_interpreter import fresh
 
 PLACES = {"cpu": Limits(seconds=3.0, megabytes=1536), "cuda": Limits(seconds=15.0, megabytes=6144, compilers=True)}
@@ -102,6 +104,55 @@ def test_a_kernel_that_leaves_a_block_unwritten_is_found(prove: Prove) -> None:
     proof = prove(by_triton("start + BLOCK <= columns"))
     assert proof.verdict == "wrong"
     assert "elements are" in "\n".join(proof.problems)
+
+
+def _raced(trial: Trial, folder: Path, texts: dict[str, str], against: str) -> list[Proof]:
+    """Race texts that nobody verified or read, as if they were right."""
+    for name, text in texts.items():
+        (folder / f"{name.replace(' ', '_')}.py").write_text(text)
+    verified = Verification("silu_and_mul", "default.candidate", "float32", Tolerance(0.0, 0.0), samples=1)
+    proofs = [Proof(replace(one, problem=""), verified=[verified]) for one in read(folder, "silu_and_mul")]
+    replace(trial, against=[against]).race(proofs)
+    return proofs
+
+
+def test_results_of_timed_calls_are_compared(trial: Trial, tmp_path: Path) -> None:
+    texts = {name: text for name, (text, _) in TIMED.items()}
+    if trial.device.type == "cuda":  # a thread's copy to the device would be its own test
+        texts.pop("completes its result later")
+    *wrong, right = _raced(trial, tmp_path, {**texts, "right": RIGHT["plain"]}, "reference.torch")
+    assert right.problems == []
+    assert right.faster is not None
+    for proof in wrong:
+        words = TIMED[proof.candidate.name.replace("_", " ")][1]
+        assert re.search(words, proof.problem), proof.candidate.name
+        assert proof.faster is None
+
+
+@pytest.mark.parametrize("trial", ["cpu"], indirect=True)
+def test_a_timed_question_is_longer_than_the_way_to_the_process_and_back(trial: Trial) -> None:
+    process = Process("silu_and_mul", RIGHT["plain"], "", trial.device, trial.limits)
+    timed = Timed("silu_and_mul", "float32", "", 1, 4096)
+    try:
+        calls = _calls_of(process, timed, 0, MOST_CALLS)
+        process.make(timed, 0, calls)
+        assert calls > 4
+        assert process.time() > QUESTION_SECONDS / 4
+    finally:
+        process.stop()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trial", ["cuda"], indirect=True)
+def test_a_kernel_that_does_its_work_twice_is_surely_slower(trial: Trial, tmp_path: Path) -> None:
+    texts = {"once": by_triton("at < columns"), "twice": by_triton("at < columns", passes=2)}
+    once, twice = _raced(trial, tmp_path, texts, "default.triton")
+    print([(one.candidate.name, one.faster, one.calls, one.seconds) for one in (once, twice)])
+    assert once.problems == twice.problems == []
+    assert once.faster is not None
+    assert twice.faster is not None
+    assert twice.faster[2] < 0.9
+    assert twice.faster[2] < once.faster[1]
 
 
 def test_one_that_declines_everything_is_not_right(prove: Prove) -> None:
