@@ -238,9 +238,16 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
         f"Tuned for {facts['machine']['device']} by fl-dispatch {__version__} on {facts['date']}, in {facts['dtype']}.",
         f"Every figure is in {platforms.evidence_path(file).name}. The keys are those of docs/guide/settings.md.",
         "A time is that of all calls of a step, with the interval that holds the median with probability 0.95.",
+        f"Sizes between and above the measured ones are drawn with the seed {record.seed}.",
     ]
-    rules = merge(winners, dict(plan.policy.op_tuned))
-    file.write_text(platform_file(title, base, rules, figures, choices), encoding="utf-8")
+    bounded = record.bounded()
+    for op_name, _, phase in bounded:
+        why = "the winner is not proven there"
+        rows.say(
+            f"{op_name}{f', {phase}' if phase else ''}: above the largest size the default order serves, because {why}"
+        )
+    rules = merge(winners, dict(plan.policy.op_tuned), bounded)
+    file.write_text(platform_file(title, base, rules, figures, choices, record.served), encoding="utf-8")
     load_config_file(file)  # an invalid file raises now rather than at the next start
     evidence.finish({**record.as_data(complete=True), "providers": plan.providers(winners, rules)})
     rows.say(f"written: {file} and {platforms.evidence_path(file).name}")

@@ -63,12 +63,14 @@ class TunedCase:
         case: the shape.
         times: calls in a step.
         step: tokens of the step that makes the call; the key's may be others, because heads count as tokens.
+        at: returns the same call's shape in a step of other tokens.
     """
 
     key: Key
     case: Case
     times: int
     step: int
+    at: Callable[[int], Case]
 
     @property
     def name(self) -> str:
@@ -205,24 +207,31 @@ def tuned_cases(
     """
     found: list[TunedCase] = []
 
-    def add(call: Call, tokens: int) -> None:
+    def add(call_of: Callable[[int], Call], tokens: int) -> None:
+        call, nowhere = call_of(tokens), Place(place.dtype, torch.device("meta"))
         if op_names and call.op_name not in op_names:
             return
-        operator, nowhere = OPERATORS[call.op_name], Place(place.dtype, torch.device("meta"))
-        make, plan = (partial(call.make, where, tokens) for where in (place, nowhere))
-        seen = operator.workload(*operator.bind(plan(), {}))
+        operator = OPERATORS[call.op_name]
         dtype = str(place.dtype).removeprefix("torch.")
-        key = Key(call.op_name, dtype, seen.tokens, seen.phase)
-        case = Case(call.op_name, call.label, seen.tokens, call.width, make, plan)
-        found.append(TunedCase(key, case, call.times, tokens))
+
+        def at(step: int) -> Case:
+            other = call_of(step)
+            make, plan = (partial(other.make, where, step) for where in (place, nowhere))
+            seen = operator.workload(*operator.bind(plan(), {}))
+            return Case(other.op_name, other.label, seen.tokens, other.width, make, plan)
+
+        case = at(tokens)
+        assert case.plan is not None
+        key = Key(call.op_name, dtype, case.tokens, operator.workload(*operator.bind(case.plan(), {})).phase)
+        found.append(TunedCase(key, case, call.times, tokens, at))
 
     for call in row_calls(model):
         for tokens in (*batches, *prefills):
-            add(call, tokens)
+            add(lambda _, own=call: own, tokens)  # type: ignore[misc]
     for batch in batches:
         fitting = [keys for keys in contexts if batch * keys <= MOST_CACHED[accelerator]]
         for keys in fitting or [max(16, MOST_CACHED[accelerator] // batch)]:
-            add(attention_calls(model, batch, 1, keys), batch)
+            add(lambda requests, own=keys: attention_calls(model, requests, 1, own), batch)  # type: ignore[misc]
     for tokens in prefills:
-        add(attention_calls(model, 1, tokens, tokens), tokens)
+        add(lambda new: attention_calls(model, 1, new, new), tokens)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...settings.place import shorten
@@ -20,6 +20,7 @@ def platform_file(
     rules: Mapping[str, Rules],
     figures: Mapping[Key, Sequence[Figure]],
     choices: Mapping[Key, Choice],
+    served: Callable[[Key, str], str] = lambda key, impl_id: "",
 ) -> str:
     """Write a platform file as YAML text.
 
@@ -28,13 +29,16 @@ def platform_file(
         base: the keys of the file that it starts from, without ``op_tuned``.
         rules: operator → its rules, including those of the base file.
         figures, choices: the measurements and their winners, for the comments.
+        served: returns the other sizes at which a key's winner was proven, in words.
     """
     lines = [f"# {line}" for line in title] + [""]
     lines += [f"{key}: {_scalar(value)}" for key, value in base.items()]
     lines.append("op_tuned:")
     for op_name, own in rules.items():
         keys = [key for key in choices if key.op_name == op_name]
-        lines += [f"  # {_comment(key, figures[key], choices[key])}" for key in keys]
+        for key in keys:
+            lines.append(f"  # {_comment(key, figures[key], choices[key])}")
+            lines += [f"  #   {words}" for words in filter(None, [served(key, choices[key].impl_id)])]
         lines += [f"  # {line}" for line in _excluded([figures[key] for key in keys])]
         if not keys:
             lines.append("  # Not tuned: as in the file that this one starts from.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from .calls import Key, TunedCase
 from .choice import Choice, Figure, choose, choose_together
 from .model import read_json
 from .race import Outcome
+from .rules import Group, group_of
 
 TOGETHER = "together"
 """The fact that names operators with one winner for all sizes."""
@@ -27,12 +29,17 @@ class Record:
             not reused.
         cases: a shape's name → its key, its calls per step, and candidate → outcome.
         late: operator → candidate → the kernel that it compiles after the start.
+        between, above: key → candidate → its proofs at sizes between the measured ones, and above the largest.
+        seed: the seed of these sizes.
         file: the file of an earlier run.
     """
 
     facts: Mapping[str, Any]
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     late: dict[str, dict[str, str]] = field(default_factory=dict)
+    between: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    above: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    seed: int = field(default_factory=lambda: secrets.randbits(32))
     file: Path | None = None
 
     def keep(self, tuned: TunedCase, outcomes: Mapping[str, Outcome]) -> None:
@@ -61,13 +68,57 @@ class Record:
     def _figure(self, key: Key, impl_id: str, cases: Sequence[Mapping[str, Any]]) -> Figure:
         parts = [(case["times"], case["candidates"].get(impl_id)) for case in cases]
         late = self.late.get(key.op_name, {}).get(impl_id, "")
-        problems = [late, *("not a candidate for every shape" if one is None else one["problem"] for _, one in parts)]
+        problems = [
+            late,
+            self.why_not_between(key, impl_id),
+            *("not a candidate for every shape" if one is None else one["problem"] for _, one in parts),
+        ]
         timed = [(times, one["us"]) for times, one in parts if one is not None and one["us"]]
         seconds: tuple[float, ...] = ()
         if len(timed) == len(parts):
             rows = zip(*(([value * times / 1e6 for value in us]) for times, us in timed), strict=False)
             seconds = tuple(map(sum, rows))
         return Figure(impl_id, seconds, next(filter(None, problems), ""))
+
+    def why_not_between(self, key: Key, impl_id: str) -> str:
+        """Return why a candidate must not serve the sizes of a key's rule, or empty.
+
+        Of an operator with one winner for all sizes, that includes the sizes above the largest measured one.
+        """
+        kinds = (self.between, self.above) if key.op_name in self.facts.get(TOGETHER, ()) else (self.between,)
+        found = (kind.get(str(key), {}).get(impl_id, {}).get("problem", "") for kind in kinds)
+        return next(filter(None, found), "")
+
+    def bounded(self) -> set[Group]:
+        """Return the groups with a largest size above which the default order serves.
+
+        That is so if the winner is wrong above, or if the reference can compute no size above. In the second case one
+        winner at all sizes stays, because a condition would keep it out of compiled models.
+        """
+        found, choices = set(), {key: choice.impl_id for key, choice in self.choices().items()}
+        for key, winner in choices.items():
+            tried = self.above.get(str(key), {}).get(winner)
+            if tried is None or key.op_name in self.facts.get(TOGETHER, ()):
+                continue
+            others = {one for other, one in choices.items() if other.op_name == key.op_name}
+            if tried["problem"] or (not tried["proven"] and tried["too_large"] and len(others) > 1):
+                found.add(group_of(key))
+        return found
+
+    def served(self, key: Key, impl_id: str) -> str:
+        """Return in words the sizes other than a key's own at which its winner was compared with the reference."""
+        said = []
+        for kind, name in ((self.between, "sizes between"), (self.above, "sizes above")):
+            tried = kind.get(str(key), {}).get(impl_id)
+            if tried is None or not any(tried.values()):
+                continue
+            if tried["problem"]:
+                said.append(f"{name}: {tried['problem']}")
+                continue
+            of = {"proven": "right at", "declined": "declined at", "too_large": "too large for the reference:"}
+            words = [f"{text} {', '.join(map(str, sorted(set(tried[one]))))}" for one, text in of.items() if tried[one]]
+            said.append(f"{name}: {'; '.join(words)}")
+        return "; ".join(said)
 
     def choices(self) -> dict[Key, Choice]:
         """Return key → winner, and why. Operators that the facts name under :data:`TOGETHER` have one winner each."""
@@ -89,7 +140,8 @@ class Record:
             }
             for key, choice in (self.choices().items() if complete else ())
         ]
-        return {"complete": complete, **self.facts, "late": self.late, "keys": keys, "cases": self.cases}
+        sizes = {"seed_of_sizes": self.seed, "between": self.between, "above": self.above}
+        return {"complete": complete, **self.facts, "late": self.late, "keys": keys, "cases": self.cases, **sizes}
 
 
 def _row(figure: Figure) -> dict[str, Any]:
@@ -122,7 +174,8 @@ def resumed(files: Iterable[Path], facts: Mapping[str, Any]) -> Record:
             continue
         if all(data.get(name) == value for name, value in plain.items() if name not in UNIMPORTANT):
             threads = {"threads": data["threads"]} if "threads" in data else {}  # a tuning has one number of threads
-            return Record({**facts, **threads}, data["cases"], data.get("late", {}), file)
+            sizes = data.get("between", {}), data.get("above", {}), data.get("seed_of_sizes", 0)
+            return Record({**facts, **threads}, data["cases"], data.get("late", {}), *sizes, file)
     return Record(facts)
 
 

@@ -23,12 +23,14 @@ from ...types import OpImpl
 from ..bench import expected_seconds
 from ..rates import Yardstick
 from ..timing import Clock
+from .between import DRAWN, prove_sizes, sizes_of
 from .calls import Key, TunedCase, tuned_cases
 from .late_compilation import late_compilation, requests_of, start_of
 from .model import Dimensions
 from .providers import providers
 from .race import PROVEN, REPEATS, Outcome, accepted, is_provable, prove, race
 from .record import TOGETHER, Record
+from .rules import Group, group_of
 
 PROOF_SECONDS = 0.1
 """Seconds to prove a candidate at a shape, for an estimate."""
@@ -166,6 +168,37 @@ def steps(plan: Plan, record: Record, yardstick: Yardstick) -> Iterator[tuple[st
             if tuned.name not in record.cases:
                 once = expected_seconds(tuned.case, yardstick) + PROOF_SECONDS
                 yield tuned.name, CANDIDATES * once, lambda t=tuned: _measure(plan, record, t, yardstick.clock, proofs)  # type: ignore[misc]
+        if any(tuned.name not in record.cases for tuned in mine) or _unproven(record, op_name):
+            seconds = PROOF_SECONDS * (DRAWN + 2) * len(mine)
+            yield (
+                f"{op_name}: sizes between",
+                seconds,
+                partial(_prove_sizes, plan, record, op_name, mine, yardstick.clock),
+            )
+
+
+def _unproven(record: Record, op_name: str) -> list[tuple[Key, str]]:
+    """Return keys of an operator with winners that were not tried at the other sizes of their rules."""
+    chosen = {key: choice.impl_id for key, choice in record.choices().items() if key.op_name == op_name}
+    return [
+        (key, winner) for key, winner in chosen.items() if winner and winner not in record.between.get(str(key), {})
+    ]
+
+
+def _prove_sizes(plan: Plan, record: Record, op_name: str, cases: list[TunedCase], clock: Clock) -> None:
+    """Prove the winners of an operator at the other sizes of their rules; a wrong one loses, and the next is proven."""
+    largest: dict[Group, int] = {}
+    for tuned in cases:
+        largest[group_of(tuned.key)] = max(tuned.key.tokens, largest.get(group_of(tuned.key), 0))
+    while todo := _unproven(record, op_name):
+        for key, winner in todo:
+            (impl,) = (one for one in plan.candidates(key) if one.impl_id == winner)
+            for above, kind in ((False, record.between), (True, record.above)):
+                if not above or key.tokens == largest[group_of(key)]:
+                    sizes = sizes_of(cases, key, above, record.seed)
+                    found = prove_sizes(plan.manager, impl, sizes, clock, plan.place.dtype)
+                    kind.setdefault(str(key), {})[winner] = found.as_data()
+    clock.spec.empty_cache()
 
 
 def _call(state: State, impl: OpImpl, *args: Any) -> None:

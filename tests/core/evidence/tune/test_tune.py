@@ -24,10 +24,12 @@ from fl_dispatch.cli.output import ResultFile
 from fl_dispatch.devices import device_of
 from fl_dispatch.evidence.rates import Rates
 from fl_dispatch.evidence.timing import Clock
+from fl_dispatch.evidence.tune.between import sizes_of
 from fl_dispatch.evidence.tune.engine import Cell, cells, compared, disagreements, measure, workloads
 from fl_dispatch.evidence.tune.late_compilation import compilations
 from fl_dispatch.evidence.tune.model import Dimensions, dimensions, read_model
 from fl_dispatch.evidence.tune.record import Record, resumed
+from fl_dispatch.evidence.tune.rules import merge
 from fl_dispatch.evidence.tune.tuning import Plan, steps
 from fl_dispatch.hosting.layers.survey import Survey
 from fl_dispatch.hosting.records import runs
@@ -129,6 +131,65 @@ def test_a_candidate_that_is_wrong_at_one_tuned_size_alone_is_no_winner_there() 
     assert found[1] == found[2] == ""
     assert "wrong" in found[8]
     assert {key.tokens: choice.impl_id for key, choice in record.choices().items()}[8] != "default.eight"
+
+
+def wrong_at(sizes: range) -> Callable[[Tensor], Tensor]:
+    return lambda x: gated(x) + 1 if x.shape[0] in sizes else gated(x)
+
+
+def rules(record: Record) -> list[TunedRule]:
+    chosen = {key: choice.impl_id for key, choice in record.choices().items()}
+    return list(merge(chosen, {}, record.bounded())["silu_and_mul"])
+
+
+def test_a_candidate_that_is_wrong_only_between_measured_sizes_does_not_win_there() -> None:
+    record = tuned(plan_of(candidate("default.between", wrong_at(range(4, 7)), 900)))
+    assert {key.tokens: choice.impl_id for key, choice in record.choices().items()} == {
+        1: "default.between", 2: "default.between", 8: "reference.torch",
+    }  # fmt: skip
+    assert "wrong: " in problems(record, "default.between")
+    assert rules(record) == [
+        TunedRule(order=("impl:default.between",), tokens=(0, 2)), TunedRule(order=("impl:reference.torch",)),
+    ]  # fmt: skip
+    (eight,) = (key for key in record.choices() if key.tokens == 8)
+    found = record.between[str(eight)]["reference.torch"]
+    assert {3, 7} < set(found["proven"]) <= {3, 4, 5, 6, 7}
+    assert len(found["proven"]) == 4
+    assert "sizes between: right at 3, " in record.served(eight, "reference.torch")
+    assert "sizes above: right at 9, " in record.served(eight, "reference.torch")
+
+
+def test_a_candidate_that_is_wrong_above_the_largest_size_serves_up_to_it() -> None:
+    above = candidate("default.above", wrong_at(range(9, 99)), 900)
+    record = tuned(plan_of(above))
+    assert winners(record) == {"default.above"}
+    assert rules(record) == [TunedRule(order=("impl:default.above",), tokens=(0, 8))]
+
+
+def test_a_choice_for_all_sizes_must_be_right_above_the_largest_one() -> None:
+    above = candidate("default.above", wrong_at(range(9, 99)), 900)
+    plan = plan_of(above, one_graph=True)
+    assert winners(tuned(plan, Record({"together": plan.together()}))) == {"reference.torch"}
+
+
+def test_two_tunings_try_other_sizes_and_a_resumed_one_the_same() -> None:
+    plan = plan_of(batches=(1,), prefills=(4096,))
+    first, *_, last = plan.cases()
+    tried = {seed: [case.tokens for case in sizes_of([first, last], last.key, False, seed)] for seed in (1, 2)}
+    assert tried[1] != tried[2]
+    assert [tried[1][0], tried[1][-1], len(tried[1])] == [2, 4095, 4]
+    assert tried[1] == [case.tokens for case in sizes_of([first, last], last.key, False, 1)]
+    assert resumed([], {}).seed != resumed([], {}).seed
+
+
+def test_heads_count_as_tokens_between_sizes_too() -> None:
+    cases = plan_of(op_names=("rms_norm",)).cases()
+    largest = max((one.key for one in cases), key=lambda key: key.tokens)
+    below = max(one.key.tokens for one in cases if one.key.tokens < largest.tokens)
+    tried = [(case.label, case.tokens) for case in sizes_of(cases, largest, False, 0)]
+    assert {label for label, _ in tried} >= {"query heads"}
+    assert all(below < tokens <= largest.tokens for _, tokens in tried)
+    assert all(tokens % 4 == 0 for label, tokens in tried if label == "query heads")
 
 
 def test_a_candidate_that_compiles_after_the_start_never_wins() -> None:
