@@ -14,6 +14,7 @@ import torch
 
 import two_ranks
 from fl_dispatch.hosting.start import tactics
+from fresh_interpreter import fresh
 
 SCRIPT = Path(__file__).parent / "agree_on_tactics.py"
 Ranks = Sequence[dict[str, Any]]
@@ -104,6 +105,17 @@ def test_without_a_seal_new_keys_are_timed_and_agreed_when_ranks_meet_again(star
 def test_the_file_names_chip_and_versions(starts: Mapping[str, Ranks], folder: Path) -> None:
     (place,) = json.loads((folder / "fl-dispatch" / "tactics.json").read_text())
     assert f"PyTorch {torch.__version__}" in place
+
+
+@pytest.mark.parametrize(("known", "wrong"), [(16, False), (32, True), (0, True)])
+def test_a_wrong_tactic_of_a_replaced_operator_is_found_at_its_key(known: int, wrong: bool, tmp_path: Path) -> None:
+    """That of an earlier start (a block size), or one that this start timed (0)."""
+    pytest.importorskip("triton")
+    script = str(Path(__file__).parent / "wrong_tactic.py")
+    found = json.loads(fresh("", script, str(tmp_path), str(known), cold=True).splitlines()[-1])
+    assert found["right"]
+    assert found["disabled"].startswith("wrong: ") == wrong
+    assert (found["calls"], found["timed"]) == (int(not wrong), 0 if known else 2)
 
 
 PLANTED: tactics.Tactics = {"kernel": {(1, "torch.int32"): "BLOCK: 16"}}
