@@ -107,6 +107,7 @@ ROTATIONS = {
             "tests/vllm/entrypoints/test_p2p_damage.py",
             "tests/vllm/speculation/test_damaged_drafts.py",
             "tests/sglang/evidence/test_sglang_damage.py",
+            "tests/sglang/evidence/test_sglang_damage_serve.py",
             "tests/sglang/evidence/test_sglang_perplexity.py",
             "tests/sglang/speculation/test_sglang_damaged_drafts.py",
         ),

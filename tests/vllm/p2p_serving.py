@@ -145,9 +145,9 @@ def serve(
     port, listens = free_port(), free_port()
     at = {"proxy_ip": HOST, "proxy_port": str(heartbeats), "http_port": str(port)} if heartbeats else {}
     connector = json.dumps(transfer(role, listens, "P2pNcclConnector", **at, **extra))
-    options += " --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 4 --max-num-batched-tokens 64"
-    options += f" --num-gpu-blocks-override {BLOCKS} --block-size {BLOCK} --kv-cache-memory-bytes 67108864"
-    given = (*options.split(), "--kv-transfer-config", connector)
+    fixed = "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 4 --max-num-batched-tokens 64"
+    fixed += f" --num-gpu-blocks-override {BLOCKS} --block-size {BLOCK} --kv-cache-memory-bytes 67108864"
+    given = (*fixed.split(), *options.split(), "--kv-transfer-config", connector)
     return served(log, model, {"VLLM_HOST_IP": HOST, **variables}, *given, port=port), Address(HOST, listens)
 
 

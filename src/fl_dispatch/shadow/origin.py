@@ -37,15 +37,22 @@ class Origin(NamedTuple):
 
 
 @contextmanager
-def watching(state: State) -> Iterator[list[Origin]]:
-    """Check the arguments and results of every call in the block; the list gets the origin once it is found.
+def watching(state: State, rows: Sequence[int] = ()) -> Iterator[dict[int, Origin]]:
+    """Check the arguments and results of every call in the block; each request's origin is added once it is found.
 
-    While dispatch is frozen, only calls of operators that were bound in the block are checked. Each call waits for the
-    device.
+    While dispatch is frozen, operators that were bound after the freeze are not checked, unless they were bound in the
+    block. Each call waits for the device.
+
+    Args:
+        state: of the manager.
+        rows: the tokens of each request of the step, in their order; by default all are of one request.
+
+    Yields:
+        A request's place in ``rows`` → its origin.
     """
-    found: list[Origin] = []
+    found: dict[int, Origin] = {}
     with writers:
-        before, state.wrapper = state.wrapper, partial(_watched, state, found)
+        before, state.wrapper = state.wrapper, partial(_watched, state, found, rows)
         state.changed(None)
     try:
         yield found
@@ -62,7 +69,8 @@ def is_watching(state: State) -> bool:
 
 def _watched(
     state: State,
-    found: list[Origin],
+    found: dict[int, Origin],
+    rows: Sequence[int],
     impl: OpImpl,
     decision: Decision,
     scope: str | None,
@@ -72,15 +80,18 @@ def _watched(
     if (known := declared(state, impl)) is None:
         return fn
     operator, convention = known
+    requests = {*range(len(rows) or 1)}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if found or is_capturing():
+        if found.keys() == requests or is_capturing():
             return fn(*args, **kwargs)
         call = call_of(operator, convention, scope, args, kwargs)
-        sound = not any(map(_is_damaged, _read(operator, call)))
+        before, _ = _places(_read(operator, call), rows, _damaged)
         result = fn(*args, **kwargs)
-        if sound and not found and not all(map(_is_finite, _made(operator, call, result))):
-            found.append(Origin(impl.op_name, impl.impl_id, scope or ""))
+        after, divided = _places(_made(operator, call, result), rows, _not_finite)
+        if divided or not before:
+            for place in after - before - found.keys():
+                found[place] = Origin(impl.op_name, impl.impl_id, scope or "")
         return result
 
     watched.__dict__[MADE_FROM] = decision
@@ -107,6 +118,26 @@ def _made(operator: Operator, call: Call, result: Any) -> Sequence[Any]:
     return made
 
 
+def _places(values: Iterable[Any], rows: Sequence[int], is_wrong: Callable[[Tensor], Tensor]) -> tuple[set[int], bool]:
+    """Return the requests with wrong numbers in these tensors, and whether each such tensor has rows of requests.
+
+    A tensor has a row for each token, or one for each request; all requests share any other tensor.
+    """
+    found: set[int] = set()
+    for wide in map(_wide, values):
+        if wide is None or not bool((wrong := is_wrong(wide)).any()):
+            continue
+        by_row = wrong.flatten(1).any(1).tolist() if wrong.dim() > 1 else wrong.flatten().tolist()
+        if len(by_row) == sum(rows):
+            owners = [place for place, count in enumerate(rows) for _ in range(count)]
+        elif len(by_row) == len(rows):
+            owners = [*range(len(rows))]
+        else:
+            return {*range(len(rows) or 1)}, False
+        found.update(owner for owner, row in zip(owners, by_row, strict=True) if row)
+    return found, True
+
+
 def _wide(value: Any) -> Tensor | None:
     """Return a tensor with numbers that may be infinite, 8-bit formats in a wider dtype; ``None`` for other values."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
@@ -114,12 +145,10 @@ def _wide(value: Any) -> Tensor | None:
     return value if value.dtype.itemsize > 1 else value.float()
 
 
-def _is_damaged(value: Any) -> bool:
-    """Whether an argument has NaN or infinity; negative infinity may be a mask."""
-    wide = _wide(value)
-    return wide is not None and not bool((wide < torch.inf).all())
+def _damaged(wide: Tensor) -> Tensor:
+    """Mark NaN and infinity in an argument; negative infinity may be a mask."""
+    return ~(wide < torch.inf)
 
 
-def _is_finite(value: Any) -> bool:
-    wide = _wide(value)
-    return wide is None or bool(wide.isfinite().all())
+def _not_finite(wide: Tensor) -> Tensor:
+    return ~wide.isfinite()

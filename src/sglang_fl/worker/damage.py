@@ -8,7 +8,7 @@ began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -42,6 +41,8 @@ logger = get_logger(__name__)
 
 EVERYTHING = 1 << 40
 """More tokens than a cache has."""
+SEPARATE = "|fl-damage-"
+"""What stands before a number at the end of a request's key in the radix cache, so that it shares nothing older."""
 
 
 class Damaged(NamedTuple):
@@ -60,20 +61,21 @@ class Damage:
     """The damaged requests of one scheduler.
 
     Attributes:
-        origins: the calls where numbers stopped being finite, in steps that read the watched requests; ``None`` if
-            calls were not checked.
+        origins: watched request → the calls where its numbers stopped being finite.
         suspects: requests with prompts partly read by a wrong implementation, and why they are damaged.
         leaving: retracted requests that a batch may still contain.
         ended: requests that were ended, and hold parts of the radix cache until SGLang finishes them.
+        purges: how often damage has been found in the radix cache.
     """
 
     def __init__(self) -> None:
         self.verdicts = Verdicts(get_settings().damaged_requests)
         self.wrong = Wrong(get_default_manager().shadow.findings)
-        self.origins: list[Origin] | None = None
+        self.origins: dict[str, list[Origin]] = {}
         self.suspects: dict[str, str] = {}
         self.leaving: list[Req] = []
         self.ended: list[Req] = []
+        self.purges = 0
 
     def watches(self, batch: ScheduleBatch) -> bool:
         """Whether a batch reads a request again."""
@@ -83,14 +85,20 @@ class Damage:
         mode = batch.forward_mode  # a step of its answer, also one that verifies drafts, reads damage from the cache
         return bool(mode.is_extend() and not mode.is_target_verify())
 
-    def unexplained(self, origins: list[Origin]) -> list[Origin]:
-        """Return a step's origins, without readers of a cache that an earlier part of a prompt may have damaged."""
-        return [one for one in origins if not self.origins or not reads_cache(one.operator)]
+    def unexplained(self, batch: ScheduleBatch, found: Mapping[int, Origin]) -> list[tuple[str, Origin]]:
+        """Return a step's origins by request, without readers of a cache that an earlier part of a prompt damaged."""
+        named = ((batch.reqs[place].rid, origin) for place, origin in found.items())
+        return [(rid, origin) for rid, origin in named if not self.origins.get(rid) or not reads_cache(origin.operator)]
 
-    def add(self, origins: Sequence[Origin] | None) -> None:
-        """Store origins that a watched step found; ``None`` if calls were not checked."""
-        if origins is not None:
-            self.origins = list(dict.fromkeys((*(self.origins or ()), *origins)))
+    def add(self, origins: Iterable[tuple[str, Origin]]) -> None:
+        """Store origins of requests that a watched step found."""
+        for rid, origin in origins:
+            if rid in self.verdicts.watched and origin not in (known := self.origins.setdefault(rid, [])):
+                known.append(origin)
+
+    def known(self) -> list[tuple[str, Origin]]:
+        """Return all origins with their requests."""
+        return [(rid, origin) for rid, found in self.origins.items() for origin in found]
 
     def judge(self, scheduler: Scheduler, batch: ScheduleBatch, rows: Sequence[int], watched: bool) -> list[Req]:
         """End damaged requests, and return those to be read again."""
@@ -99,6 +107,7 @@ class Damage:
         for request, damaged in () if calm else zip(batch.reqs, rows, strict=False):
             if request.finished() or request.to_finish is not None:
                 self.verdicts.watched.discard(request.rid)
+                self.suspects.pop(request.rid, None)
                 continue
             if request.is_retracted or request.inflight_middle_chunks > 0:  # the last chunk shows the damage too
                 continue
@@ -114,9 +123,9 @@ class Damage:
                 logger.warning("request %s has logits with NaN or infinity: it is read again, watched", request.rid)
                 again.append(request)
             elif verdict is Verdict.ENDS:
-                self.end(request, of_numbers(bool(damaged), self.origins), batch)
-        if not self.verdicts.watched:
-            self.origins = None
+                self.end(request, of_numbers(bool(damaged), self.origins.get(request.rid, [])), batch)
+        if self.origins:
+            self.origins = {rid: found for rid, found in self.origins.items() if rid in self.verdicts.watched}
         return again
 
     def touched(self, scheduler: Scheduler, batch: ScheduleBatch, why: str, known: set[Req]) -> list[Req]:
@@ -131,6 +140,7 @@ class Damage:
         logger.warning("requests with keys and values of an implementation that was wrong: %s", names)
         parts = [one for one in found if one in chunked or one.inflight_middle_chunks > 0]
         self.suspects.update({one.rid: why for one in parts})
+        self.purges += 1
         return [one for each in found if each not in parts for one in self.retry_or_end(scheduler, batch, each, why)]
 
     def retry_or_end(self, scheduler: Scheduler, batch: ScheduleBatch, request: Req, why: str) -> list[Req]:
@@ -150,12 +160,20 @@ class Damage:
         else:
             request.to_finish = reason
         self.ended.append(request)
+        self.purges += 1
 
-    def forget_ended(self, scheduler: Scheduler) -> None:
-        """Remove from the radix cache what ended requests stored there, such as earlier parts of their prompts."""
-        if self.ended:
-            _empty(scheduler.tree_cache)
-            self.ended = [one for one in self.ended if not one.finished()]
+    def purge(self, scheduler: Scheduler) -> None:
+        """Remove from the radix cache what damaged requests stored there, except what a request still holds."""
+        if scheduler.tree_cache.supports_prefix_sharing():
+            scheduler.tree_cache.evict(EvictParams(EVERYTHING, EVERYTHING, EVERYTHING))
+        self.ended = [one for one in self.ended if not one.finished()]
+
+    def separate(self, requests: Iterable[Req]) -> None:
+        """Let requests that have read nothing yet find nothing in the radix cache that is there now."""
+        name = f"{SEPARATE}{self.purges}"
+        for one in requests:
+            if not (one.extra_key or "").endswith(name):
+                one.extra_key = f"{one.extra_key or ''}{name}"
 
     def retract(self, scheduler: Scheduler, requests: list[Req]) -> None:
         """Release everything that requests hold and no other request does."""
@@ -166,8 +184,8 @@ class Damage:
             tree_cache=scheduler.tree_cache,
             hisparse_coordinator=None,
         )
-        _empty(scheduler.tree_cache)
         self.leaving += requests
+        self.purges += 1
 
     def requeue(self, scheduler: Scheduler, *batches: ScheduleBatch | None) -> None:
         """Remove retracted requests from their batches; they wait to be read once none of their steps is under way."""
@@ -177,6 +195,7 @@ class Damage:
         under_way = _under_way(scheduler)
         for request in [one for one in self.leaving if one not in under_way]:
             self.leaving.remove(request)
+            self.separate([request])
             scheduler._add_request_to_queue(request, is_retracted=True)
 
 
@@ -248,6 +267,8 @@ def get_next_batch_to_run(
     damage = DAMAGE.find(scheduler)
     if damage is not None and damage.leaving:
         damage.requeue(scheduler, running_batch, last_batch)
+    if damage is not None and (damage.suspects or damage.ended):
+        damage.separate(scheduler.waiting_queue)
     return original(scheduler, running_batch=running_batch, last_batch=last_batch)
 
 
@@ -259,16 +280,16 @@ def run_batch(
     before = None if pp_proxy_tensors is None else pp_proxy_tensors.tensors.pop(ORIGINS, None)
     if damage is None or not damage.watches(batch):
         return original(scheduler, batch, pp_proxy_tensors)
-    damage.add(before)
+    damage.add(before or ())
     manager, here = get_default_manager(), get_parallel()
-    with watching(manager.state) as found:
+    with watching(manager.state, batch.extend_lens) as found:
         result = original(scheduler, batch, pp_proxy_tensors)
-    found = damage.unexplained(found)
-    manager.shadow.findings.begun(found)
-    damage.add(together(here.tp_group.cpu_group, found) if here.tp_size > 1 else found)
+    named = damage.unexplained(batch, found)
+    manager.shadow.findings.begun(dict.fromkeys(origin for _, origin in named))
+    damage.add(together(here.tp_group.cpu_group, named) if here.tp_size > 1 else named)
     WATCHED.give(result, True)
     if (behind := getattr(result, "pp_hidden_states_proxy_tensors", None)) is not None:
-        behind.tensors[ORIGINS] = damage.origins
+        behind.tensors[ORIGINS] = damage.known()
     return result
 
 
@@ -278,7 +299,7 @@ def to_other_stages(original: Callable[..., Any], scheduler: Scheduler, result: 
     if (output := result.logits_output) is not None and (found := DAMAGED.find(output)) is not None:
         tensors[ROWS] = found[0].rows
     if WATCHED.find(result):
-        tensors[ORIGINS] = DAMAGE.of(scheduler).origins
+        tensors[ORIGINS] = DAMAGE.of(scheduler).known()
     return tensors
 
 
@@ -308,7 +329,8 @@ def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, bat
         logger.warning(KEPT, " and ".join(kept), ", ".join(one.rid for one in _everyone(scheduler, batch)))
     if not again:
         answer = original(scheduler, batch, result)
-        damage.forget_ended(scheduler)
+        if wrong or damage.ended:
+            damage.purge(scheduler)
         return answer
     for request in again:
         request.is_retracted = True  # so that it gets no token
@@ -318,7 +340,7 @@ def process_batch_result(original: Callable[..., Any], scheduler: Scheduler, bat
     answer = original(scheduler, batch, result)
     scheduler.batch_result_processor = processor
     damage.retract(scheduler, again)
-    damage.forget_ended(scheduler)
+    damage.purge(scheduler)
     return answer
 
 
@@ -376,9 +398,3 @@ def _give(logits_output: LogitsProcessorOutput, rows: Tensor) -> None:
         rows = rows.to("cpu", non_blocking=True)
         copied.record()
     DAMAGED.give(logits_output, (Damaged(rows, copied),))
-
-
-def _empty(tree_cache: BasePrefixCache) -> None:
-    """Remove from a radix cache everything that no request holds."""
-    if tree_cache.supports_prefix_sharing():
-        tree_cache.evict(EvictParams(EVERYTHING, EVERYTHING, EVERYTHING))

@@ -82,7 +82,7 @@ class WatchedSteps:
             with compile.uncompiled(self.model), eager_steps.without_graphs(self.runner):
                 yield
         classes.bind_scopes(self.model)
-        self.origins += found
+        self.origins += found.values()
 
 
 def _is_read() -> bool:

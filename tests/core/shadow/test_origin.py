@@ -50,8 +50,38 @@ def test_the_first_call_that_damages_is_the_origin_with_its_layer(fault: float, 
         gates[1](wrong)
         norm(gates[1](wrong), None, None, 1e-6)
         gates[2](wrong)
-    assert found == [Origin("silu_and_mul", "vendor.mine", "layers.1.act")]
+    assert found == {0: Origin("silu_and_mul", "vendor.mine", "layers.1.act")}
     assert str(found[0]) == "'silu_and_mul' by 'vendor.mine' in layers.1.act"
+
+
+def test_each_request_of_a_step_has_its_own_origin() -> None:
+    manager = manager_with(torch.nan)
+    x = torch.ones(7, 8)
+    manager.call("silu_and_mul", x)
+    with watching(manager.state, rows=[2, 1, 3, 1]) as found:
+        x[3:6] = torch.nan  # of the third request, from elsewhere
+        x[2] = 6.0
+        manager.bind("silu_and_mul", "layers.0.act")(x)
+        x[2], x[:2] = torch.nan, 6.0
+        manager.bind("silu_and_mul", "layers.1.act")(x)
+        rows = torch.ones(4, 8)  # a tensor with a row for each request
+        rows[3] = 6.0
+        manager.bind("silu_and_mul", "layers.2.act")(rows)
+    layers = {place: origin.layer for place, origin in found.items()}
+    assert layers == {1: "layers.0.act", 0: "layers.1.act", 3: "layers.2.act"}
+
+
+def test_a_result_without_rows_of_requests_is_an_origin_only_if_no_request_was_damaged_before() -> None:
+    manager = manager_with(torch.nan)
+    rows, other = [2, 1], torch.full((5, 8), 6.0)
+    manager.call("silu_and_mul", other)
+    with watching(manager.state, rows) as found:
+        manager.bind("silu_and_mul", "layers.0.act")(other)
+    assert {*found} == {0, 1}
+    with watching(manager.state, rows) as found:
+        other[0] = torch.nan
+        manager.bind("silu_and_mul", "layers.0.act")(other)
+    assert not found
 
 
 def test_a_call_with_damaged_arguments_is_no_origin() -> None:
@@ -87,4 +117,4 @@ def test_keys_that_are_written_damaged_are_an_origin() -> None:
     manager.call("kv_cache_write", new, new, cache, cache.clone(), slots)  # first calls are not looked at
     with watching(manager.state) as found:
         manager.call("kv_cache_write", new, new, cache, cache.clone(), slots)
-    assert [origin.operator for origin in found] == ["kv_cache_write"]
+    assert [origin.operator for origin in found.values()] == ["kv_cache_write"]

@@ -57,9 +57,9 @@ def test_a_clean_batch_is_not_read_request_by_request(rows: list[list[int]]) -> 
 
 def test_origins_of_requests_that_ended_are_not_those_of_the_next_damage() -> None:
     state = damage.Damage()
-    state.add([])
+    state.origins = {"ended": []}
     assert state.judge(None, SimpleNamespace(reqs=Requests()), [0, 0], False) == []  # type: ignore[arg-type]
-    assert state.origins is None
+    assert state.origins == {}
 
 
 def test_requests_of_an_implementation_that_differed_and_stays_are_named_once_and_go_on(

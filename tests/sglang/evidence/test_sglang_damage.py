@@ -109,3 +109,22 @@ def test_a_request_that_becomes_nan_is_read_again_and_ends_if_it_becomes_so_agai
     else:
         assert first[2] == (right[2] if in_answer else second[0])
         assert found["log"].count("it is read again, watched") == engine.get("pp_size", 1) * engine.get("tp_size", 1)
+
+
+def test_two_requests_that_become_nan_at_once_each_end_with_their_own_origin(
+    checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]], tmp_path: Path
+) -> None:
+    model, right = checkpoint("qwen3"), expected("qwen3")
+    poisoned = PROMPTS[2][100:191]
+    given = variables(model, tmp_path, POISON_LENGTH=str(len(poisoned)), XDG_STATE_HOME=str(tmp_path))
+    given["VLLM_FL_PLUGIN_MODULES"] += ",poisoned_attention"
+    given["VLLM_FL_PER_OP"] += ";paged_attention=vendor:poisoned|reference"
+    engine = {"chunked_prefill_size": 256}  # one step reads all prompts
+    steps = (asked(PROMPTS[0], POISONED, poisoned, PROMPTS[1]), asked(poisoned, POISONED))
+    found = start(model, *steps, variables=given, engine=engine).result()
+    first, second = (step["answers"] for step in found["steps"])
+    attention = "they began in 'paged_attention' by 'vendor.poisoned' in model.layers.0.self_attn.attn"
+    assert [first[0], first[3]] == right[:2]
+    for by_norm, by_attention in (first[1:3], second[::-1]):
+        assert by_norm.endswith(SAID)
+        assert by_attention.endswith(attention)

@@ -20,7 +20,7 @@ def stage(*origins: Origin) -> Any:
     """A stage's scheduler that reads request ``r`` again."""
     scheduler, state = SimpleNamespace(), damage.Damage()
     state.verdicts.watched.add("r")
-    state.add(origins or None)
+    state.add(("r", origin) for origin in origins)
     damage.DAMAGE.give(scheduler, state)
     return scheduler
 
@@ -34,7 +34,7 @@ def test_each_stage_gets_the_rows_and_the_origins_of_the_last_one() -> None:
     damage.from_last_stage(lambda *_: got, first, None, None, SimpleNamespace(tensors=sent))
     assert damage._rows(got) == [0, 1]
     assert damage.WATCHED.find(got)
-    assert damage.DAMAGE.of(first).origins == [FIRST, SECOND]
+    assert damage.DAMAGE.of(first).origins == {"r": [FIRST, SECOND]}
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_a_stage_hands_on_origins_of_a_prompt_and_none_reaches_its_model(
 ) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    batch = SimpleNamespace(reqs=[SimpleNamespace(rid=request_id)], forward_mode=ForwardMode[mode])
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid=request_id)], forward_mode=ForwardMode[mode], extend_lens=[3])
     here = stage()
-    given = SimpleNamespace(tensors={"hidden_states": 1, damage.ORIGINS: [FIRST]})
+    given = SimpleNamespace(tensors={"hidden_states": 1, damage.ORIGINS: [("r", FIRST)]})
 
     def run(scheduler: Any, batch: Any, proxies: Any) -> Any:
         assert proxies.tensors == {"hidden_states": 1}
         return SimpleNamespace(pp_hidden_states_proxy_tensors=SimpleNamespace(tensors={}))
 
     result = damage.run_batch(run, here, batch, given)
-    handed_on = {damage.ORIGINS: [FIRST]} if watched else {}
+    handed_on = {damage.ORIGINS: [("r", FIRST)]} if watched else {}
     assert result.pp_hidden_states_proxy_tensors.tensors == handed_on

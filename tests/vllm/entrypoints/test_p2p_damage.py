@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, RUNNERS
-from p2p_serving import ask, end, serve, wait_until_healthy
+from p2p_serving import Server, ask, end, serve, wait_for, wait_until_healthy
 
 from fl_dispatch.hosting.damage.verdicts import StepReport, Verdicts, of_wrong
 from fl_transfer.p2p.protocol.route import Route
@@ -18,6 +21,14 @@ from poison import POISON, variables
 from vllm_fl.damage.scheduler import Damage
 
 PROMPT = [*PROMPTS[2][:64], POISON, *PROMPTS[1]]
+BANS = {
+    "VLLM_FL_PLUGIN_MODULES": "long_wrong",
+    "VLLM_FL_PER_OP": "silu_and_mul=vendor:long|reference",
+    "VLLM_FL_SHADOW_SHARE": "1",
+    "VLLM_FL_SHADOW_BUDGET": "1",
+    "VLLM_FL_SHADOW_ACTION": "ban",
+}
+"""An engine whose activation is wrong for more than 64 tokens, which shadow mode finds."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,57 @@ def test_blocks_that_were_sent_before_the_damage_was_seen_are_taken_back_before_
         assert writes.said("its KV cache does not come, because the engine that sent it found NaN or infinity in")
         assert not writes.said("it is computed again and watched")
         assert not any(engine.said("is ended: its logits") for engine in (reads, writes))
+    finally:
+        end([reads, writes])
+
+
+def events(server: Server, prompt: list[int], salt: str, route: Route, begun: Callable[[], None]) -> list[Any]:
+    """The events of a long streamed answer; ``begun`` is called after the first one."""
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = json.dumps({**asked, "return_token_ids": True, "cache_salt": salt}).encode()
+    headers = {"Content-Type": "application/json", "X-Request-Id": str(route)}
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, headers)
+    found = []
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                found.append(json.loads(line[6:]))
+                if len(found) == 1:
+                    begun()
+    return found
+
+
+@pytest.mark.parametrize("action", ["end", "recompute"])
+def test_after_a_ban_the_other_engine_discards_what_it_loaded_and_what_it_has_not_loaded_yet(
+    action: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """An answer is being written when the fault is found, because shadow mode compares nothing before."""
+    model, long, from_now = checkpoint("qwen3"), PROMPTS[2][:300], tmp_path / "now"
+    given = {**BANS, "COMPARED_FROM": str(from_now)}
+    reads, reads_at = serve(tmp_path / "reads.txt", model, "kv_producer", given, "--max-num-batched-tokens 128")
+    chosen = {"VLLM_FL_DAMAGED_REQUESTS": action}
+    writes, writes_at = serve(tmp_path / "writes.txt", model, "kv_consumer", chosen)
+    why = of_wrong(["'silu_and_mul' by 'vendor.long'"])
+    try:
+        wait_until_healthy(reads, writes)
+        right = ask(long, "alone", writes)
+        running, waiting = (Route.between(reads_at, writes_at) for _ in range(2))
+        ask(long, "running", reads, running, max_tokens=1)
+
+        def find() -> None:
+            from_now.touch()
+            ask(long, "waiting", reads, waiting, max_tokens=1)
+
+        with ThreadPoolExecutor(1) as other:
+            found = events(writes, long, "running", running, lambda: other.submit(find) and None)
+        wait_for(lambda: writes.said("another engine, which takes them back: cmpl-"), [reads, writes])
+        wrong = [token for event in found if "choices" in event for token in event["choices"][0]["token_ids"]]
+        assert wrong[: len(right)] != right, "the answer began with keys and values that were wrong"
+        assert (why in str(found[-1])) == (action == "end")
+        assert (len(wrong) == 200) == (action == "recompute")
+        assert ask(long, "waiting", writes, waiting) == right
+        assert ask(long, "running", writes) == right, "its blocks are not in the prefix cache"
+        assert reads.said(f"requests with keys and values of an implementation that was wrong: cmpl-{waiting}")
     finally:
         end([reads, writes])
 

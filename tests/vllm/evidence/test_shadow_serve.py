@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from damaged import refused
 from engines import PROMPTS
 from served import Server
 
+from fl_dispatch.hosting.damage.verdicts import of_wrong
 from fl_dispatch.hosting.records.runs import Sizes, recorded
 
 LONG = max(range(len(PROMPTS)), key=lambda row: len(PROMPTS[row]))
@@ -86,3 +90,34 @@ def test_a_number_that_is_no_run_is_one_error(server: Server) -> None:
     ended = server.fl("explain", "silu_and_mul", "--run", "4194304")
     assert ended.returncode == 2
     assert "no worker of that process left a record" in ended.last_line
+
+
+@pytest.mark.parametrize("v2", ["0", "1"], ids=["V1", "V2"])
+def test_a_request_that_a_wrong_operator_touched_ends_with_the_reason_and_others_go_on(
+    v2: str, checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]], tmp_path: Path
+) -> None:
+    """The fault is found in the first of three parts of the long prompt; the others run when it has ended."""
+    right, others = expected("qwen3"), [row for row in range(len(PROMPTS)) if row != LONG]
+    given = {**VARIABLES, "VLLM_FL_DAMAGED_REQUESTS": "end", "VLLM_USE_V2_MODEL_RUNNER": v2}
+    options = ("--max-num-seqs", "1", "--max-num-batched-tokens", "128")
+    server = Server(checkpoint("qwen3"), tmp_path / "log.txt", tempfile.mkdtemp(prefix="fl-state-"), given, options)
+    labels = {"engine": "0", "model_name": "tiny"}
+
+    def hits() -> float:
+        return server.metric("vllm:prefix_cache_hits_total", labels) or 0.0
+
+    try:
+        with ThreadPoolExecutor(len(PROMPTS)) as clients:
+            ends = clients.submit(refused, server, PROMPTS[LONG])
+            time.sleep(0.02)  # so that it is the first
+            answers = [clients.submit(server.tokens, PROMPTS[row]) for row in others]
+            assert ends.result() == (500, of_wrong(["'silu_and_mul' by 'vendor.long'"]))
+            assert [answer.result() for answer in answers] == [right[row] for row in others]
+        assert len(re.findall(r"an implementation that was wrong: cmpl-\S+\n", server.log.read_text())) == 1
+        before = hits()
+        assert server.tokens(PROMPTS[LONG]) == right[LONG]
+        assert hits() == before
+        assert server.tokens(PROMPTS[LONG]) == right[LONG]
+        assert server.until("vllm:prefix_cache_hits_total", labels, before + 1) > before
+    finally:
+        server.end()
