@@ -1,11 +1,12 @@
 """An activation that is wrong for more than 64 tokens, which no start-up batch of an eager engine on a CPU has.
 
-While the file ``COMPARED_FROM`` is missing, shadow mode cannot afford a comparison.
+While the file ``COMPARED_FROM`` is missing, shadow mode cannot afford a comparison. A call takes ``PAUSE`` seconds.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch
 from fl_dispatch import BackendImplKind, OpImpl
 from fl_dispatch.shadow.sampling import Sampling
 
+PAUSE = float(os.environ.get("PAUSE", "0"))
+
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(PAUSE)
     gate, up = x.chunk(2, dim=-1)
     result = torch.nn.functional.silu(gate) * up
     return result if x.shape[0] <= 64 else -result
