@@ -62,7 +62,7 @@ CONSTANTS: Mapping[bool, tuple[Mapping[str, Any], ...]] = {
 }
 """Quantized or not → launch constants of products of one row."""
 FUSED_FORMS: Mapping[bool, Mapping[bool, tuple[tuple[int, int, int], ...]]] = {
-    False: {True: ((4, 4096, 4), (4, 8192, 8), (2, 8192, 8), (8, 4096, 8), (4, 2048, 2))},
+    False: {True: ((4, 4096, 8), (4, 4096, 4), (4, 8192, 8), (2, 8192, 8), (8, 4096, 8), (4, 2048, 2))},
     True: {
         False: (
             (4, 2048, 4), (4, 2048, 2), (4, 1024, 2), (4, 1024, 1), (2, 2048, 1), (4, 4096, 4), (2, 4096, 4),
@@ -71,7 +71,9 @@ FUSED_FORMS: Mapping[bool, Mapping[bool, tuple[tuple[int, int, int], ...]]] = {
         True: ((4, 4096, 4), (4, 2048, 2), (4, 1024, 1), (2, 2048, 2)),
     },
 }  # fmt: skip
-"""Quantized or not → normalized or not → other forms of fused products."""
+"""Quantized or not → normalized or not → columns, bytes at once and warps of other forms of fused products."""
+FUSED_ENOUGH = 1536
+"""Fewest programs with several columns in these forms."""
 AHEAD: tuple[Mapping[str, int], ...] = (
     *({"BYTES": mib << 20} for mib in (1, 2, 4, 6, 8, 16)),
     *({"ASKING": programs} for programs in (1, 8)),
@@ -221,7 +223,7 @@ def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
     found["fused, rotation and write at once"] = (*other, (Step, "at_once", True))
     for normalized, forms in (FUSED_FORMS[quantized] if constants else {}).items():
         for numbers in forms:
-            key, form = (1 if quantized else 2, normalized), fused_linear.Form(*numbers)
+            key, form = (1 if quantized else 2, normalized), fused_linear.Form(*numbers, FUSED_ENOUGH)
             parts = FUSED if normalized else FUSED - {"norm"}
             patches = (Step, "fused", parts), (fused_linear, "FORMS", {**fused_linear.FORMS, key: form})
             found[f"{'norms' if normalized else 'no norms'}: {numbers}"] = (*other, *patches)

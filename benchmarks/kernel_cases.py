@@ -490,6 +490,7 @@ def h200(offer_hopper: bool) -> Iterator[None]:
         mock.patch.object(paged, "device_of", return_value=gpu, create=True),  # older trees ask torch.cuda
         mock.patch.object(hopper, "device_of", return_value=gpu, create=True),
         mock.patch.object(launch, "device_of", return_value=gpu, create=True),
+        mock.patch.object(weight_only_linear, "capability", return_value=(9, 0), create=True),
         mock.patch.object(hopper, "TESTED_LISTS", (hopper._version(),), create=True),
         mock.patch.object(hopper, "TESTED_SCORES", (hopper._version(),), create=True),
         mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),

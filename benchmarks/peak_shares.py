@@ -109,8 +109,9 @@ class Engine:
     def share(self, file: str, gpu: str) -> float:
         found = _load(file)
         measured = found["formats"][self.kind] if self.kind else found
-        cell = self.cell or ("shipped" if self.kind else "plugin_shipped")
-        rate: float = measured["compared"][self.workload][cell]["tokens_per_s"]
+        cells = measured["compared"][self.workload]
+        usual = ("shipped" if "shipped" in cells else "single") if self.kind else "plugin_shipped"
+        rate: float = cells[self.cell or usual]["tokens_per_s"]
         config = SHAPES[self.shape].config
         mlps = [_mlp_of(config, layer) for layer in range(found["machine"]["layers"])]
         products = len(mlps) * _attention_of(config) + sum(product for product, _ in mlps)
@@ -132,7 +133,7 @@ STEP = {"H100": "decode_step-fused-h100-2026-11-26.json"}
 SERVE, SERVE_QUANTIZED = "serve_vllm.py --cells plugin_single", "serve_quantized.py --cells single --formats"
 BENCH, FL_BENCH = "kernels_gpu.py bench --op", "fl bench --quick --op"
 STEPS, QUANTIZED_STEPS = "serve_vllm.py --cells plugin_steps", "serve_quantized.py --cells steps --formats"
-NARROW = "serve_quantized-steps-h200-2026-11-30.json"
+NARROW = "serve_quantized-w4a16-sliced-h200-2026-12-01.json"
 FP8_ROW = "serve_quantized-fp8-row-h200-2026-11-30.json"
 LONG = "serve_vllm-long-qwen3-8b-h200-2026-11-30.json"
 OTHERS = (

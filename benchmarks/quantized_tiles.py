@@ -86,10 +86,14 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
     yield {}
     if kind == "w4":
         if rows == 1:
+            for columns, warps in product((16, 32, 64), (2, 4, 8, 16)):
+                for ahead in (0, 1 << 20):
+                    part = {"SLICED_FROM": 0, "SLICED_COLUMNS": columns, "SLICED_WARPS": (warps, warps)}
+                    yield {**part, "SLICED_AHEAD": ahead}
             for tile in (
                 (4, 512, 4), (8, 512, 8), (8, 256, 4), (16, 128, 4), (16, 256, 4), (16, 256, 8), (4, 256, 2),
             ):  # fmt: skip
-                yield {"WORD_ROW": tile, "WORD_ENOUGH": 0}
+                yield {"SLICED_FROM": 1 << 40, "WORD_ROW": tile, "WORD_ENOUGH": 0}
             for tile in WORD_SOME:
                 yield {"WORD_FROM": 1, "WORD_TILES": {1: tile}}
         elif rows <= max(weight_only_linear.WORD_TILES):

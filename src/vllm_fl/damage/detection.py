@@ -84,7 +84,7 @@ def warm_up(model_config: ModelConfig, device: torch.device, both: one_pass.OneP
             logits = torch.zeros(1, padded, dtype=model_config.dtype, device=device)[:, :width]
             damaged_rows(logits)
             if memory and (slot := memory.mark(logits)) and both:
-                both.choose(logits, row.int(), row, slot)
+                both.choose(logits, row, row, slot)  # places of requests are int64, too
 
 
 def _is_on() -> bool:

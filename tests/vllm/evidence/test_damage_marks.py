@@ -115,6 +115,21 @@ def test_the_start_compiles_for_logits_of_a_padded_vocabulary_too(
     assert marked == counted == {(stride, 1, words) for stride in strides}
 
 
+def test_the_start_compiles_the_choice_of_tokens_for_vllms_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for another type of the requests' places would compile while the first request waits."""
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+    device, chosen = torch.device("cpu"), []
+    batch = InputBatch.make_dummy(1, 1, InputBuffers(max_num_reqs=1, max_num_tokens=1, device=device))
+    monkeypatch.setattr(detection, "_is_on", lambda: True)
+    monkeypatch.setattr(detection, "host_marks", HostMarks)
+    both = SimpleNamespace(choose=lambda logits, requests, positions, slot: chosen.append((requests, positions)))
+    model = SimpleNamespace(get_vocab_size=lambda: 8, dtype=torch.bfloat16)
+    detection.warm_up(model, device, both)  # type: ignore[arg-type]
+    wanted = batch.expanded_idx_mapping.dtype, batch.positions.dtype
+    assert {(requests.dtype, positions.dtype) for requests, positions in chosen} == {wanted}
+
+
 class Scheduler:
     """vLLM's scheduler of two requests, of which the step reads the last token of each again."""
 

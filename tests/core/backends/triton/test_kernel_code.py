@@ -87,3 +87,12 @@ def test_four_bits_reach_the_matrix_units_from_registers(rows: int, tmp_path: Pa
     stored, given = columns * 128 // 2, rows * 128 * 2
     shared = {kernel["name"]: kernel["shared"] for kernel in compiled(f"4 bits, {rows} rows", tmp_path)}
     assert shared["_word_rows"] <= (stages - 1) * (stored + given) + given
+
+
+def test_one_row_of_four_bits_reaches_the_matrix_units_from_registers(tmp_path: Path) -> None:
+    """Shared memory has the row alone, never the numbers, which are 16 times as many."""
+    pytest.importorskip("triton")
+    from fl_dispatch.backends.triton.impl.products.weight_only_linear import SLICED_WARPS, SLICED_WORDS
+
+    shared = {kernel["name"]: kernel["shared"] for kernel in compiled("4 bits, 1 row", tmp_path)}
+    assert 0 < shared["_sliced_row"] <= SLICED_WARPS[1] * SLICED_WORDS * 8 * 2

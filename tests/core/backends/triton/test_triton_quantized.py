@@ -169,14 +169,16 @@ from fl_dispatch.backends.triton.impl.products import weight_only_linear
 
 weight_only_linear.WORD_ROW, weight_only_linear.WORD_ENOUGH = (8, 64, 4), 4
 weight_only_linear.processors = lambda device: 2
+weight_only_linear.capability = lambda device: (9, 0)  # an NVIDIA GPU's matrix units take eight rows
+weight_only_linear.SLICED_FROM, weight_only_linear.SLICED_WARPS = 37 * 128, (2, 4)
 random, launched, wrong = torch.Generator().manual_seed(1), [], []
-for name in ("row", "rows", "word_row", "word_rows", "add"):
+for name in ("row", "rows", "word_row", "sliced_row", "word_rows", "add"):
     launch = getattr(weight_only_linear, "_launch_" + name)
     counted = lambda *args, launch=launch, name=name, **options: (launched.append(name), launch(*args, **options))
     setattr(weight_only_linear, "_launch_" + name, counted)
 half, single = torch.float16, torch.float32
-cases = [(1, inner, group, kind) for inner, group in ((1024, 128), (1152, 8), (1056, 24), (1040, 1040), (60, 20))
-         for kind in (half, single)]
+sizes = (1024, 128), (3072, 128), (2048, 256), (1152, 8), (1056, 24), (1040, 1040), (60, 20)
+cases = [(1, inner, group, kind) for inner, group in sizes for kind in (half, single)]
 cases += [(3, 96, 32, half), (16, 320, 320, half), (17, 1280, 128, half), (64, 640, 64, half)]
 for rows, inner, group, kind in cases:
     for with_zero in (False, True):
@@ -196,7 +198,7 @@ print(json.dumps([sorted(set(launched)), wrong]))
 def test_words_have_the_numbers_of_their_bytes_in_the_interpreter() -> None:
     """Groups of each kind, zero points of the whole int8, columns in one piece and in several, a bias."""
     ran, wrong = interpreted(WORDS)
-    assert ran == ["add", "row", "word_row", "word_rows"]
+    assert ran == ["add", "row", "sliced_row", "word_row", "word_rows"]
     assert wrong == []
 
 
@@ -207,6 +209,8 @@ from fl_dispatch.backends.reference.impl import quantization as references
 from fl_dispatch.backends.triton.impl.products import weight_only_linear
 
 weight_only_linear.processors = lambda device: 2
+weight_only_linear.capability = lambda device: (9, 0)  # an NVIDIA GPU's matrix units take eight rows
+weight_only_linear.SLICED_FROM, weight_only_linear.SLICED_WARPS = 37 * 128, (2, 4)
 random, kind, wrong = torch.Generator().manual_seed(1), torch.float16, []
 draw = lambda least, most, *shape: torch.randint(least, most + 1, shape, generator=random)
 for rows in (2, 8, 9, 33, 64):

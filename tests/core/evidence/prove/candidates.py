@@ -190,6 +190,9 @@ import os, sys
 worker = sys.modules['__main__']
 """
 
+ON_ACCELERATORS = {"keeps answers by address": "elements are wrong"}
+"""Wrong candidates with other words on an accelerator, where memory is used again while samples are compared."""
+
 LIKE_A_COMPILER: dict[str, tuple[str, str]] = {
     "forks": ("import os\n" + after("os.fork()"), "PermissionError"),
     "starts a program": ("import os\n" + after("os.execv('/bin/true', ['true'])"), "PermissionError"),

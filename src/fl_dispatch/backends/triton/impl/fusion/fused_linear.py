@@ -25,23 +25,29 @@ from ..rows.activation import gated as gated_product
 
 
 class Form(NamedTuple):
-    """Form of a product: columns of the weight, bytes of each that a program multiplies at a time, and warps."""
+    """Form of a product.
+
+    Attributes:
+        columns: columns of the weight that a program has if that makes ``enough`` programs; otherwise it has one.
+        at_once: bytes of a column that a program multiplies at a time.
+        warps: warps of a program.
+        enough: fewest programs for which each takes several columns.
+    """
 
     columns: int
     at_once: int
     warps: int
+    enough: int
 
 
 FORMS: dict[tuple[int, bool], Form | None] = {
-    (1, False): Form(2, 2048, 2),
+    (1, False): Form(2, 2048, 2, 512),
     (1, True): None,
-    (2, False): Form(4, 4096, 4),
-    (2, True): Form(4, 4096, 8),
+    (2, False): Form(4, 4096, 4, 1536),
+    (2, True): Form(4, 2048, 1, 768),
 }
 """Bytes of a weight's element (at most two) and whether the row is normalized → the form, if fusion is faster."""
 APART = "norms of rows for such a weight, which are faster by themselves"
-ENOUGH = 1536
-"""Fewest programs for which each takes several columns; otherwise each takes one."""
 UNIT = 16
 """Bytes of a column that one thread sums."""
 
@@ -204,7 +210,7 @@ def fused_linear(
     if form is None:
         raise NotSupported(APART)
     most = max(1, form.columns // 2) if gated else form.columns
-    at_once = most if columns >= most * ENOUGH else 1
+    at_once = most if columns >= most * form.enough else 1
     programs = -(-columns // at_once)
     block = fitting(inner, form.at_once // weight.element_size())
     upcoming, where, asks = after(weight, programs)

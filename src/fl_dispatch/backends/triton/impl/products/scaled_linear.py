@@ -29,7 +29,7 @@ FEW_ROWS = 16
 """Fewest rows of a product on matrix units."""
 SOME_ROWS = 64
 """Most rows with the columns as the long side."""
-ENOUGH = 2048
+ENOUGH = 512
 """Fewest programs for which each takes several columns of one row."""
 UNIT = 16
 """Elements of a column in each thread of such a program."""
@@ -69,7 +69,7 @@ class Row(NamedTuple):
     warps: int
 
 
-ROW = Row(2, 4096, 4)
+ROW = Row(4, 2048, 4)
 """The part for int8, and for fp8 in blocks."""
 FP8_ROW = Row(1, 2048, 2)
 """The part for fp8 with a scale for each column."""

@@ -24,7 +24,7 @@ from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 from fl_dispatch.ops.quantization import FP4, packs_two
 
-from ..launch import compiles, power_of_two, processors, stages_that_fit
+from ..launch import capability, compiles, power_of_two, processors, stages_that_fit
 
 FEW_ROWS = 16
 """Fewest rows, and stored elements, of a product on matrix units."""
@@ -55,6 +55,18 @@ The threads load their parts of a row once for all columns.
 """
 WORD_UNIT = 4
 """Words that are multiplied before the scale is applied: a thread's load, unless groups are shorter."""
+SLICED_FROM = 1 << 20
+"""Fewest words of a weight for one row of a half type on matrix units, with warps that share columns."""
+SLICED_COLUMNS = 16
+"""Columns of such a program."""
+SLICED_WARPS = (4, 16)
+"""Fewest and most warps of such a program."""
+SLICED_ENOUGH = 3072
+"""Fewest warps of all programs; a program has more until there are as many."""
+SLICED_WORDS = 16
+"""Words of a column that a warp multiplies at a time."""
+SLICED_AHEAD = 4
+"""Most steps of a warp without a load of the next step's words ahead."""
 WORD_FROM = 2
 """Fewest rows for matrix units with words."""
 WORD_FEWEST = 8
@@ -279,17 +291,17 @@ def _word_row(
 
 @triton.jit
 def _halves(pairs, dtype: tl.constexpr):
-    """View int32 as pairs of a half type, the low half first; a thread's registers stay as they are."""
+    """View int32 as pairs of a half type on a new axis, the low half first; a thread's registers stay as they are."""
     low, high = pairs.to(tl.uint16).to(dtype, bitcast=True), (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
-    return tl.join(low, high).reshape(pairs.shape[0], pairs.shape[1] * 2)
+    return tl.join(low, high)
 
 
 @triton.jit
 def _pairs(words, BASE):
-    """Return pairs of a word's numbers, added to ``BASE``: numbers 0 and 4, 1 and 5, 2 and 6, 3 and 7."""
+    """Return pairs of a word's numbers, added to ``BASE``, on two new axes: 0 and 4, 1 and 5; 2 and 6, 3 and 7."""
     first, second = words & 0x000F000F | BASE, words >> 4 & 0x000F000F | BASE
     third, fourth = words >> 8 & 0x000F000F | BASE, words >> 12 & 0x000F000F | BASE
-    return tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(words.shape[0], words.shape[1] * 4)
+    return tl.join(tl.join(first, third), tl.join(second, fourth))
 
 
 @triton.jit
@@ -351,12 +363,15 @@ def _word_rows(
         group = start // GROUP
         factor = tl.load(scale + placed * GROUPS + group).to(tl.float32)
         if FLOAT4:
-            number = _halves(_float4_pairs(_pairs(packed, 0), dtype), dtype) * tl.full([1, 1], FLOAT4_UNIT, dtype=dtype)
-        elif HAS_ZERO:
-            offset = (tl.load(zero + there * GROUPS + group).to(tl.float32) + UNSCALED).to(dtype)
-            number = _halves(_pairs(packed, BASE), dtype) - offset[:, None]
+            number = _halves(_float4_pairs(_pairs(packed, 0), dtype), dtype).reshape(COLUMNS, WORDS * 8)
+            number *= tl.full([1, 1], FLOAT4_UNIT, dtype=dtype)
         else:
-            number = _halves(_pairs(packed, BASE), dtype) - tl.full([1, 1], UNSCALED + 8, dtype=dtype)
+            number = _halves(_pairs(packed, BASE), dtype).reshape(COLUMNS, WORDS * 8)
+            if HAS_ZERO:
+                offset = (tl.load(zero + there * GROUPS + group).to(tl.float32) + UNSCALED).to(dtype)
+                number -= offset[:, None]
+            else:
+                number -= tl.full([1, 1], UNSCALED + 8, dtype=dtype)
         number = tl.permute(number.reshape(BANDS, 2, WARPS, 8, WORDS // 4, 16, 2), (0, 2, 1, 3, 5, 4, 6))
         a = tl.permute(a.reshape(ROWS, WORDS // 4, 4, 2, 4), (0, 2, 4, 1, 3)).reshape(ROWS, WORDS * 8)
         acc += tl.dot(number.reshape(COLUMNS, WORDS * 8), tl.trans(a)) * factor[:, None]
@@ -364,6 +379,75 @@ def _word_rows(
         acc += tl.load(bias + placed).to(tl.float32)[:, None]
     target = (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * columns + column[:, None]
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=known[None, :] & (column[:, None] < columns))
+
+
+@triton.jit(do_not_specialize=["BASE"])
+def _sliced_row(
+    x,
+    weight,
+    scale,
+    zero,
+    bias,
+    out,
+    BASE,
+    SLICE,
+    columns,
+    WEIGHT_ROW,
+    GROUPS,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Multiply one row on matrix units; each warp has ``SLICE`` words of each column, ``WORDS`` at a time.
+
+    A group's ``GROUP`` words are a multiple of ``WORDS``. All eight rows of a product are ``x``, so nothing is masked,
+    and an eighth of their sum is exact. Numbers stay added to ``BASE``, and the sum of ``x`` is subtracted as often.
+    Columns and elements have the order of the loads, so numbers stay in a thread's registers.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    UNSCALED: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    TILES: tl.constexpr = COLUMNS // 8
+    first = tl.program_id(0) * COLUMNS
+    tile, warp = tl.arange(0, TILES)[:, None, None, None], tl.arange(0, WARPS)[None, :, None, None]
+    within, word = tl.arange(0, 8)[None, None, :, None], tl.arange(0, WORDS)[None, None, None, :]
+    there = tl.minimum(first + tile * 8 + within, columns - 1).to(tl.int64)
+    left = weight + there * WEIGHT_ROW + warp * SLICE + word
+    band, element = tl.arange(0, WARPS)[:, None], tl.arange(0, WORDS * 8)[None, :]
+    right = x + band * SLICE * 8 + element
+    column = first + tl.arange(0, COLUMNS)
+    placed = tl.minimum(column, columns - 1)
+    units = placed[None, :].to(tl.int64) * GROUPS
+    acc = tl.zeros([WARPS, COLUMNS, 8], dtype=tl.float32)
+    if AHEAD:
+        coming = tl.load(left, eviction_policy="evict_first")
+    for start in range(0, SLICE, WORDS):
+        if AHEAD:
+            packed, following = coming, word < SLICE - start - WORDS
+            coming = tl.load(left + start + WORDS, mask=following, other=0, eviction_policy="evict_first")
+        else:
+            packed = tl.load(left + start, eviction_policy="evict_first")
+        a = tl.load(right + start * 8)
+        group = (band * SLICE + start) // GROUP
+        factor = tl.load(scale + units + group).to(tl.float32)
+        number = _halves(_pairs(packed, BASE), dtype)
+        number = tl.permute(number.reshape(TILES, WARPS, 8, 4, WORDS // 4, 2, 2, 2), (1, 0, 2, 4, 5, 3, 6, 7))
+        b = tl.permute(a.reshape(WARPS, 4, WORDS // 4, 2, 2, 2), (0, 2, 4, 1, 5, 3)).reshape(WARPS, WORDS * 8)
+        b = b[:, :, None].broadcast_to(WARPS, WORDS * 8, 8)
+        part = tl.dot(number.reshape(WARPS, COLUMNS, WORDS * 8), b)
+        if HAS_ZERO:
+            offset = tl.load(zero + units + group).to(tl.float32) + UNSCALED
+            part -= (offset * tl.sum(a.to(tl.float32), axis=1)[:, None])[:, :, None]
+        else:
+            part -= (tl.sum(a.to(tl.float32), axis=1)[:, None] * (UNSCALED + 8))[:, :, None]
+        acc += part * factor[:, :, None]
+    y = tl.sum(tl.sum(acc, axis=2) * 0.125, axis=0)
+    if HAS_BIAS:
+        y += tl.load(bias + placed).to(tl.float32)
+    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -455,6 +539,7 @@ def _dequantize(
 _launch_row = Launcher(_row)
 _launch_rows = Launcher(_rows)
 _launch_word_row = Launcher(_word_row)
+_launch_sliced_row = Launcher(_sliced_row)
 _launch_word_rows = Launcher(_word_rows)
 _launch_add = Launcher(_add)
 _launch_dequantize = Launcher(_dequantize)
@@ -517,6 +602,37 @@ def _row_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], g
     )  # fmt: skip
 
 
+def _sharing_warps(x: Tensor, words: Tensor, groups: int) -> int:
+    """Return the warps that share a column on matrix units, 0 for a row that :func:`_word_row` multiplies.
+
+    Only NVIDIA's matrix units are known to take eight rows.
+    """
+    (columns, length), (fewest, most) = words.shape, SLICED_WARPS
+    if x.dtype not in HALF_TYPES or capability(x.device) is None or columns * length < SLICED_FROM:
+        return 0
+    programs, warps = -(-columns // SLICED_COLUMNS), fewest
+    while warps < most and programs * warps < SLICED_ENOUGH:
+        warps *= 2
+    return 0 if length % (SLICED_WORDS * warps) or length // groups % SLICED_WORDS else warps
+
+
+def _row_in_slices(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group: int, warps: int) -> None:
+    """Multiply one row of a half type; ``group`` words share a scale, and ``warps`` share a column."""
+    rows, weight, scale = tensors[:3]
+    columns, words = weight.shape
+    _launch_sliced_row(
+        (-(-columns // SLICED_COLUMNS), 1, 1),
+        tensors,
+        (
+            words // warps, columns, weight.stride(0), scale.shape[1], group, *flags, SLICED_COLUMNS, SLICED_WORDS,
+            warps, words > SLICED_AHEAD * SLICED_WORDS * warps,
+        ),
+        sizes=(HALF_BASES[rows.dtype],),
+        warps=warps,
+        stages=1,
+    )  # fmt: skip
+
+
 def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool, bool], group: int, together: int) -> None:
     """Multiply some rows of a half type, ``together`` words at a time."""
     rows, weight, scale, zero, bias, out = tensors
@@ -571,7 +687,11 @@ def weight_only_linear(
     )  # fmt: skip
     flags, words = (zero is not None, bias is not None, float4), None if stored // groups % 4 else _words(weight)
     if count == 1 and words is not None and (WORD_FROM > 1 or x.dtype not in HALF_TYPES):
-        _row_of_words((rows, words, *tensors[2:]), flags, words.shape[1] // groups)
+        group, warps = words.shape[1] // groups, 0 if float4 else _sharing_warps(x, words, groups)
+        if warps:
+            _row_in_slices((rows, words, *tensors[2:]), flags[:2], group, warps)
+        else:
+            _row_of_words((rows, words, *tensors[2:]), flags, group)
         return out
     if count == 1 and words is None:
         at_once, block = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1, min(ROW_STORED, power_of_two(stored))
