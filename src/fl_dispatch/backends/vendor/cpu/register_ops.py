@@ -46,9 +46,8 @@ ROWS = (
     Wheel("rotary_embedding", "rotary", supports="supports_rotary_embedding", traits=Traits(inductor=False)),
     Wheel("quantize", "quantization", supports="supports_quantize"),
     # Before the wheel's product, because memory then has each weight once; PyTorch's dispatcher calls both.
-    Own("linear", "plain", priority=FIRST + 5, needs=(why_elsewhere, why_no_onednn, "why_unavailable"), opaque=False),
-    # An operator without results needs no fake function.
-    Wheel("linear", "linear", needs=(why_elsewhere, library.why_unavailable), opaque=False),
+    Own("linear", "plain", priority=FIRST - 1, needs=(why_elsewhere, why_no_onednn, "why_unavailable"), opaque=False),
+    Wheel("linear", "linear", priority=FIRST - 2, needs=(why_elsewhere, library.why_unavailable), opaque=False),
     Build("scaled_linear", "integers", supports="supports_scaled_linear"),
     Build("fused_moe", "experts", supports="supports_fused_moe"),
     OneDnn("linear", "linear:linear_reordered", opaque=False),
