@@ -125,6 +125,25 @@ def test_what_the_kernels_do_not_take_is_another_products() -> None:
     assert plain.counted() == before
 
 
+def test_a_bias_gets_its_gradient_and_sparse_and_empty_weights_their_product() -> None:
+    weight, bias = drawn(32, 64)
+    x, bias = torch.randn(3, 64), bias.requires_grad_()
+    plain.linear(x, weight, bias).sum().backward()
+    assert bias.grad is not None
+    assert (bias.grad == 3).all()
+    agrees(x, weight.to_sparse_csr(), None, ran=False)
+    assert plain.linear(torch.randn(2, 3, 0), torch.randn(4, 0)).shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize("shapes", [((2, 64), (3, 8)), ((2, 8), (3, 64)), ((64,), (3, 64)), ((2, 64), (64,))])
+def test_the_operator_itself_refuses_sizes_that_do_not_agree(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    x, weight = (torch.randn(shape) for shape in shapes)
+    with pytest.raises(RuntimeError, match="plain weight"):
+        torch.ops.fl_dispatch_cpu.product(x, weight)
+    with pytest.raises(RuntimeError):
+        torch.ops.fl_dispatch_cpu.sum(torch.randn(2, 64), torch.randn(3, 64), torch.randn(2))
+
+
 def test_a_weight_without_data_is_an_error() -> None:
     weight, _ = drawn(32, 64)
     weight.untyped_storage().resize_(0)

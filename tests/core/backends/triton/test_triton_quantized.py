@@ -171,6 +171,7 @@ weight_only_linear.WORD_ROW, weight_only_linear.WORD_ENOUGH = (8, 64, 4), 4
 weight_only_linear.processors = lambda device: 2
 weight_only_linear.capability = lambda device: (9, 0)  # an NVIDIA GPU's matrix units take eight rows
 weight_only_linear.SLICED_FROM, weight_only_linear.SLICED_WARPS = 37 * 128, (2, 4)
+weight_only_linear.SLICED_DTYPES = (torch.float16,)  # the interpreter has products of bfloat16 wrong
 random, launched, wrong = torch.Generator().manual_seed(1), [], []
 for name in ("row", "rows", "word_row", "sliced_row", "word_rows", "add"):
     launch = getattr(weight_only_linear, "_launch_" + name)
@@ -209,8 +210,6 @@ from fl_dispatch.backends.reference.impl import quantization as references
 from fl_dispatch.backends.triton.impl.products import weight_only_linear
 
 weight_only_linear.processors = lambda device: 2
-weight_only_linear.capability = lambda device: (9, 0)  # an NVIDIA GPU's matrix units take eight rows
-weight_only_linear.SLICED_FROM, weight_only_linear.SLICED_WARPS = 37 * 128, (2, 4)
 random, kind, wrong = torch.Generator().manual_seed(1), torch.float16, []
 draw = lambda least, most, *shape: torch.randint(least, most + 1, shape, generator=random)
 for rows in (2, 8, 9, 33, 64):

@@ -55,8 +55,15 @@ The threads load their parts of a row once for all columns.
 """
 WORD_UNIT = 4
 """Words that are multiplied before the scale is applied: a thread's load, unless groups are shorter."""
+SLICED_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16,)
+"""Dtypes of one row on matrix units, with warps that share columns.
+
+In float16, sums with a base of 1,024 may lose more than a result's rounding, if ``x`` has one sign.
+"""
+SLICED_CAPABILITY = (8, 0)
+"""Least compute capability for that: the first with matrix units for bfloat16."""
 SLICED_FROM = 1 << 20
-"""Fewest words of a weight for one row of a half type on matrix units, with warps that share columns."""
+"""Fewest words of a weight for that."""
 SLICED_COLUMNS = 16
 """Columns of such a program."""
 SLICED_WARPS = (4, 16)
@@ -607,8 +614,8 @@ def _sharing_warps(x: Tensor, words: Tensor, groups: int) -> int:
 
     Only NVIDIA's matrix units are known to take eight rows.
     """
-    (columns, length), (fewest, most) = words.shape, SLICED_WARPS
-    if x.dtype not in HALF_TYPES or capability(x.device) is None or columns * length < SLICED_FROM:
+    (columns, length), (fewest, most), able = words.shape, SLICED_WARPS, capability(x.device)
+    if x.dtype not in SLICED_DTYPES or able is None or able < SLICED_CAPABILITY or columns * length < SLICED_FROM:
         return 0
     programs, warps = -(-columns // SLICED_COLUMNS), fewest
     while warps < most and programs * warps < SLICED_ENOUGH:

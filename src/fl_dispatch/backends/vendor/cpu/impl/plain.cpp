@@ -134,6 +134,7 @@ void product(const Call& call, const float* x, const float* weight, const float*
 using Tensor = void*;
 struct Torch {
   int32_t (*delete_tensor)(Tensor);
+  int32_t (*dimensions)(Tensor, int64_t*);
   int32_t (*sizes)(Tensor, int64_t**);
   int32_t (*strides)(Tensor, int64_t**);
   int32_t (*dtype)(Tensor, int32_t*);
@@ -174,19 +175,31 @@ const void* address(Tensor tensor, int64_t count) {
   return found;
 }
 
+// Returns whether a tensor is a contiguous float32 vector of so many numbers.
+bool is_vector(Tensor tensor, int64_t count) {
+  int64_t dimensions, *size, *stride;
+  int32_t dtype;
+  check(torch.dimensions(tensor, &dimensions)), check(torch.dtype(tensor, &dtype));
+  check(torch.sizes(tensor, &size)), check(torch.strides(tensor, &stride));
+  return dimensions == 1 && dtype == FLOAT32 && size[0] == count && (stride[0] == 1 || count == 1);
+}
+
 // The operator: two-dimensional x and weight, and a bias or none. Rows are multiplied here up to a limit, and by PyTorch
 // above it.
 void multiply_plain(uint64_t* stack, uint64_t count, uint64_t) {
   Owned x{reinterpret_cast<Tensor>(stack[0])}, weight{reinterpret_cast<Tensor>(stack[1])};
   Owned bias{count > 2 ? reinterpret_cast<Tensor>(stack[2]) : nullptr}, out;
-  int64_t *shape, *apart, *size, *stride;
+  int64_t *shape, *apart, *size, *stride, ranks[2];
+  check(torch.dimensions(x.tensor, &ranks[0])), check(torch.dimensions(weight.tensor, &ranks[1]));
+  if (ranks[0] != 2 || ranks[1] != 2) throw std::runtime_error("a product of a plain weight takes two matrices");
   check(torch.sizes(x.tensor, &shape)), check(torch.strides(x.tensor, &apart));
   check(torch.sizes(weight.tensor, &size)), check(torch.strides(weight.tensor, &stride));
+  if (shape[1] != size[1]) throw std::runtime_error("the rows of x and of a plain weight have other lengths");
   int32_t dtype, other;
   check(torch.dtype(x.tensor, &dtype)), check(torch.dtype(weight.tensor, &other));
   int64_t whole[2] = {shape[0], size[0]}, steps[2] = {size[0], 1};
   check(torch.empty(2, whole, steps, dtype, 0, -1, &out.tensor));
-  bool known = dtype == FLOAT32 && other == FLOAT32;
+  bool known = dtype == FLOAT32 && other == FLOAT32 && (!bias.tensor || is_vector(bias.tensor, size[0]));
   Call call{nullptr, nullptr, nullptr, nullptr, shape[0], size[0], shape[1], apart[0], 1};
   bool rows = known && apart[1] == 1 && stride[1] == 1 && stride[0] == size[1] && call.rows && call.inner;
   if (rows) {

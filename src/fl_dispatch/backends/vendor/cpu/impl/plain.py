@@ -7,6 +7,7 @@ without Python, and compiled code contains the call.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,14 +24,15 @@ from .native_calls import function
 
 SOURCE = Path(__file__).with_name("plain.cpp")
 ROWS = 48
-"""Most rows for which the C++ is faster than PyTorch's product of a plain weight."""
+"""Most rows for the C++, by times of single products on one processor; PyTorch multiplies more."""
 LANES = 16
 """Numbers of a vector on the processors on which these products were measured."""
 TORCH = (
-    "aoti_torch_delete_tensor_object", "aoti_torch_get_sizes", "aoti_torch_get_strides", "aoti_torch_get_dtype",
-    "aoti_torch_get_storage_size", "aoti_torch_get_storage_offset", "torch_get_const_data_ptr",
-    "aoti_torch_get_data_ptr", "aoti_torch_empty_strided", "aoti_torch_as_strided", "aoti_torch_cpu_mm_out",
-    "aoti_torch_cpu_addmm_out", "torch_get_num_threads", "aoti_torch_library_init_impl", "aoti_torch_library_impl",
+    "aoti_torch_delete_tensor_object", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides",
+    "aoti_torch_get_dtype", "aoti_torch_get_storage_size", "aoti_torch_get_storage_offset",
+    "torch_get_const_data_ptr", "aoti_torch_get_data_ptr", "aoti_torch_empty_strided",
+    "aoti_torch_as_strided", "aoti_torch_cpu_mm_out", "aoti_torch_cpu_addmm_out", "torch_get_num_threads",
+    "aoti_torch_library_init_impl", "aoti_torch_library_impl",
 )  # fmt: skip
 """Functions of PyTorch's stable interface that the C++ calls, in the order of ``Torch`` in ``plain.cpp``."""
 _others: list[Callable[[Tensor, Tensor, Tensor | None], Tensor]] = [linear_reordered]
@@ -53,13 +55,16 @@ def why_unavailable() -> str:
     table = (ctypes.c_void_p * len(TORCH))(
         *(ctypes.cast(getattr(pytorch, name), ctypes.c_void_p).value for name in TORCH)
     )
-    if not hasattr(torch.ops.fl_dispatch_cpu, "product"):
-        _library.define("product(Tensor x, Tensor weight) -> Tensor")  # type: ignore[no-untyped-call]
-        _library.define("sum(Tensor x, Tensor weight, Tensor bias) -> Tensor")  # type: ignore[no-untyped-call]
-        for name in ("product", "sum"):
-            torch.library.register_fake(f"fl_dispatch_cpu::{name}", _fake, lib=_library)
-        if function(SOURCE, "install")(ctypes.byref(table), ROWS):
-            return "PyTorch did not take the operators"
+    with _lock:
+        if not _installed:
+            if not hasattr(torch.ops.fl_dispatch_cpu, "product"):
+                _library.define("product(Tensor x, Tensor weight) -> Tensor")  # type: ignore[no-untyped-call]
+                _library.define("sum(Tensor x, Tensor weight, Tensor bias) -> Tensor")  # type: ignore[no-untyped-call]
+                for name in ("product", "sum"):
+                    torch.library.register_fake(f"fl_dispatch_cpu::{name}", _fake, lib=_library)
+            if function(SOURCE, "install")(ctypes.byref(table), ROWS):
+                return "PyTorch did not take the operators"
+            _installed.append(True)
     if not library.why_unavailable():
         _others[0] = packed_by_the_wheel
     return ""
@@ -83,15 +88,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the operators take these tensors: float32 matrices on the CPU, without gradients."""
+    """Whether the operators take these tensors: dense float32 matrices on the CPU, without gradients."""
     dtype, fits = weight.dtype, bias is None or (bias.is_cpu and bias.is_contiguous())
     if dtype is not torch.float32 or x.dtype is not dtype or not x.is_cpu or not weight.is_cpu or not fits:
         return False
-    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
+    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
+        return False
+    if x.layout is not torch.strided or weight.layout is not torch.strided:
         return False
     if bias is not None and (bias.dtype is not dtype or bias.shape != weight.shape[:1]):
         return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return not (torch.is_grad_enabled() and trained)
 
 
 def counted() -> int:
@@ -100,8 +108,12 @@ def counted() -> int:
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    torch._check(x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1])  # type: ignore[no-untyped-call]
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 _library: torch.library.Library = globals().get("_library") or torch.library.Library("fl_dispatch_cpu", "FRAGMENT")  # type: ignore[no-untyped-call]
 """Not made again when this module is loaded again."""
+_installed: list[bool] = globals().get("_installed") or []
+"""Not empty once PyTorch has the operators' C++."""
+_lock: threading.Lock = globals().get("_lock") or threading.Lock()
