@@ -64,7 +64,7 @@ class Damage:
         origins: watched request → the calls where its numbers stopped being finite.
         suspects: requests with prompts partly read by a wrong implementation, and why they are damaged.
         leaving: retracted requests that a batch may still contain.
-        ended: requests that were ended, and hold parts of the radix cache until SGLang finishes them.
+        ended: requests that are to end, and hold parts of the radix cache until SGLang finishes or retracts them.
         purges: how often damage has been found in the radix cache.
     """
 
@@ -72,7 +72,7 @@ class Damage:
         self.verdicts = Verdicts(get_settings().damaged_requests)
         self.wrong = Wrong(get_default_manager().shadow.findings)
         self.origins: dict[str, list[Origin]] = {}
-        self.suspects: dict[str, str] = {}
+        self.suspects: dict[Req, str] = {}
         self.leaving: list[Req] = []
         self.ended: list[Req] = []
         self.purges = 0
@@ -103,15 +103,17 @@ class Damage:
     def judge(self, scheduler: Scheduler, batch: ScheduleBatch, rows: Sequence[int], watched: bool) -> list[Req]:
         """End damaged requests, and return those to be read again."""
         again = []
+        for one in [one for one in self.suspects if one.finished() or one.to_finish is not None or not one.kv.holds_kv]:
+            del self.suspects[one]
+            self.forget(one)
         calm = not (self.verdicts.watched or self.suspects or any(rows))
         for request, damaged in () if calm else zip(batch.reqs, rows, strict=False):
             if request.finished() or request.to_finish is not None:
                 self.verdicts.watched.discard(request.rid)
-                self.suspects.pop(request.rid, None)
                 continue
             if request.is_retracted or request.inflight_middle_chunks > 0:  # the last chunk shows the damage too
                 continue
-            if why := self.suspects.pop(request.rid, ""):
+            if why := self.suspects.pop(request, ""):
                 again += self.retry_or_end(scheduler, batch, request, why)
                 continue
             verdict = self.verdicts.of(request.rid, bool(damaged), watched, sampled=True)
@@ -139,7 +141,10 @@ class Damage:
         names = ", ".join(one.rid for one in found) or "none"
         logger.warning("requests with keys and values of an implementation that was wrong: %s", names)
         parts = [one for one in found if one in chunked or one.inflight_middle_chunks > 0]
-        self.suspects.update({one.rid: why for one in parts})
+        self.suspects.update(dict.fromkeys(parts, why))
+        for one in gone:
+            if not (one.finished() or one.is_retracted):  # its client left, and it stays for one more step
+                self.forget(one)
         self.purges += 1
         return [one for each in found if each not in parts for one in self.retry_or_end(scheduler, batch, each, why)]
 
@@ -154,19 +159,24 @@ class Damage:
         """End a request with an error after this step."""
         logger.error("request %s is ended: %s", request.rid, why)
         reason = FINISH_ABORT(why, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
-        request.skip_radix_cache_insert = True
         if batch.forward_mode.is_extend() and request in batch.reqs:
             request.discard_output_reason = reason
         else:
             request.to_finish = reason
-        self.ended.append(request)
+        self.forget(request)
+
+    def forget(self, request: Req) -> None:
+        """Store nothing more of a request, and remove what it stored once it holds nothing."""
+        request.skip_radix_cache_insert = True
+        if request not in self.ended:
+            self.ended.append(request)
         self.purges += 1
 
     def purge(self, scheduler: Scheduler) -> None:
         """Remove from the radix cache what damaged requests stored there, except what a request still holds."""
         if scheduler.tree_cache.supports_prefix_sharing():
             scheduler.tree_cache.evict(EvictParams(EVERYTHING, EVERYTHING, EVERYTHING))
-        self.ended = [one for one in self.ended if not one.finished()]
+        self.ended = [one for one in self.ended if one.kv.holds_kv and not one.finished()]
 
     def separate(self, requests: Iterable[Req]) -> None:
         """Let requests that have read nothing yet find nothing in the radix cache that is there now."""
