@@ -240,13 +240,14 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
         "A time is that of all calls of a step, with the interval that holds the median with probability 0.95.",
         f"Sizes between and above the measured ones are drawn with the seed {record.seed}.",
     ]
-    bounded = record.bounded()
-    for op_name, _, phase in bounded:
-        why = "the winner is not proven there"
-        rows.say(
-            f"{op_name}{f', {phase}' if phase else ''}: above the largest size the default order serves, because {why}"
-        )
-    rules = merge(winners, dict(plan.policy.op_tuned), bounded)
+    bounded, without = record.bounded(), dict(plan.policy.op_tuned)
+    for (op_name, _, phase), order in bounded.items():
+        serves = "the default order serves"
+        if op_name in without:
+            serves = "the shipped file's rules serve, or the default order where none fits"
+        said = "the reference serves, because the winner is wrong" if order else f"{serves}; nothing is proven"
+        rows.say(f"{op_name}{f', {phase}' if phase else ''}: above the largest size {said} there")
+    rules = merge(winners, without, bounded)
     file.write_text(platform_file(title, base, rules, figures, choices, record.served), encoding="utf-8")
     load_config_file(file)  # an invalid file raises now rather than at the next start
     evidence.finish({**record.as_data(complete=True), "providers": plan.providers(winners, rules)})

@@ -89,20 +89,22 @@ class Record:
         found = (kind.get(str(key), {}).get(impl_id, {}).get("problem", "") for kind in kinds)
         return next(filter(None, found), "")
 
-    def bounded(self) -> set[Group]:
-        """Return the groups with a largest size above which the default order serves.
+    def bounded(self) -> dict[Group, tuple[str, ...]]:
+        """Return the groups with a largest size for their winner, and the order of the rule above it.
 
-        That is so if the winner is wrong above, or if the reference can compute no size above. In the second case one
-        winner at all sizes stays, because a condition would keep it out of compiled models.
+        It is the reference if the winner is wrong above, because the default order may begin with the same winner. It
+        is empty if the reference can compute no size above. Then one winner at all sizes stays nevertheless, because a
+        condition would keep it out of compiled models.
         """
-        found, choices = set(), {key: choice.impl_id for key, choice in self.choices().items()}
+        found: dict[Group, tuple[str, ...]] = {}
+        choices = {key: choice.impl_id for key, choice in self.choices().items()}
         for key, winner in choices.items():
             tried = self.above.get(str(key), {}).get(winner)
             if tried is None or key.op_name in self.facts.get(TOGETHER, ()):
                 continue
             others = {one for other, one in choices.items() if other.op_name == key.op_name}
             if tried["problem"] or (not tried["proven"] and tried["too_large"] and len(others) > 1):
-                found.add(group_of(key))
+                found[group_of(key)] = ("reference",) if tried["problem"] else ()
         return found
 
     def served(self, key: Key, impl_id: str) -> str:
@@ -174,7 +176,7 @@ def resumed(files: Iterable[Path], facts: Mapping[str, Any]) -> Record:
             continue
         if all(data.get(name) == value for name, value in plain.items() if name not in UNIMPORTANT):
             threads = {"threads": data["threads"]} if "threads" in data else {}  # a tuning has one number of threads
-            sizes = data.get("between", {}), data.get("above", {}), data.get("seed_of_sizes", 0)
+            sizes = data.get("between", {}), data.get("above", {}), data.get("seed_of_sizes") or secrets.randbits(32)
             return Record({**facts, **threads}, data["cases"], data.get("late", {}), *sizes, file)
     return Record(facts)
 

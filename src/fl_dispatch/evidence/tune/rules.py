@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from types import MappingProxyType
 
 from ...ops import OPERATORS
 from ...settings.selection_policy import TunedRule
@@ -13,6 +14,9 @@ from .calls import Key
 Rules = tuple[TunedRule, ...]
 Group = tuple[str, str, str | None]
 """Operator, dtype and phase: sizes of one group follow each other."""
+Bounded = Mapping[Group, tuple[str, ...]]
+"""Groups with a largest size for their winner → the order of the rule above it, empty for none."""
+NOWHERE: Bounded = MappingProxyType({})
 
 
 def group_of(key: Key) -> Group:
@@ -20,7 +24,7 @@ def group_of(key: Key) -> Group:
     return key.op_name, key.dtype, key.phase
 
 
-def merge(winners: Mapping[Key, str], base: Mapping[str, Rules], bounded: Collection[Group] = ()) -> dict[str, Rules]:
+def merge(winners: Mapping[Key, str], base: Mapping[str, Rules], bounded: Bounded = NOWHERE) -> dict[str, Rules]:
     """Return operator → its rules, first match first.
 
     A size between two measured ones is padded to the larger one's graph, so it gets that one's rule; sizes above the
@@ -31,7 +35,8 @@ def merge(winners: Mapping[Key, str], base: Mapping[str, Rules], bounded: Collec
     Args:
         winners: key → implementation, empty where no candidate may win.
         base: rules without tuning. Operators that were not tuned keep them.
-        bounded: groups with sizes above the largest for which the rules of ``base``, or the default order, hold.
+        bounded: groups with another order above the largest size; the rules of ``base``, or the default order, where it
+            is empty.
     """
     found = dict(base)
     for op_name in dict.fromkeys(key.op_name for key in winners):
@@ -51,10 +56,10 @@ def _covers_everything(op_name: str, winners: Mapping[Key, str]) -> bool:
     phases = {key.phase for key in winners}
     dtypes = {key.dtype for key in winners}
     needed = {"prefill", "decode"} if op_name in OPERATORS and OPERATORS[op_name].phases else {None}
-    return phases >= needed and all(winners.values()) and (len(dtypes) == 1 or len(_of_operator(winners, ())) == 1)
+    return phases >= needed and all(winners.values()) and (len(dtypes) == 1 or len(_of_operator(winners, NOWHERE)) == 1)
 
 
-def _of_operator(winners: Mapping[Key, str], bounded: Collection[Group]) -> Rules:
+def _of_operator(winners: Mapping[Key, str], bounded: Bounded) -> Rules:
     everybody = set(winners.values())
     if len(everybody) == 1 and "" not in everybody and not any(group_of(key) in bounded for key in winners):
         return (TunedRule(order=(f"impl:{everybody.pop()}",)),)
@@ -67,32 +72,34 @@ def _of_operator(winners: Mapping[Key, str], bounded: Collection[Group]) -> Rule
     return tuple(replace(rule, dtype=dtype) for dtype, rules in zip(dtypes, of_dtype, strict=True) for rule in rules)
 
 
-def _of_dtype(winners: Mapping[Key, str], bounded: Collection[Group]) -> Rules:
+def _of_dtype(winners: Mapping[Key, str], bounded: Bounded) -> Rules:
     """Return rules of one operator and dtype."""
     rules: list[TunedRule] = []
     for phase in dict.fromkeys(key.phase for key in winners):
         own = {key: winner for key, winner in winners.items() if key.phase == phase}
         sizes = sorted((key.tokens, winner) for key, winner in own.items())
-        ends = any(group_of(key) in bounded for key in own)
+        ends = bounded.get(group_of(next(iter(own))))
         rules += [replace(rule, phase=phase) for rule in _of_sizes(sizes, ends)]
     return tuple(rules)
 
 
-def _of_sizes(sizes: Sequence[tuple[int, str]], ends: bool) -> list[TunedRule]:
+def _of_sizes(sizes: Sequence[tuple[int, str]], ends: tuple[str, ...] | None) -> list[TunedRule]:
     """Return rules by numbers of tokens, in ascending order; none for sizes without a winner.
 
     Args:
         sizes: tokens and winners.
-        ends: whether the last rule ends at the largest size.
+        ends: the order above the largest size, where the last rule ends; ``None`` if that rule has no end.
     """
     rules, low = [], 0
     runs = [(winner, [tokens for tokens, _ in run]) for winner, run in groupby(sizes, key=lambda size: size[1])]
     for index, (winner, run) in enumerate(runs):
-        high = None if index == len(runs) - 1 and not ends else run[-1]
+        high = None if index == len(runs) - 1 and ends is None else run[-1]
         if winner:
-            tokens = None if len(runs) == 1 and not ends else (low, high)
+            tokens = None if len(runs) == 1 and ends is None else (low, high)
             rules.append(TunedRule(order=(f"impl:{winner}",), tokens=tokens))
         low = run[-1] + 1
+    if ends:
+        rules.append(TunedRule(order=ends, tokens=(low, None)))
     return rules
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,24 @@ def test_a_candidate_that_is_wrong_only_between_measured_sizes_does_not_win_ther
 
 def test_a_candidate_that_is_wrong_above_the_largest_size_serves_up_to_it() -> None:
     above = candidate("default.above", wrong_at(range(9, 99)), 900)
-    record = tuned(plan_of(above))
+    plan = plan_of(above)
+    (key, *_) = (case.key for case in plan.cases())
+    assert plan.candidates(key)[0] is above, "first in the default order, too"
+    record = tuned(plan)
     assert winners(record) == {"default.above"}
-    assert rules(record) == [TunedRule(order=("impl:default.above",), tokens=(0, 8))]
+    assert rules(record) == [
+        TunedRule(order=("impl:default.above",), tokens=(0, 8)), TunedRule(order=("reference",), tokens=(9, None)),
+    ]  # fmt: skip
+    served = replace(plan, policy=replace(plan.policy, op_tuned=(("silu_and_mul", tuple(rules(record))),)))
+    chosen = {tokens: served.candidates(replace(key, tokens=tokens))[0].impl_id for tokens in (8, 9, 99)}
+    assert chosen == {8: "default.above", 9: "reference.torch", 99: "reference.torch"}
+
+
+def test_sizes_that_the_reference_cannot_compute_have_no_rule() -> None:
+    record = tuned(plan_of(candidate("default.above", wrong_at(range(4, 7)), 900)))
+    (eight,) = (key for key in record.choices() if key.tokens == 8)
+    record.above[str(eight)]["reference.torch"] = {"proven": [], "declined": [], "too_large": [9], "problem": ""}
+    assert rules(record)[-1] == TunedRule(order=("impl:reference.torch",), tokens=(3, 8))
 
 
 def test_a_choice_for_all_sizes_must_be_right_above_the_largest_one() -> None:
