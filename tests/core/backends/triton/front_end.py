@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
 from kernel_cases import h200
 
 from fl_dispatch.backends.triton import impl, register_ops
+from fl_dispatch.backends.triton.impl.products import weight_only_linear
 from fl_dispatch.devices.launcher import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops import OPERATORS, Sample
@@ -75,6 +76,7 @@ def main() -> None:
 
     with (
         h200(False),
+        mock.patch.multiple(weight_only_linear, SLICED_FROM=0, SLICED_WARPS=(2, 2)),  # inputs have small weights
         mock.patch.object(Launcher, "__call__", launch),
         mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros),  # PyTorch reads what no kernel wrote
         mock.patch.object(ASTSource, "make_ir", make_and_stop),
